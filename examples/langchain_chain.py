@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import HuggingFaceEmbeddings
 
-from cacheblend_rag.demo import demo_documents, demo_questions
+from cacheblend_lab.reference import demo_documents, demo_questions
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 
 

@@ -15,7 +15,7 @@ from langchain_huggingface import HuggingFaceEmbeddings
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 
-from cacheblend_rag.demo import demo_documents, demo_questions
+from cacheblend_lab.reference import demo_documents, demo_questions
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 
 

@@ -9,8 +9,8 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
+from cacheblend_lab.reference import demo_documents, demo_questions
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.demo import demo_documents, demo_questions
 from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendVectorStore
 
 

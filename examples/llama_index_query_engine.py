@@ -10,7 +10,7 @@ from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import llama_index_cacheblend
-from cacheblend_rag.demo import demo_documents, demo_questions
+from cacheblend_lab.reference import demo_documents, demo_questions
 from llama_index_cacheblend import BlendLLM, BlendVectorStore
 
 

@@ -68,14 +68,7 @@ def counting() -> Iterator[set[str]]:
         names.update(found.values())
 
 
-def show(what: str, names: set[str]) -> None:
-    """Print how many there are, and which."""
-    core = sum(name.startswith(f"{OURS[0]}.") for name in names)
-    print(f"{what}: {len(names)} functions, {core} of the core and {len(names) - core} of the package")
-    print(*(f"    {name}" for name in sorted(names)), sep="\n")
-
-
-def count(what: str, ingest: Callable[[], Any], query: Callable[[], Callable[[], Any]]) -> None:
+def count(ingest: Callable[[], Any], query: Callable[[], Callable[[], Any]]) -> tuple[set[str], set[str]]:
     """Count an ingestion, and the query over what was ingested when it is asked for the third time."""
     with counting() as ingestion:
         ingest()
@@ -84,11 +77,10 @@ def count(what: str, ingest: Callable[[], Any], query: Callable[[], Callable[[],
         ask()
     with counting() as names:
         ask()
-    show(f"one ingestion, {what}", ingestion)
-    show(f"one query, {what}", names)
+    return ingestion, names
 
 
-def with_llama_index(engine: BlendEngine) -> None:
+def with_llama_index(engine: BlendEngine) -> tuple[set[str], set[str]]:
     """Count in LlamaIndex: a `VectorStoreIndex` and its query engine."""
     llm = llama_index_cacheblend.BlendLLM(engine=engine, max_new_tokens=4)
     embedding = MockEmbedding(8)
@@ -115,10 +107,10 @@ def with_llama_index(engine: BlendEngine) -> None:
         asked = made[0].as_query_engine(llm=llm, response_mode="blend", similarity_top_k=3)
         return lambda: asked.query(QUESTION)
 
-    count("LlamaIndex", ingest, query)
+    return count(ingest, query)
 
 
-def with_langchain(engine: BlendEngine) -> None:
+def with_langchain(engine: BlendEngine) -> tuple[set[str], set[str]]:
     """Count in LangChain: a chain of a retriever, a prompt and a model."""
     llm = langchain_cacheblend.ChatBlend(engine=engine, max_tokens=4)
     store = langchain_cacheblend.BlendVectorStore(
@@ -136,10 +128,20 @@ def with_langchain(engine: BlendEngine) -> None:
         chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
         return lambda: chain.invoke(QUESTION)
 
-    count("LangChain", lambda: store.add_documents(documents), query)
+    return count(lambda: store.add_documents(documents), query)
+
+
+def functions() -> dict[str, set[str]]:
+    """Return what is passed in each framework, by what is done there."""
+    found = {}
+    for framework, run in (("LlamaIndex", with_llama_index), ("LangChain", with_langchain)):
+        with BlendEngine.from_pretrained("reference") as reference:
+            found[f"{framework}, an ingestion"], found[f"{framework}, a warm query"] = run(reference)
+    return found
 
 
 if __name__ == "__main__":
-    for run in (with_llama_index, with_langchain):
-        with BlendEngine.from_pretrained("reference") as reference:
-            run(reference)
+    for what, names in functions().items():
+        core = sum(name.startswith(f"{OURS[0]}.") for name in names)
+        print(f"{what}: {len(names)} functions, {core} of the core and {len(names) - core} of the package")
+        print(*(f"    {name}" for name in sorted(names)), sep="\n")

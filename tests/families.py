@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cacheblend_rag.reference import load_tokenizer
+from cacheblend_lab.reference import load_tokenizer
 
 _BASE: dict[str, Any] = {
     "vocab_size": 97,

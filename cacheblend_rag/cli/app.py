@@ -27,11 +27,23 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, DatasetError, Un
 __all__ = ["app"]
 
 
+_OF_THE_LAB = ("bench", "demo", "eval", "families")
+
+
 class _Commands(TyperGroup):
     """Turns the library's own errors into one line and an exit code; anything else is a bug and keeps its traceback.
 
     The code is 2 where an argument or a setting is at fault, as it is where the command line cannot be read; else 1.
     """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the subcommand; where it is one of the lab's, say what to install."""
+        if args and args[0] in _OF_THE_LAB and args[0] not in self.commands:
+            typer.echo(
+                f"error: the command {args[0]} comes with another package: pip install cacheblend-rag-lab", err=True
+            )
+            raise typer.Exit(2)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""

@@ -28,7 +28,6 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.files import replace_text
-from cacheblend_rag.reference.prompt import FORMATS
 from cacheblend_rag.store import KVStore, open_store
 
 if TYPE_CHECKING:
@@ -58,6 +57,9 @@ _DELETE_GROUP = 1000
 _FILE_BYTES_PER_LAYER = 512
 # A character that no tokenizer treats specially and no template contains.
 
+_INSTRUCTION = "Answer the question from the context only.\n\n"
+_SEPARATOR = "\n"
+
 _PARTS = frozenset({"library.json", "warm.lock", "chroma", "kv"})
 
 _T = TypeVar("_T")
@@ -81,7 +83,7 @@ def passage_config(config: EngineConfig | None = None) -> EngineConfig:
     config = EngineConfig.of(config)
     if "separator" in config.model_fields_set:
         return config
-    return config.replace(separator=FORMATS["plain_answer"].separator)
+    return config.replace(separator=_SEPARATOR)
 
 
 @contextmanager
@@ -336,12 +338,14 @@ class Library:
 
         Where the tokenizer has a chat template, it is the user's message of a chat.
         """
-        form, tokenizer = FORMATS["plain_answer"], self._engine.tokenizer
-        prefix, suffix = form.head, form.suffix(question)
+        tokenizer = self._engine.tokenizer
+        prefix, suffix = _INSTRUCTION, f"\n\nQuestion: {question}"
         if getattr(tokenizer, "chat_template", None):
-            prefix, suffix = around_context(tokenizer, form.head, FORMATS["plain"].suffix(question))
+            prefix, suffix = around_context(tokenizer, prefix, suffix)
+        else:
+            suffix += "\nAnswer: "
         chunks = [Chunk(match.passage.text, match.passage.id) for match in matches]
-        return BlendPrompt(prefix, chunks, suffix, separator=form.separator)
+        return BlendPrompt(prefix, chunks, suffix, separator=_SEPARATOR)
 
     def _shown(self) -> dict[str, tuple[str, int]]:
         """Return source and position of every passage in Chroma, by id."""

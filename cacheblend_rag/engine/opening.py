@@ -8,6 +8,7 @@ import logging
 import re
 import uuid
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,7 @@ _HUB_OPTIONS = frozenset(
 _OPTIONS = ("config", "blend", "store", "tenant", "tuning", "attn_implementation", "device_map", "quantization_config")
 # `dtype` is an option of the models as well.
 _ONLY_SETTINGS = frozenset(EngineConfig.kinds) - {"dtype"}
-_REFERENCE_NAME = "reference"
-_REFERENCE = Path(__file__).parents[1] / "reference" / "weights"
+_REFERENCE = "reference"
 
 
 def load_pretrained(
@@ -163,23 +163,21 @@ def _ask_hub(name: str, options: dict[str, Any]) -> None:
 def _checked_name(model: str | Path) -> str:
     """Return the folder or the Hugging Face id that `model` means."""
     name = str(model)
-    if model == _REFERENCE_NAME:
-        if not (_REFERENCE / "model.safetensors").exists():
-            raise ConfigError(
-                'model "reference" cannot be loaded: its weights are for tests and examples, and come with a clone of the '
-                "project only; name a model of your own"
-            )
-        return str(_REFERENCE)
+    for packaged in entry_points(group="cacheblend_rag.models", name=name):
+        return str(packaged.load())
+    if name == _REFERENCE:
+        raise ConfigError(
+            'model "reference" cannot be loaded: it is for tests and examples, and comes with another package: pip install '
+            "cacheblend-rag-lab. Or name a model of your own"
+        )
     if name.startswith((".", "/", "~")) or isinstance(model, Path):
         folder = Path(model).expanduser()
         if not folder.is_dir() and not _is_gguf(folder):
             raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file")
         return str(folder)
     # No id on the Hub is like this one, and asking there takes its time.
-    if get_close_matches(name.strip().lower(), [_REFERENCE_NAME], cutoff=0.8) and not Path(name).is_dir():
-        raise ConfigError(
-            f'model {name!r} cannot be loaded: the model that comes with this project is "{_REFERENCE_NAME}"'
-        )
+    if get_close_matches(name.strip().lower(), [_REFERENCE], cutoff=0.8) and not Path(name).is_dir():
+        raise ConfigError(f'model {name!r} cannot be loaded: the model that comes with this project is "{_REFERENCE}"')
     return name
 
 

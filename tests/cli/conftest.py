@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+from cacheblend_lab.reference.prompt import CHAT_TEMPLATE
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.reference.prompt import CHAT_TEMPLATE
 
 Command = Callable[..., Result]
 

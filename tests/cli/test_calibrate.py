@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from cacheblend_lab.reference import demo_documents
 from cacheblend_rag.calibration import Calibration, CalibrationRow
 from cacheblend_rag.cli.calibrate import _best, _changes, _show, _write
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.demo import demo_documents
 
 from .conftest import Command, read_rows
 

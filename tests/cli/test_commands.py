@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner as ClickRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
@@ -28,6 +29,15 @@ def commands(of: Any, *names: str) -> Iterator[str]:
 @pytest.mark.parametrize("command", list(commands(get_command(app))))
 def test_every_command_explains_itself(run: Command, command: str) -> None:
     assert "Usage:" in run(*command.split(), "--help").output
+
+
+@pytest.mark.parametrize("command", ["bench", "demo", "eval", "families"])
+def test_a_command_of_the_lab_names_its_package(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = get_command(app)
+    monkeypatch.delitem(group.commands, command)  # type: ignore[attr-defined]
+    result = ClickRunner().invoke(group, [command, "--help"])
+    assert result.exit_code == 2
+    assert result.stderr == f"error: the command {command} comes with another package: pip install cacheblend-rag-lab\n"
 
 
 def test_the_version(run: Command) -> None:

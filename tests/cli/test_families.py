@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.lab.family_table import shipped_table, table_lines
+from cacheblend_lab.family_table import shipped_table, table_lines
 
 from .conftest import Command, read_rows
 
@@ -65,7 +65,7 @@ def test_the_shipped_table_is_that_of_the_docs(run: Command, tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore")
 def test_proving_runs_the_families(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.lab.families.families", lambda: ["qwen2", "mamba"])
+    monkeypatch.setattr("cacheblend_lab.families.families", lambda: ["qwen2", "mamba"])
     result = run("families", "--prove")
     assert "1 of 2 families exact" in result.stdout
     assert "families: 0 of 2" in result.stderr and "families: 2 of 2" in result.stderr

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.documents import open_chroma
-from cacheblend_rag.lab.settings import engine_settings
 
 from .conftest import Command, read_rows
 

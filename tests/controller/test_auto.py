@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.controller.control import Controller, profile_identity, save_profile
 from cacheblend_rag.controller.policy import BlendCost, LoadCost, PrefillCost, Profile
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.ram import RamReader
 from tests.families import tiny_model, tiny_tokenizer, words

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend_lab.families import tiny_config
+from cacheblend_lab.families import tiny_model as random_model
+from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -22,9 +25,6 @@ from cacheblend_rag.errors import (
     UnknownChunkError,
     UnsupportedModelError,
 )
-from cacheblend_rag.lab.families import tiny_config
-from cacheblend_rag.lab.families import tiny_model as random_model
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.store import KVStore, open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -412,9 +412,9 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         BlendEngine.from_pretrained("Reference")
 
 
-def test_the_reference_model_is_not_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.opening._REFERENCE", tmp_path)
-    with pytest.raises(ConfigError, match="come with a clone of the project only; name a model of your own"):
+def test_the_reference_model_is_not_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.opening.entry_points", lambda **_: ())
+    with pytest.raises(ConfigError, match=r"pip install cacheblend-rag-lab\. Or name a model of your own"):
         BlendEngine.from_pretrained("reference")
     with pytest.raises(ConfigError, match=r"'refernce' .* the model that comes with this project is \"reference\""):
         BlendEngine.from_pretrained("refernce")

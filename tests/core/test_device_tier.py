@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.device import spare_bytes
 from tests.families import tiny_model, tiny_tokenizer, words

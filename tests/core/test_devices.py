@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_lab.families import prove, tiny_config
+from cacheblend_lab.families import tiny_model as family_model
+from cacheblend_lab.family_table import shipped_table
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, FixedText
 from cacheblend_rag.engine import GenerationResult
-from cacheblend_rag.lab.families import prove, tiny_config
-from cacheblend_rag.lab.families import tiny_model as family_model
-from cacheblend_rag.lab.family_table import shipped_table
-from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -213,7 +213,7 @@ def test_pinned_memory_and_what_is_given_back() -> None:
 
 @pytest.mark.cuda
 def test_the_reference_model_answers_as_on_the_cpu() -> None:
-    from cacheblend_rag.demo.corpus import demo_documents, demo_questions
+    from cacheblend_lab.reference.corpus import demo_documents, demo_questions
 
     answers = {}
     for device in ("cpu", "cuda"):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.encode import Encoder, Target, plan_batches
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import KVCache, inspect_model
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError, PromptError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 

@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_lab.reference import load_model, load_tokenizer
+from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
+from cacheblend_lab.settings import engine_settings
+from cacheblend_lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.engine.watch import TokenDistribution
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.lab.training.corpus import NOTES, eval_examples
-from cacheblend_rag.reference import load_model, load_tokenizer
-from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
 from tests.families import tiny_model, tiny_tokenizer, words
 
 THREAD = "cacheblend-guard"

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
+from cacheblend_lab import families
+from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.many import Extent, plan_decoding
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
-from cacheblend_rag.lab import families
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(5 + 6 * number, number), f"c{number}") for number in range(6)]

@@ -12,10 +12,10 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.fuse import mask as fuse_mask
 from cacheblend_rag.fuse.mask import RowMask, attend_in_blocks, row_mask
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import replace_attention
 from tests.families import tiny_model, tiny_tokenizer, words
 

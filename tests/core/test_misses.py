@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, BlendReport, Chunk
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import StoreClock, open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of

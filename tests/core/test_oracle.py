@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from cacheblend_lab.families.tiny import tiny_config
+from cacheblend_lab.families.tiny import tiny_model as tiny_lab_model
+from cacheblend_lab.reference import load_tokenizer
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.preamble import default_preamble
-from cacheblend_rag.lab.families.tiny import tiny_config
-from cacheblend_rag.lab.families.tiny import tiny_model as tiny_lab_model
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.reference import load_tokenizer
 from tests.core.dense import own_kv
 from tests.families import tiny_model, tiny_tokenizer, words
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store.chunkfile import ChunkFile
 from tests.core.forked import status_of_child
 from tests.families import tiny_model, tiny_tokenizer, words

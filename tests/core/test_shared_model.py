@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.engine.scheduling import SchedulerLock, scheduler_lock
 from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import KVCache, inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import own_kv

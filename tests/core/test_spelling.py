@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
+from cacheblend_lab.reference import load_tokenizer
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt
 from cacheblend_rag.engine.spelling import Spelling
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.reference import load_tokenizer
 from tests.families import tiny_reader
 
 JAPANESE = "これはとてもながいぶんしょうです。"

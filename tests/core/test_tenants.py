@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFullError, UnknownChunkError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, StoreStats, check_store, open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import UnknownChunkError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from tests.core.documents.naive import Library, Rows, small_model
 from tests.families import tiny_tokenizer

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from tests.core.documents.naive import small_model
 from tests.families import tiny_tokenizer

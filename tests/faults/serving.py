@@ -26,10 +26,10 @@ from pathlib import Path
 import httpx
 import torch
 
+from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.splitter import named_passages
-from cacheblend_rag.reference import load_tokenizer
 from cacheblend_rag.serve.asking import calls_for
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.wire import CompletionRequest

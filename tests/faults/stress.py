@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.remote import open_remote
 from tests.families import tiny_model, tiny_tokenizer, words

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.core.documents.naive import Library, Rows, small_model
 from tests.core.documents.texts import Text

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import StoreClock, check_store, collect_garbage
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import fill, small_disk

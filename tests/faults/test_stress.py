@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFormatError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import open_store
 from langchain_cacheblend import BlendLLM
 from tests.families import tiny_model, tiny_tokenizer, words

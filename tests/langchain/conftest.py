@@ -12,9 +12,9 @@ import torch
 from langchain_core.embeddings import Embeddings
 from transformers import LlamaForCausalLM
 
+from cacheblend_lab.reference import load_tokenizer
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.reference import load_tokenizer
 from tests.families import tiny_reader
 
 CHUNKS = {

@@ -17,9 +17,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import HuggingFaceEmbeddings
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from cacheblend_rag.lab.training.corpus import NOTES, Question, make_example
-from cacheblend_rag.lab.training.world import build_world
-from cacheblend_rag.reference.prompt import value_of
+from cacheblend_lab.reference.prompt import value_of
+from cacheblend_lab.training.corpus import NOTES, Question, make_example
+from cacheblend_lab.training.world import build_world
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from tests.langchain.asking import Reports
 

@@ -21,8 +21,8 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_huggingface import ChatHuggingFace, HuggingFaceEmbeddings, HuggingFacePipeline
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from cacheblend_lab.reference import demo_documents, demo_questions
 from cacheblend_rag import reference
-from cacheblend_rag.demo import demo_documents, demo_questions
 from tests.langchain.asking import Reports
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from hypothesis.stateful import run_state_machine_as_test as run
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from langchain_cacheblend import BlendVectorStore, warm
 from tests.core.documents.naive import Library, Rows, small_model

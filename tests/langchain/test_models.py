@@ -29,9 +29,9 @@ from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from transformers import LlamaForCausalLM
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
-from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, ChatBlend, documents_to_blocks
 from tests.langchain.asking import chunk_ids, own_answer
 

@@ -21,9 +21,9 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 from transformers import LlamaForCausalLM
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, warm
 from langchain_cacheblend.inventory import Inventory
 from tests.langchain.asking import chunk_ids

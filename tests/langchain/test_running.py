@@ -20,9 +20,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from transformers import LlamaForCausalLM, StoppingCriteria
 
+from cacheblend_lab.settings import settings_of
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
-from cacheblend_rag.lab.settings import settings_of
 from langchain_cacheblend import BlendLLM, ChatBlend
 
 KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])

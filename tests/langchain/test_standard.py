@@ -20,8 +20,8 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+from cacheblend_lab.settings import settings_of
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.lab.settings import settings_of
 from langchain_cacheblend import ChatBlend
 from tests.langchain.asking import TOOL_TEMPLATE
 

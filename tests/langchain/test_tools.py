@@ -14,9 +14,9 @@ from langchain_core.tools import create_retriever_tool, tool
 from pydantic import BaseModel
 from transformers import LlamaForCausalLM
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from tests.langchain.asking import TOOL_TEMPLATE, chunk_ids
 

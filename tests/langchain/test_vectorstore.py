@@ -20,11 +20,11 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.engine import WarmEstimate
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError, StoreFullError
-from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, estimate, warm
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.search import SearchesInner

@@ -21,9 +21,9 @@ from pydantic import Field
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llama_index_cacheblend
+from cacheblend_lab.reference import load_tokenizer
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.reference import load_tokenizer
 from llama_index_cacheblend import BlendLLM
 
 # At 1 the engine prefills as a whole. This rounds to every row of these short chunks, so that an answer is exact and blended.

@@ -11,8 +11,8 @@ from itertools import pairwise
 from llama_index.core import Document
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
-from cacheblend_rag.lab.training.corpus import NOTES, make_example
-from cacheblend_rag.lab.training.world import build_world
+from cacheblend_lab.training.corpus import NOTES, make_example
+from cacheblend_lab.training.world import build_world
 
 __all__ = ["Asked", "Corpus", "corpus", "documents"]
 

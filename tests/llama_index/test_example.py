@@ -16,7 +16,7 @@ import pytest
 from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from cacheblend_rag.demo import demo_documents, demo_questions
+from cacheblend_lab.reference import demo_documents, demo_questions
 
 from .conftest import WordEmbedding
 

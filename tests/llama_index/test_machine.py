@@ -23,10 +23,10 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode, TransformComponent
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.chunk import BlendPrompt, Chunk, text_hash
 from cacheblend_rag.engine import GenerationResult
-from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
 
 from .conftest import WordEmbedding

@@ -16,9 +16,9 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores import SimpleVectorStore
 
+from cacheblend_lab.reference import load_model, load_tokenizer
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.reference import load_model, load_tokenizer
 from llama_index_cacheblend import BlendLLM, BlendVectorStore, install
 
 from .conftest import EVERY_ROW, EventLog, WordEmbedding

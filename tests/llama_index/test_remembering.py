@@ -17,8 +17,8 @@ from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from pydantic import Field
 
+from cacheblend_lab.reference.prompt import value_of
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.reference.prompt import value_of
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, install
 
 from .corpus import documents

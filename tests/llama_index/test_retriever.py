@@ -16,9 +16,9 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendRetriever, BlendSynthesizer
 from llama_index_cacheblend.nodes import node_chunks
 

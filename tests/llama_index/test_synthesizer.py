@@ -26,11 +26,10 @@ from llama_index.core.types import BaseOutputParser
 from pydantic import BaseModel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cacheblend_lab.reference import demo_documents, demo_questions, load_model, load_tokenizer
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
-from cacheblend_rag.demo import demo_documents, demo_questions
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.reference import load_model, load_tokenizer
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
     BlendContextChatEngine,

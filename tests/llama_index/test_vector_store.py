@@ -15,10 +15,10 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from pydantic import Field
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
 
 from .conftest import FACTS, WordEmbedding

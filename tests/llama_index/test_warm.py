@@ -14,10 +14,10 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from transformers import LlamaForCausalLM
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.engine import WarmEstimate
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, estimate, warm_index
 
 from .conftest import FACTS, WordEmbedding

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cacheblend_lab.families import tiny_config, tiny_model
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.lab.families import tiny_config, tiny_model
 from cacheblend_rag.model import capability
 from tests.families import tiny_tokenizer
 

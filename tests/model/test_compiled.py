@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.lab.families import prove
+from cacheblend_lab.families import prove
 from cacheblend_rag.model import model_fingerprint
 from tests.families import tiny_model
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from cacheblend_rag.lab.families import families, prove_family
-from cacheblend_rag.lab.family_table import table_lines
+from cacheblend_lab.families import families, prove_family
+from cacheblend_lab.family_table import table_lines
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 FAMILIES = families()

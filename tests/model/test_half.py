@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_lab.families import prove, tiny_config, tiny_model
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.lab.families import prove, tiny_config, tiny_model
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_layer
 

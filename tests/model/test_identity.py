@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cacheblend_lab.families import prove, tiny_config
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.families import prove, tiny_config
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import model_fingerprint
 from tests.families import tiny_model, tiny_tokenizer, words
 

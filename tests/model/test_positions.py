@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend_lab.families import prove, tiny_config, tiny_model
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.lab.families import prove, tiny_config, tiny_model
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import inspect_model
 from tests.families import tiny_tokenizer, words
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from cacheblend_lab.families import prove
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.lab.families import prove
-from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 
@@ -93,8 +93,8 @@ def test_the_proof_of_a_patched_model_is_a_refusal_that_answers_as_the_model_doe
 
 
 def test_a_model_that_keeps_states_instead_of_kv_answers_through_its_own_cache() -> None:
-    from cacheblend_rag.lab.families import tiny_config
-    from cacheblend_rag.lab.families import tiny_model as random_model
+    from cacheblend_lab.families import tiny_config
+    from cacheblend_lab.families import tiny_model as random_model
 
     model = random_model(tiny_config("mamba"))
     with BlendEngine(model, tiny_tokenizer()) as engine:

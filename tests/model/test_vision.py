@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from cacheblend_rag.lab.families import prove, tiny_config, tiny_model
+from cacheblend_lab.families import prove, tiny_config, tiny_model
 
 EXACT = ("qwen2_5_vl", "qwen3_vl", "llava", "mistral3")
 MORE = (

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.watch import FirstLogits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.model import uncompiled, unwrapped, watch_forward
 from tests.families import tiny_model, tiny_tokenizer, words
 

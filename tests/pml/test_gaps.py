@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend_lab.families import tiny_config, tiny_model
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import ChunkPart
 from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError
-from cacheblend_rag.lab.families import tiny_config, tiny_model
-from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_tokenizer
 from tests.pml.dense import own_logits
 

@@ -13,10 +13,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend_lab.families import tiny_config, tiny_model
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.lab.families import tiny_config, tiny_model
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.pml import Schema
 from tests.pml.dense import own_logits
 from tests.pml.naive import items_markup, requests, schema_markup, schemas

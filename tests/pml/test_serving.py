@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend_lab.families import tiny_config, tiny_model
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.lab.families import tiny_config, tiny_model
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.pml import Import, Module, Param, Prompt, Scaffold, Schema, Text, Union
 from tests.families import tiny_tokenizer, words
 from tests.pml.dense import own_logits

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
+from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendEngine, EngineConfig
-from cacheblend_rag.reference import load_tokenizer
 from tests.families import tiny_reader
 from tests.store.remote.conftest import RedisServer, free_port, needs_redis
 

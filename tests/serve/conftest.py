@@ -14,9 +14,9 @@ import pytest
 import uvicorn
 from transformers import LlamaForCausalLM
 
+from cacheblend_lab.reference import load_tokenizer
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.reference import load_tokenizer
 from cacheblend_rag.serve.app import make_app
 from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.settings import ServeConfig

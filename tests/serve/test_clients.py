@@ -27,8 +27,8 @@ from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import TextNode
 from llama_index.llms.openai_like import OpenAILike
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.lab.settings import engine_settings
 from tests.llama_index.conftest import WordEmbedding
 from tests.serve.conftest import serving
 from tests.serve.process import LEAST, VLLM, ServerProcess

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.lab.settings import engine_settings
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, collect_garbage, open_store
 from cacheblend_rag.store.folder import StoreFolder
 from tests.core.documents.naive import small_model

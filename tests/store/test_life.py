@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
 from cacheblend_rag.store.database import Database
 from tests.families import tiny_model, tiny_tokenizer, words

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, open_store
 from cacheblend_rag.store.folder import Part, StoreFolder
 from tests.families import tiny_model, tiny_tokenizer, words

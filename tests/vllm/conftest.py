@@ -21,13 +21,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
+from cacheblend_lab.training.corpus import NOTES, Question, eval_examples
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.prefix import StoredPrefix
-from cacheblend_rag.lab.training.corpus import NOTES, Question, eval_examples
-from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
 from cacheblend_rag.serve.asking import calls_for
 from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.settings import ServeConfig

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
 
+from cacheblend_lab.training.corpus import NOTES, Example, eval_examples
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.lab.training.corpus import NOTES, Example, eval_examples
 from tests.serve.process import LEAST, VLLM, ServerProcess
 from tests.vllm.conftest import WEIGHTS, engine_answer, wait_until_gone
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.lab.settings import engine_settings
 from tests.core.conversations.chats import CHUNKS, MakeEngine
 from tests.families import tiny_model, tiny_tokenizer
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.core.documents.texts import Text
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
 

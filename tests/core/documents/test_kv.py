@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_lab import families
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.lab import families
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reading import Member, ReadingRules, contexts
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words

@@ -27,9 +27,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreFullError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
 from cacheblend_rag.store.documents import Drafts
 from tests.core.documents.naive import Ids, Library, Reading, Rows, small_model

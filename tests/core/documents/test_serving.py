@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import tiny_model, tiny_tokenizer, words

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store, export_store, import_store, open_store
 from tests.core.documents.naive import Library, Rows
 from tests.core.documents.texts import TOLERANCE, Text, distance

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.chunkfile import ByteSource
 from cacheblend_rag.store.remote import RemoteTier, open_remote

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import redis
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
-from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, NodeRecord, export_store, import_store, open_store
 from cacheblend_rag.store.shared import redis as shared_redis
 from tests.families import tiny_model, tiny_tokenizer, words

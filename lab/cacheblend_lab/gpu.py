@@ -1,0 +1,327 @@
+"""All that needs a GPU, in pieces of minutes: ``python -m cacheblend_lab.gpu``, in a clone; ``make gpu`` runs it.
+
+A piece is a command of its own that leaves a file of figures. One whose file is there, from this kind of GPU, is not run again,
+so that a call which is stopped, or is given few minutes, is gone on with by the next. `docs/gpu.md` is made from the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from cacheblend_rag.cli.output import write_json
+from cacheblend_rag.config import environment_without_settings
+
+__all__ = ["PIECES", "Piece", "main", "page", "run_pieces"]
+
+_TESTS = "pytest"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A command that is run on a GPU.
+
+    Attributes
+    ----------
+    name : str
+        Its file is ``gpu-NAME.json``.
+    what : str
+        What it finds out, for people.
+    command : str
+        As one types it, but for ``--json``: of ``cacheblend-rag``, or of pytest.
+    minutes : float
+        How long it takes on a GPU of a data centre, at most. It is not begun where less is left.
+    """
+
+    name: str
+    what: str
+    command: str
+    minutes: float
+
+    @property
+    def is_tests(self) -> bool:
+        """Whether it runs tests rather than measures."""
+        return self.command.startswith(_TESTS)
+
+    def process(self, figures: Path) -> list[str]:
+        """Return the arguments of a process that writes its figures to a file."""
+        _, *arguments = shlex.split(self.command)
+        if self.is_tests:
+            return [sys.executable, "-m", _TESTS, *arguments, f"--junitxml={figures}"]
+        return [sys.executable, "-c", "from cacheblend_rag.cli.app import app; app()", *arguments, f"--json={figures}"]
+
+
+# A piece that may take longer than a whole call is begun where nearly all of the call is left.
+_WHOLE_SHARE = 0.9
+_CUDA = "--device cuda --dtype bfloat16"
+
+
+def _ttft(shape: str, chunks: int, minutes: float) -> Piece:
+    return Piece(
+        f"ttft-{shape}-{chunks}x512",
+        f"time to the first token at the shape of {shape}, {chunks} chunks of 512 tokens, by where the KV is",
+        f"cacheblend-rag bench ttft --shape {shape} --chunks {chunks} --chunk-tokens 512 --ratios 0,0.15 "
+        f"--tiers device,ram,disk --head-tokens 128 --separator-tokens 2 --repeats 9 {_CUDA}",
+        minutes,
+    )
+
+
+_EVAL = 'cacheblend-rag eval reference --retrieval shuffled --together --ratios ""'
+_8B = "--shape llama-3.1-8b"
+
+PIECES = (
+    Piece("tests", "tests that need a GPU", f"{_TESTS} -q -m cuda tests", 6),
+    _ttft("qwen2-0.5b", 6, 2),
+    _ttft("qwen2.5-7b", 6, 3),
+    _ttft("llama-3.1-8b", 6, 3),
+    _ttft("llama-3.2-3b", 6, 3),
+    _ttft("qwen2-0.5b", 20, 3),
+    _ttft("qwen2.5-7b", 20, 4),
+    _ttft("llama-3.1-8b", 20, 5),
+    _ttft("llama-3.2-3b", 20, 4),
+    Piece(
+        "eval-shuffled",
+        "right answers of the reference model, chunks as found",
+        f'{_EVAL} --questions 500 --methods "full,full documents,reuse,reuse alone,hkvd 0.15,query 0.15,random 0.15"',
+        8,
+    ),
+    Piece(
+        "eval-codecs",
+        "right answers of the reference model, KV packed",
+        f"{_EVAL} --questions 300 --methods full,reuse --codecs native,int8,int4",
+        6,
+    ),
+    Piece(
+        "encode",
+        "adding chunks of documents",
+        f"cacheblend-rag bench encode --chunks 64 --document-chunks 16 {_CUDA}",
+        4,
+    ),
+    Piece(
+        "encode-8b",
+        "adding chunks of documents at the shape of llama-3.1-8b",
+        f"cacheblend-rag bench encode {_8B} --chunks 32 --document-chunks 16 --no-singly {_CUDA}",
+        5,
+    ),
+    Piece("tpot", "time per token of the answer, KV evicted", f"cacheblend-rag bench tpot {_8B} {_CUDA}", 4),
+    Piece("prefetch", "reading KV while a reranker works", f"cacheblend-rag bench prefetch {_8B} {_CUDA}", 4),
+    Piece("batch", "answers at once through LangChain, reference model", "cacheblend-rag bench batch", 3),
+    Piece("auto", "what the loading controller chooses", f"cacheblend-rag bench auto --tiers ram,disk {_CUDA}", 6),
+)
+"""Every piece, in the order in which they are run."""
+
+_COLUMNS = {
+    "bench ttft": ("method", "tier", "recompute_ratio", "ttft_s", "speedup", "over_ram", "of_reuse", "load_s"),
+    "bench encode": ("method", "tokens", "seconds", "tokens_per_s", "share"),
+    "bench tpot": ("method", "kv_capacity", "tpot_s", "tpot_speedup", "ttft_s"),
+    "bench prefetch": ("method", "ttft_s", "of_disk", "load_s"),
+    "bench batch": ("method", "elapsed_s", "tokens_per_s", "speedup", "equal_answers"),
+    "bench auto": (
+        "tier",
+        "chunks",
+        "chunk_tokens",
+        "best_method",
+        "best_ttft_s",
+        "auto_choice",
+        "auto_ttft_s",
+        "regret",
+    ),
+    "eval reference": ("method", "codec", "questions", "exact_match", "same_as_full", "ttft_s"),
+    _TESTS: ("passed", "skipped", "seconds"),
+}
+
+_HEAD = """# On a GPU
+
+```
+make gpu                       # in calls of nine minutes; the next goes on where one stopped
+make gpu ARGS="--minutes 60"   # or all in one
+```
+
+runs, in a clone on a machine with a CUDA device, every test that needs one and every measurement below, and writes this page
+from what they found (`docs/results/gpu-*.json`, with device, date and command). What was measured on this kind of GPU is not
+repeated, unless its file is deleted. Models are random weights in the shapes named, so nothing is downloaded.
+"""
+_NOTHING = """
+**Nothing has been measured on a GPU yet.** What this documentation says of CUDA (page-locked memory, the side stream, KV kept
+on the device) is how it was built; all figures elsewhere are of a CPU.
+"""
+
+
+def page(folder: Path, pieces: Sequence[Piece] = PIECES) -> str:
+    """Return the page that the files in a folder make."""
+    parts = [_HEAD]
+    found = {piece: _read(_file(folder, piece)) for piece in pieces}
+    if not any(found.values()):
+        return _HEAD + _NOTHING
+    for piece, result in found.items():
+        if result is None:
+            continue
+        machine, versions = result["machine"], result["versions"]
+        where = f"{machine['gpu']}, CUDA {machine['cuda']}, torch {versions['torch']}, {result['date'][:10]}"
+        parts.append(f"\n## {piece.what[0].upper()}{piece.what[1:]}\n\n`{piece.command}`\n\n{where}.\n")
+        parts.append("\n" + "\n".join(_table(result["rows"], _COLUMNS[result["command"]])) + "\n")
+    lacking = [piece.name for piece in pieces if found[piece] is None]
+    if lacking:
+        parts.append(f"\nNot measured yet: {', '.join(lacking)}.\n")
+    return "".join(parts)
+
+
+def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[str]:
+    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
+    lines = ["| " + " | ".join(name.removesuffix("_s") + " ms" if _is_ms(name) else name for name in shown) + " |"]
+    lines.append("|---" * len(shown) + "|")
+    for row in rows:
+        # Of the kinds of question, all together.
+        if row.get("kind", "all") == "all":
+            lines.append("| " + " | ".join(_cell(name, row.get(name)) for name in shown) + " |")
+    return lines
+
+
+def _is_ms(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("per_s")
+
+
+def _cell(name: str, value: Any) -> str:
+    if _is_ms(name) and value is not None:
+        return f"{value * 1000:.1f}"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def _file(folder: Path, piece: Piece) -> Path:
+    return folder / f"gpu-{piece.name}.json"
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    if not file.exists():
+        return None
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return result
+
+
+def run_pieces(
+    pieces: Sequence[Piece], folder: Path, gpu: str | None, minutes: float, say: Callable[[str], None]
+) -> list[Piece]:
+    """Run the pieces that are not there yet, one after the other.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        What is run.
+    folder : Path
+        Where their files go; of a piece that fails, what it printed stays there, as ``gpu-NAME.log``.
+    gpu : str or None
+        The name of the device, as files have it.
+    minutes : float
+        How long all of it may take. What does not end by then is ended.
+    say : callable
+        Takes a line for people.
+
+    Returns
+    -------
+    list of Piece
+        Those that failed.
+    """
+    ends = time.monotonic() + 60 * minutes
+    failed, left = [], []
+    for number, piece in enumerate(pieces, 1):
+        label = f"{number} of {len(pieces)}, {piece.name}"
+        known = _read(_file(folder, piece))
+        if known is not None and known["machine"]["gpu"] == gpu:
+            say(f"{label}: measured on {known['date'][:10]}")
+            continue
+        seconds = ends - time.monotonic()
+        if seconds < min(60 * piece.minutes, 60 * minutes * _WHOLE_SHARE):
+            left.append(piece)
+            continue
+        say(f"{label}: {piece.command}")
+        began = time.monotonic()
+        trouble = _run(piece, folder, seconds)
+        if trouble is None:
+            say(f"{label}: done in {time.monotonic() - began:.0f} s")
+        else:
+            say(f"{label}: failed: {trouble}")
+            failed.append(piece)
+    if left:
+        say(f"left for the next call: {', '.join(piece.name for piece in left)}")
+    return failed
+
+
+def _run(piece: Piece, folder: Path, seconds: float) -> str | None:
+    """Run a piece; return what went wrong, if anything."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = _file(folder, piece)
+    figures, log = file.with_suffix(".tmp"), file.with_suffix(".log")
+    began = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        # A session of its own, so that a piece ends with all that it has started.
+        process = subprocess.Popen(
+            piece.process(figures),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment_without_settings(),
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(seconds)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return f"not done after {seconds:.0f} s; see {log}, and give more --minutes"
+    if status or not figures.exists():
+        return f"exit status {status}; see {log}"
+    if piece.is_tests:
+        rows = [_counts(figures) | {"seconds": time.monotonic() - began}]
+        figures.unlink()
+        write_json(file, _TESTS, rows, arguments=shlex.split(piece.command))
+    else:
+        figures.replace(file)
+    log.unlink()
+    return None
+
+
+def _counts(junit: Path) -> dict[str, int]:
+    suites = ElementTree.parse(junit).getroot().iter("testsuite")
+    total = {"tests": 0, "skipped": 0}
+    for suite in suites:
+        for name in total:
+            total[name] += int(suite.get(name, "0"))
+    return {"passed": total["tests"] - total["skipped"], "skipped": total["skipped"]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status: 1 if a piece failed, 0 also where there is no GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="how long the call may take")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of gpu.md, and of results/gpu-*.json")
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print(
+            f"torch {torch.__version__} finds no CUDA device here, so that nothing was run; the {len(PIECES)} pieces need one"
+        )
+        return 0
+    folder = given.docs / "results"
+    failed = run_pieces(PIECES, folder, torch.cuda.get_device_name(), given.minutes, partial(print, flush=True))
+    (given.docs / "gpu.md").write_text(page(folder), encoding="utf-8")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

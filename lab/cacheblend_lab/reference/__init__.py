@@ -1,0 +1,38 @@
+"""The reference model: a small decoder with its tokenizer, the formats of its prompts, and documents that it can read.
+
+It needs no download, knows only what stands in its prompt, and answers questions about a fictional world. ``"reference"`` is its
+name wherever a model is named.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cacheblend_lab.reference.corpus import demo_documents, demo_questions
+
+__all__ = ["WEIGHTS_DIR", "demo_documents", "demo_questions", "load_model", "load_tokenizer"]
+
+WEIGHTS_DIR = Path(__file__).parent / "weights"
+"""The folder with weights, tokenizer, scores and training log."""
+
+
+def load_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the reference model's tokenizer."""
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(WEIGHTS_DIR, local_files_only=True)
+    return tokenizer
+
+
+def load_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Return the reference model in evaluation mode, on the CPU.
+
+    Parameters
+    ----------
+    dtype
+        The weights' type; float32 is what it was measured in.
+    """
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(WEIGHTS_DIR, dtype=dtype, local_files_only=True)
+    model.eval()
+    return model

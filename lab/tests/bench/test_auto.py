@@ -1,0 +1,155 @@
+"""The bench of "auto", the emulated device, the figures, and the commands, on a tiny shape."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cacheblend_lab.bench.auto import AutoBench, AutoRun
+from cacheblend_lab.bench.plots import plot_runs
+from cacheblend_lab.bench.settings import AutoSetting
+from cacheblend_lab.bench.tiers import SlowStore
+from cacheblend_rag.cli.app import app
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv import ChunkKV, LayerKV
+
+KV = ChunkKV((1, 2, 3), 1, [LayerKV(torch.ones(2, 3, 4), torch.zeros(2, 3, 4)) for _ in range(4)])
+KEY = "ab" * 16
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_every_cell_of_the_grid_is_measured() -> None:
+    setting = AutoSetting(
+        "tiny",
+        tiers=("ram", "disk", "500MB/s"),
+        prompts=((1, 8), (2, 40)),
+        ratios=(0.05, 0.15, 0.5, 1.0),
+        repeats=1,
+        profile_s=0.2,
+    )
+    bench = AutoBench(setting)
+    rows = bench.measure()
+    assert [(row.tier, row.chunks, row.chunk_tokens) for row in rows] == [
+        (tier, *prompt) for tier in setting.tiers for prompt in setting.prompts
+    ]
+    for row in rows:
+        assert row.regret == pytest.approx(row.auto_ttft_s / row.best_ttft_s - 1)
+        assert row.choice_regret >= 0
+        assert row.choice_regret == 0 or row.auto_choice != row.best_method
+        # No setting under the quality floor is compared, and auto chooses none.
+        assert row.best_method in ("full", "blend 0.15", "blend 0.5")
+        assert row.auto_choice == "full" or float(row.auto_choice.removeprefix("blend ")) >= 0.15
+    assert len(bench.runs) == len(rows) * 4
+    assert {tier: [cost.tier for cost in profile.loads] for tier, profile in bench.profiles.items()} == {
+        "ram": ["ram"],
+        "disk": ["ram", "disk"],
+        "500MB/s": ["500MB/s"],
+    }
+    assert all(run.load_s > 0 for run in bench.runs if run.method == "blend")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tiers": ("tape",)}, "tier 'tape' is not measured here"),
+        ({"tiers": ("0MB/s",)}, "is not measured here"),
+        ({"tiers": ()}, "at least one tier"),
+        ({"prompts": ((0, 5),)}, "at least 1 of each"),
+        ({"repeats": 0}, "must be at least 1"),
+    ],
+)
+def test_a_setting_without_meaning_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AutoSetting("tiny", **changes)  # type: ignore[arg-type]
+
+
+def test_an_emulated_device_gives_the_same_kv() -> None:
+    store = SlowStore("50MB/s", 50e6)
+    store.put(KEY, KV)
+    reader = store.open(KEY)
+    assert reader is not None
+    assert (reader.tier, reader.codec, reader.packed_bytes) == ("50MB/s", "native", KV.nbytes)
+    assert (reader.token_ids, reader.start, reader.num_layers) == (KV.token_ids, 1, 4)
+    assert all(torch.equal(reader.layer(2)[part], KV.layers[2][part]) for part in (0, 1))
+    assert store.open("cd" * 16) is None
+    assert store.holds([KEY]) == [True]
+    store.close()
+
+
+def runs_of(*prompts: tuple[int, int], tiers: tuple[str, ...] = ("ram", "disk")) -> list[AutoRun]:
+    return [
+        AutoRun(tier, chunks, tokens, method, ratio, 0.001 * chunks * tokens * ratio, 0.0)
+        for tier in tiers
+        for chunks, tokens in prompts
+        for method, ratio in (("full", 1.0), ("blend", 0.15), ("blend", 0.5), ("auto", 0.2))
+    ]
+
+
+def test_the_figures_are_drawn_from_runs(tmp_path: Path) -> None:
+    files, lacks = plot_runs(runs_of((1, 64), (2, 64), (2, 128)), tmp_path / "new")
+    assert [file.name for file in files] == ["figure15a.png", "figure15b.png", "figure17.png"]
+    assert not lacks
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_a_figure_that_lacks_runs_is_named(tmp_path: Path) -> None:
+    files, lacks = plot_runs(runs_of((1, 64), (2, 64)), tmp_path)
+    assert [file.name for file in files] == ["figure15a.png", "figure17.png"]
+    assert lacks == ["figure 15b: prompts that differ in the number of tokens of a chunk alone"]
+    with pytest.raises(ConfigError, match="no runs"):
+        plot_runs([], tmp_path)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"cacheblend-rag\[lab\]"):
+        plot_runs(runs_of((1, 64)), tmp_path)
+
+
+def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
+    measured = tmp_path / "auto.json"
+    options = "--shape tiny --tiers ram --prompts 1x8,2x8,2x16 --ratios 0.15,0.5 --repeats 1 --profile-seconds 0.2"
+    assert "regret" in run("bench", "auto", *options.split(), "--json", measured)
+    whole = json.loads(measured.read_text(encoding="utf-8"))
+    assert [row["tier"] for row in whole["rows"]] == ["ram"] * 3
+    assert len(whole["runs"]) == 12
+    plots, figures = tmp_path / "plots", tmp_path / "profile.json"
+    store = ("--seconds", 0.5, "--store", tmp_path / "kv")
+    output = run("profile", *store, "--prices", "ram=3,disk=0.1", "--json", figures)
+    run("bench", "figures", plots, *store, "--runs", measured)
+    assert {file.name for file in plots.iterdir()} == {
+        "figure10.png",
+        "figure15a.png",
+        "figure15b.png",
+        "figure17.png",
+    }
+    assert "cheapest without delay" in output
+    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+    assert {row["kind"] for row in rows} == {"prefill", "blend", "load", "choice", "cheapest"}
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    assert list((tmp_path / "kv" / "profiles").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("profile --prices ram", "'ram' in --prices is not a price"),
+        ("profile --prices =2", "is not a price"),
+        ("bench auto --shape tiny --prompts 3", "'3' is not a prompt"),
+        ("bench auto --shape tiny --tiers tape", "tier 'tape' is not measured here"),
+        ("bench auto --shape tiny --quality-ratio 2", "quality_ratio=2"),
+        ("bench figures x --runs pyproject.toml", "holds no runs"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments: str, message: str) -> None:
+    assert message in run(*arguments.split(), code=2)

@@ -1,0 +1,248 @@
+"""The bench on a tiny shape: what is compared is the same prompt, and the figures are complete."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cacheblend_lab.bench.settings import Shape, TTFTSetting
+from cacheblend_lab.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
+from cacheblend_lab.bench.ttft import TTFTBench
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.cli.app import app
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+
+SETTING = TTFTSetting("tiny", chunks=3, chunk_tokens=20, question_tokens=5, ratios=(0.0, 0.15, 1.0), repeats=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bench() -> TTFTBench:
+    return TTFTBench(SETTING)
+
+
+def test_every_method_answers_the_same_prompt(bench: TTFTBench) -> None:
+    assert len(bench.token_ids) == 1 + 3 * 20 + 5
+    ids = torch.tensor([bench.token_ids])
+    with torch.no_grad():
+        own = bench.engine.model(input_ids=ids).logits[0, -1]
+    blended = bench.engine.prefill(
+        bench.prompt, blend=bench.engine.blend.replace(selector="hkvd", recompute_ratio=0.999)
+    )
+    assert blended.token_ids == bench.token_ids
+    torch.testing.assert_close(blended.logits, own, atol=1e-4, rtol=0)
+
+
+def test_the_rows_are_complete(bench: TTFTBench) -> None:
+    calls: list[str] = []
+    rows = bench.measure(calls.append)
+    assert [(row.method, row.selector, row.recompute_ratio) for row in rows] == [
+        ("full", None, None),
+        ("prefix_cache", None, None),
+        ("ready", None, None),
+        ("reuse", "none", 0.0),
+        ("in_document", "none", 0.0),
+        ("blend", "hkvd", 0.15),
+        ("blend", "hkvd", 1.0),
+    ]
+    assert calls[-1] == "measuring, 21 of 21"
+    full, prefix_cache, ready, reuse, in_document, blend, _ = rows
+    assert (in_document.charged_ratio, in_document.limit) == (reuse.charged_ratio, reuse.limit)
+    assert in_document.of_reuse is not None and in_document.of_reuse > 0
+    assert [row.of_reuse for row in rows].count(None) == 6
+    assert [row.method for row in rows if row.of_ready] == ["reuse", "in_document"]
+    assert (full.speedup, full.charged_ratio, full.limit) == (1.0, 1.0, 1.0)
+    assert prefix_cache.charged_ratio == pytest.approx(2 / 3)
+    assert prefix_cache.limit == pytest.approx(66 / 45)
+    assert ready.charged_ratio == reuse.charged_ratio == 0
+    assert ready.limit == pytest.approx(66 / 5)
+    assert reuse.limit == pytest.approx(66 / 6)
+    # One layer of four in full, and 0.15 of the other three, and a probe.
+    assert 0.25 + 0.75 * 0.15 <= blend.charged_ratio < 0.5
+    for row in rows:
+        assert 0 < row.ttft_min_s <= row.ttft_s <= row.ttft_max_s
+
+
+def test_the_command_writes_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    arguments = (
+        "bench ttft --shape tiny --chunks 2 --chunk-tokens 16 --question-tokens 4 --ratios 0,0.3 --repeats 1 --json"
+    )
+    result = CliRunner().invoke(app, [*arguments.split(), str(file), "--selectors", "hkvd, random"])
+    assert result.exit_code == 0, result.output
+    assert "prefix_cache" in result.stdout
+    whole = json.loads(file.read_text())
+    assert whole["setting"]["prompt_tokens"] == 37
+    assert [(row["method"], row["selector"]) for row in whole["rows"]] == [
+        ("full", None),
+        ("prefix_cache", None),
+        ("ready", None),
+        ("reuse", "none"),
+        ("in_document", "none"),
+        ("blend", "hkvd"),
+        ("blend", "random"),
+    ]
+    needed = {
+        "method",
+        "selector",
+        "recompute_ratio",
+        "charged_ratio",
+        "ttft_s",
+        "speedup",
+        "tier",
+        "pipeline",
+        "load_s",
+    }
+    assert all(needed <= row.keys() == whole["rows"][0].keys() for row in whole["rows"])
+
+
+def test_prompts_without_gaps_are_measured_beside_plain_reuse(tmp_path: Path) -> None:
+    setting = replace(
+        SETTING, ratios=(0.0,), tiers=("ram", "disk", "200MB/s"), folder=tmp_path, head_tokens=12, separator_tokens=2
+    )
+    with TTFTBench(setting) as bench:
+        rows = bench.measure()
+        for tier in setting.tiers:
+            report = bench._blend(tier, "none", 0.0, True, "gapless")
+            assert (report.head_tokens, report.misses, report.charged_ratio) == (13, 0, 0)
+            assert report.prompt_tokens - report.head_tokens - report.context_tokens == 5
+            assert {chunk.tier for chunk in report.chunks} == {tier}
+    gapless = [row for row in rows if row.method == "gapless"]
+    assert [row.tier for row in gapless] == list(setting.tiers)
+    for row in gapless:
+        assert row.limit == pytest.approx(66 / 5)
+        assert row.of_reuse is not None and row.of_reuse > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
+    tiers = ("ram", "disk", "disk-no-pipeline", "device")
+    setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=tiers, folder=tmp_path, repeats=2)
+    with TTFTBench(setting) as bench:
+        rows = bench.measure()
+        share = bench.cached_share_after_drop()
+    assert share is None or 0 <= share <= 1
+    assert [(row.method, row.tier, row.pipeline) for row in rows] == [
+        ("full", None, None),
+        ("prefix_cache", None, None),
+        ("ready", None, None),
+        ("blend", "ram", True),
+        ("blend", "disk", True),
+        ("blend", "disk", False),
+        ("blend", "device", True),
+    ]
+    # What lies on the device is not loaded.
+    assert rows.pop().load_bytes == 0
+    for row in rows[:3]:
+        assert (row.over_ram, row.load_s, row.load_bytes) == (None, None, None)
+    assert rows[3].over_ram == 1
+    # Three of the four layers of 60 tokens in float32: the first is computed in full.
+    assert {row.load_bytes for row in rows[3:]} == {3 * 60 * 2 * 32 * 4}
+    for row in rows[3:]:
+        assert row.over_ram is not None and row.load_s is not None and 0 < row.load_s < row.ttft_s
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_from_a_tier_reads_that_tier(tmp_path: Path) -> None:
+    setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=("ram", "disk", "device"), folder=tmp_path, repeats=1)
+    with TTFTBench(setting) as bench:
+        # It comes there with its first use.
+        bench._blend("device", "hkvd", 0.15, True)
+        for tier in ("ram", "disk", "device", "ram", "disk", "device"):
+            report = bench._blend(tier, "hkvd", 0.15, True)
+            assert {chunk.tier for chunk in report.chunks} == {tier}
+
+
+def test_a_tier_that_is_not_measured_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="tier 'tape' is not measured here; give ram, disk, or a rate such as 200MB/s"
+    ):
+        TTFTSetting("tiny", tiers=("ram", "tape"))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_a_model(name: str) -> None:
+    config = shape_config(name)
+    # On no device: the layers are made, their numbers are not.
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(config)
+    millions = {
+        "smollm2-360m": 362,
+        "qwen2-0.5b": 494,
+        "llama-3.2-1b": 1236,
+        "llama-3.2-3b": 3213,
+        "qwen2.5-7b": 7616,
+        "llama-3.1-8b": 8030,
+    }
+    if name in millions:
+        assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions[name]
+
+
+def test_random_weights_are_those_of_an_untrained_model() -> None:
+    model = random_model(shape_config("tiny"), device="cpu", dtype=torch.float32)
+    again = random_model(shape_config("tiny"), device="cpu", dtype=torch.float32)
+    for (name, weight), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(weight, other)
+        if weight.ndim == 1:
+            assert (weight == (0 if name.endswith("bias") else 1)).all()
+        else:
+            assert 0.018 < weight.std() < 0.022
+    with torch.no_grad():
+        assert model(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_the_tokenizer_has_a_word_for_each_id() -> None:
+    tokenizer = word_tokenizer(100)
+    assert tokenizer("t3 t99 t0", add_special_tokens=False)["input_ids"] == [3, 99, 0]
+    assert tokenizer.bos_token_id == 0
+
+
+@pytest.mark.parametrize("name", ["chunks", "chunk_tokens", "question_tokens", "repeats"])
+def test_nothing_cannot_be_measured(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
+        TTFTSetting("tiny", **{name: 0})
+
+
+def test_a_prompt_beyond_the_window_is_refused() -> None:
+    with pytest.raises(CacheBlendError, match="window"):
+        TTFTBench(TTFTSetting("tiny", chunks=9, chunk_tokens=500))
+
+
+def test_settings_of_the_environment_do_not_reach_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_ENABLED", "false")
+    assert not BlendConfig().enabled
+    report = TTFTBench(SETTING).engine.prefill(TTFTBench(SETTING).prompt).report
+    assert report.selector != "full"
+
+
+def test_an_emulated_device_is_as_slow_as_it_says() -> None:
+    setting = TTFTSetting(
+        shape="tiny", chunks=2, chunk_tokens=40, ratios=(0.15,), tiers=("ram", "1MB/s", "1MB/s-no-pipeline"), repeats=1
+    )
+    with TTFTBench(setting) as bench:
+        rows = {(row.tier, row.pipeline): row for row in bench.measure() if row.method == "blend"}
+    slow, unpipelined = rows["1MB/s", True], rows["1MB/s", False]
+    assert set(rows) == {("ram", True), ("1MB/s", True), ("1MB/s", False)}
+    assert slow.load_bytes and slow.load_bytes == unpipelined.load_bytes == rows["ram", True].load_bytes
+    # What comes last cannot be there before all of it could have come.
+    assert min(slow.ttft_min_s, unpipelined.ttft_min_s) >= slow.load_bytes / 1e6
+
+
+def test_help_names_every_shape() -> None:
+    help = Shape.__metadata__[0].help
+    assert all(shape in help for shape in SHAPES)

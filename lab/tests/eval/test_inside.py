@@ -1,0 +1,293 @@
+"""What is measured inside the model is what a naive computation gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from cacheblend_lab.eval import EvalContext, EvalQuestion, EvalTask, reference_task
+from cacheblend_lab.eval.inside import PromptInside
+from cacheblend_lab.eval.inside_result import InsideSetting, look_inside
+from cacheblend_lab.eval.metrics import best_f1
+from cacheblend_lab.eval.runs import read_runs
+from cacheblend_lab.eval.statistics import Spread, rank_correlation, spread
+from cacheblend_lab.settings import blend_settings, engine_settings
+from cacheblend_lab.training.corpus import NOTES
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.cli.app import app
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from tests.core.dense import _FixedRows, own_kv, stale_kv
+from tests.families import tiny_model, tiny_tokenizer, words
+
+CHUNKS = [Chunk(words(9 + number, number), f"n{number}") for number in range(4)]
+PROMPT = BlendPrompt(words(3, 20), [chunk.id for chunk in CHUNKS], words(5, 21), separator=" ")
+# Families with windows, soft caps and biases of their own, under both implementations.
+CASES = [("llama", "sdpa"), ("mistral", "eager"), ("gemma2", "eager"), ("qwen3", "sdpa")]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
+    with BlendEngine(tiny_model(*request.param), tiny_tokenizer(), **engine_settings(device="cpu")) as engine:
+        engine.add(CHUNKS)
+        yield engine
+
+
+def _attentions(model: PreTrainedModel, ids: list[int], cache: Any = None) -> list[torch.Tensor]:
+    """The model's own attention matrices, every row through every layer."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            whole = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True, output_attentions=True)
+    finally:
+        model.set_attn_implementation(before)
+    return [each[0] for each in whole.attentions]
+
+
+def _naive(engine: BlendEngine, inside: PromptInside, rows: torch.Tensor) -> list[float]:
+    """Attention deviation with some rows recomputed, from dense matrices."""
+    layout, model = inside.layout, engine.model
+    ids, spans = list(layout.token_ids), [(span.start, span.stop) for span in layout.chunks]
+    stale = stale_kv(model, ids, spans, engine._assembler.preamble)
+    blended = _attentions(model, ids, _FixedRows(stale, layout.context_rows, rows))
+    full = _attentions(model, ids)
+    question = slice(spans[-1][1], len(ids))
+    return [
+        float((one - other)[:, question][:, :, layout.context_rows].norm())
+        for one, other in zip(blended, full, strict=True)
+    ]
+
+
+def test_attention_deviation_is_that_of_dense_matrices(engine: BlendEngine) -> None:
+    inside = PromptInside(engine, PROMPT)
+    assert inside.reuse.attention_deviation == pytest.approx(
+        _naive(engine, inside, torch.tensor([], dtype=int)), abs=1e-4
+    )
+    assert inside.reuse.attention_deviation.max() > 0.05
+    settings = {"selector": "random", "recompute_ratio": 0.3}
+    drawn = inside.blended(settings)
+    rows = inside.layout.candidate_rows[torch.from_numpy(drawn.recomputed)]
+    assert len(rows) == inside.budget(0.3) == round(0.3 * inside.layout.context_tokens)
+    assert drawn.attention_deviation == pytest.approx(_naive(engine, inside, rows), abs=1e-4)
+    # The same rows given by hand are the same pass.
+    given = engine.watch_prefill(PROMPT, lambda layer, call: None, rows=rows)
+    asked = engine.prefill(PROMPT, blend=blend_settings(engine.blend, **settings))
+    assert torch.equal(given.result.logits, asked.logits)
+    assert given.result.report.selector == "given"
+    assert given.result.report.charged_ratio == drawn.charged_ratio
+
+
+def test_the_questions_attention_is_the_models_own(engine: BlendEngine) -> None:
+    inside = PromptInside(engine, PROMPT)
+    full = _attentions(engine.model, list(inside.layout.token_ids))
+    question = slice(inside.layout.chunks[-1].stop, None)
+    naive = torch.stack(full)[:, :, question][..., inside.layout.candidate_rows].mean(dim=(0, 1))
+    assert inside.attention == pytest.approx(naive.numpy(), abs=1e-5)
+    norms = [float(each[:, question][..., inside.layout.context_rows].norm()) for each in full]
+    assert inside.attention_norm == pytest.approx(norms, abs=1e-4)
+    best = inside.oracle("oracle_attention", 0.2)
+    assert set(best.recomputed) == set(np.argsort(-naive.sum(dim=0).numpy())[: inside.budget(0.2)])
+    assert inside.overlap({"best": best}, 0.2).hit_rate("best") == 1.0
+
+
+def test_kv_deviation_is_that_of_stored_and_true_kv(engine: BlendEngine) -> None:
+    inside = PromptInside(engine, PROMPT)
+    layout, model = inside.layout, engine.model
+    ids, spans = list(layout.token_ids), [(span.start, span.stop) for span in layout.chunks]
+    stale = stale_kv(model, ids, spans, engine._assembler.preamble)
+    for layer, (old, true) in enumerate(zip(stale, own_kv(model, ids), strict=True)):
+        if not layer:
+            continue
+        squares = [
+            (a - b)[:, :, layout.candidate_rows].double().square().sum(dim=(0, 1, 3)).numpy()
+            for a, b in zip(old, true, strict=True)
+        ]
+        naive = np.sqrt(sum(each / each.mean() for each in squares))
+        assert inside.kv_deviation[layer] == pytest.approx(naive / naive.mean(), rel=1e-2, abs=1e-4)
+    worst = inside.oracle("oracle_deviation", 0.1)
+    assert set(worst.recomputed) == set(np.argsort(-inside.kv_deviation[1:].sum(axis=0))[: inside.budget(0.1)])
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "query", "random", "a3", "boundary"])
+def test_everything_recomputed_deviates_by_nothing(engine: BlendEngine, selector: str) -> None:
+    inside = PromptInside(engine, PROMPT)
+    whole = inside.blended({"selector": selector, "recompute_ratio": 1.0})
+    assert not whole.attention_deviation.any()
+    assert len(whole.recomputed) == inside.layout.candidate_rows.numel()
+    part = inside.blended({"selector": selector, "recompute_ratio": 0.3})
+    assert part.attention_deviation.max() > 1e-3
+    assert inside.oracle("oracle_deviation", 1.0).attention_deviation.max() < 1e-4
+
+
+def test_true_kv_deviates_by_nothing(engine: BlendEngine) -> None:
+    # A model whose tokens see themselves alone: what is stored is the true KV.
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            if "o_proj" in name or name.endswith("dense.weight"):
+                parameter.zero_()
+    engine.delete([str(chunk.id) for chunk in CHUNKS])
+    with BlendEngine(engine.model, engine.tokenizer, **engine_settings(device="cpu")) as same:
+        same.add(CHUNKS)
+        inside = PromptInside(same, PROMPT)
+        for each in (inside.reuse, inside.blended({"selector": "hkvd", "recompute_ratio": 0.2})):
+            assert each.attention_deviation.max() < 1e-4
+
+
+def test_the_figures_of_a_task() -> None:
+    question = EvalQuestion("q", words(4, 30), (words(1, 2),))
+    texts = tuple(words(9, seed) for seed in range(5))
+    contexts = (
+        EvalContext(texts, (question, EvalQuestion("r", words(4, 31), ("t5",)))),
+        EvalContext(texts[:1], (EvalQuestion("one chunk", words(4, 32), ("t5",)),)),
+        EvalContext(("",), (EvalQuestion("none", words(4, 33), ("t5",)),)),
+    )
+    task = EvalTask("words", contexts, {"f1": best_f1}, chunked=True, separator=" ", tail=" {question}")
+    setting = InsideSetting(("hkvd check_layers=[1,2]", "random", "oracle_attention"), (0.0, 0.2, 1.0), 0.2)
+    done: list[tuple[int, int]] = []
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(device="cpu", preamble="")) as engine:
+        result = look_inside(engine, task, setting, lambda *counts: done.append(counts))
+        assert engine.ids() == []
+        engine.add([Chunk(text, f"chunk {number}") for number, text in enumerate(texts)])
+        first = PromptInside(engine, BlendPrompt("", [f"chunk {n}" for n in range(5)], " " + question.text, " "))
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert result.questions == ("q", "r")
+    assert sorted(result.skipped.values()) == [1, 1]
+    assert any("is exact" in reason for reason in result.skipped)
+    rows = {(row.selector, row.ratio): row for row in result.rows}
+    assert len(rows) == 1 + 3 * 3
+    assert rows["reuse", 0.0].by_question[0] == pytest.approx(first.reuse.attention_deviation.mean())
+    assert rows["reuse", 0.0].of_reuse == 1.0
+    assert rows["random", 1.0].of_reuse == 0.0
+    assert rows["random", 0.0].hit_rate is None
+    assert rows["oracle_attention", 0.2].hit_rate == 1.0
+    assert np.mean(rows["reuse", 0.0].by_layer) == pytest.approx(np.mean(rows["reuse", 0.0].by_question))
+    for layer, one in result.correlation.items():
+        # Ranks of values that are all different are their places in order.
+        ranks = [first.kv_deviation[each].argsort().argsort() for each in (layer, layer + 1)]
+        values = [np.corrcoef(*ranks)[0, 1], one.low, one.high]
+        assert one.low - 1e-9 <= one.median <= one.high + 1e-9
+        assert abs(values[0]) <= 1
+    assert list(result.correlation) == [1, 2, 3, 4]
+    assert all(a <= b for values in result.kv_deviation.values() for a, b in pairwise(values))
+    assert set(result.overlap.recomputed) == set(setting.selectors)
+
+
+def test_what_cannot_be_looked_at_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"shown_ratio=0.15 among the ratios"):
+        InsideSetting(ratios=(0.0, 1.0))
+    with pytest.raises(ConfigError, match=r"method 'best 0' is unknown"):
+        InsideSetting(selectors=("best",))
+    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=97))
+    with (
+        BlendEngine(model, tiny_tokenizer()) as engine,
+        pytest.raises(UnsupportedModelError, match="nothing to look at"),
+    ):
+        PromptInside(engine, BlendPrompt("", ["t4 t5"], "t6"))
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer()) as engine:
+        engine.add(CHUNKS)
+        for rows in ([0], [40, 12], [12, 12]):
+            with pytest.raises(ConfigError, match="each once and ascending"):
+                engine.watch_prefill(PROMPT, lambda layer, call: None, rows=torch.tensor(rows))
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=30))
+def test_rank_correlation_is_pearsons_of_mean_ranks(pairs: list[tuple[int, int]]) -> None:
+    def ranks(values: list[int]) -> list[float]:
+        return [sum(other < one for other in values) + (values.count(one) - 1) / 2 for one in values]
+
+    one, other = ([pair[number] for pair in pairs] for number in (0, 1))
+    found = rank_correlation(one, other)
+    if len(set(one)) == 1 or len(set(other)) == 1:
+        assert np.isnan(found)
+    else:
+        assert found == pytest.approx(np.corrcoef(ranks(one), ranks(other))[0, 1])
+
+
+def test_a_spread_is_the_median_and_the_quartiles() -> None:
+    assert spread([4.0, 1.0, float("nan"), 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    assert np.isnan(spread([float("nan")]).median)
+    with pytest.raises(ConfigError, match="as many of each"):
+        rank_correlation([1.0], [1.0, 2.0])
+
+
+def test_the_reference_task_takes_people_and_questions_of_a_context() -> None:
+    small, large = (reference_task(3, style=NOTES, per_context=1, people=people, min_chunks=1) for people in (1, 4))
+    assert [len(context.questions) for context in small.contexts] == [1, 1, 1]
+    assert small.mean_chunks(6) < large.mean_chunks(6)
+    assert replace(small, chunked=False).mean_chunks(6) == 6
+    with pytest.raises(ConfigError, match="per_context=0 must be at least 1"):
+        reference_task(3, style=NOTES, per_context=0)
+
+
+def test_the_command_draws_and_writes(model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    shared = ["--model", str(model_folder), "--questions", "2", "--ratios", "0,0.2,1", "--json", str(file)]
+    done = CliRunner().invoke(app, ["eval", "figures", "--out", str(tmp_path / "out"), *shared])
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        "attention-deviation.svg",
+        "attention-deviation-by-charge.svg",
+        "attention-loss.svg",
+        "attention-overlap.svg",
+        "kv-deviation.svg",
+        "rank-correlation.svg",
+    }
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    assert whole["setting"]["shown_ratio"] == 0.2
+    assert {row["selector"] for row in whole["rows"]} == {"reuse", "hkvd", "random", "query"}
+    assert list(whole["rank_correlation"]) == ["1", "2"]
+    assert len(whole["kv_deviation"]["3"]) == 101
+    wrong = CliRunner().invoke(app, ["eval", "figures", "--out", str(tmp_path), "--task", "musique", *shared])
+    assert wrong.exit_code == 2
+    assert "is read from a file; name it by --data" in wrong.output
+
+
+def test_runs_are_drawn_side_by_side(model_folder: Path, tmp_path: Path) -> None:
+    files = []
+    for people in (1, 2):
+        files.append(tmp_path / f"eval-{people}.json")
+        more = ["--people", str(people), "--min-chunks", "1", "--max-new-tokens", "2", "--workers", "1"]
+        asked = ["eval", "reference", "--model", str(model_folder), "--questions", "2", *more, "--json", str(files[-1])]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 0, done.output
+    for tokens in (16, 32):
+        files.append(tmp_path / f"ttft-{tokens}.json")
+        more = ["--chunk-tokens", str(tokens), "--chunks", "2", "--repeats", "1", "--json", str(files[-1])]
+        done = CliRunner().invoke(app, ["bench", "ttft", "--shape", "tiny", *more])
+        assert done.exit_code == 0, done.output
+    runs = read_runs(files, ["full", "reuse", "hkvd 0.15"])
+    assert list(runs.quality) == list(runs.ttft_s) == ["full", "reuse", "hkvd 0.15"]
+    chunks = [round(json.loads(file.read_text(encoding="utf-8"))["chunks"]) for file in files[:2]]
+    assert list(runs.quality["full"]) == chunks
+    assert chunks[0] < chunks[1]
+    tokens = [json.loads(file.read_text(encoding="utf-8"))["setting"]["prompt_tokens"] for file in files[2:]]
+    assert list(runs.ttft_s["full"]) == tokens
+    done = CliRunner().invoke(
+        app, ["eval", "draw", *map(str, files), "--out", str(tmp_path / "out"), "--format", "png"]
+    )
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"quality-over-chunks.png", "ttft-over-length.png"}
+    with pytest.raises(ConfigError, match="is the second run with"):
+        read_runs([files[0], files[0]])
+    with pytest.raises(ConfigError, match="no method in common among best"):
+        read_runs(files, ["best"])
+    other = tmp_path / "other.json"
+    other.write_text('{"command": "demo"}')
+    with pytest.raises(ConfigError, match=r"other.json is not what"):
+        read_runs([other])
+    other.write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_runs([other])

@@ -1,0 +1,231 @@
+"""``eval reference --retrieval``: what questions are answered from, how their chunks are encoded, and what that is worth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheblend_lab.eval import EvalContext, EvalSetting, EvalTask, evaluate, parse_methods, reference_task
+from cacheblend_lab.eval.inquiry import Inquiry, Pieces, inquire
+from cacheblend_lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUMENTS
+from cacheblend_lab.eval.retrieve import RetrievalSetting, Retriever, found_chunks
+from cacheblend_lab.settings import engine_settings
+from cacheblend_lab.training.corpus import NOTES, Document, eval_examples
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.cli.app import app
+from cacheblend_rag.documents import Embedding
+from cacheblend_rag.errors import ConfigError
+
+READING = reference_task(60, style=NOTES)
+ROWS = "full documents, reuse, reuse alone, reuse behind other, reuse behind shuffled, hkvd 0.15, hkvd 0.15 alone"
+
+
+@pytest.fixture(scope="module")
+def ranked() -> EvalTask:
+    return reference_task(12, style=NOTES, retrieval="ranked", documents=20, per_context=4)
+
+
+def _asked(task: EvalTask) -> list[tuple[EvalContext, int]]:
+    return [(context, number) for context in task.contexts for number in range(len(context.questions))]
+
+
+def test_all_retrievals_ask_the_same_questions_of_the_same_documents() -> None:
+    for retrieval in ("shuffled", "dropped"):
+        task = reference_task(60, style=NOTES, retrieval=retrieval)
+        for ours, theirs in zip(task.contexts, READING.contexts, strict=True):
+            assert (ours.texts, ours.documents) == (theirs.texts, theirs.documents)
+            assert sum(ours.documents) == len(ours.texts)
+            assert tuple(replace(question, chunks=None) for question in ours.questions) == theirs.questions
+
+
+def test_shuffled_chunks_are_all_of_them_in_another_order_for_each_question() -> None:
+    orders = [c.questions[n].chunks for c, n in _asked(reference_task(60, style=NOTES, retrieval="shuffled"))]
+    assert len(set(orders)) == 60
+    for (context, _), order in zip(_asked(READING), orders, strict=True):
+        assert order is not None and sorted(order) == list(range(len(context.texts))) != list(order)
+
+
+def test_two_in_five_chunks_are_dropped_but_never_the_one_that_states_the_answer() -> None:
+    task = reference_task(400, style=NOTES, retrieval="dropped")
+    sources = [question.source for example in eval_examples(400, 7, style=NOTES) for question in example.questions]
+    total = kept = 0
+    for (context, number), source in zip(_asked(task), sources, strict=True):
+        question = context.questions[number]
+        assert question.chunks is not None and list(question.chunks) == sorted(set(question.chunks))
+        assert source in question.chunks and question.answers[0] in context.texts[source]
+        total += len(context.texts) - 1
+        kept += len(question.chunks) - 1
+    assert kept / total == pytest.approx(0.6, abs=0.03)
+    assert task.mean_chunks(6) == pytest.approx(kept / 400 + 1)
+
+
+def test_ranked_chunks_are_the_nearest_of_a_corpus(ranked: EvalTask) -> None:
+    assert [context.questions[n].id for context, n in _asked(ranked)] == [f"7-{n}" for n in range(12)]
+    hits = 0
+    for context, number in _asked(ranked):
+        question = context.questions[number]
+        assert question.chunks is not None and len(set(question.chunks)) == 12
+        # Whole documents are there, found chunks or not.
+        assert sum(context.documents) == len(context.texts) > 12
+        hits += any(question.answers[0] in context.texts[chunk] for chunk in question.chunks)
+    assert hits >= 6
+    assert reference_task(12, style=NOTES, retrieval="ranked", documents=20, per_context=4).contexts == ranked.contexts
+    documents = [
+        Document("Sella Borler", ("She keeps a goose.", "She lives in Kelport.")),
+        Document("Vecdyne", ("It makes tents.",)),
+    ]
+    asked = ["Where does Sella Borler live?", "What does Vecdyne make?"]
+    found = found_chunks(documents, asked, 2, Embedding())
+    assert [row[0] for row in found] == [(0, 1), (1, 0)]
+    assert all(len(row) == 2 for row in found)
+
+
+def test_chunks_are_pieces_of_their_documents_and_of_others() -> None:
+    texts = ["a0", "a1", "a2", "a3", "b0", "b1", "c0"]
+    pieces = Pieces(texts, (4, 2, 1), "--", 6, len)
+
+    def document(name: str) -> list[str]:
+        own = [chunk for part in pieces.stored.values() for chunk in part.values() if chunk.document == name]
+        assert [chunk.start for chunk in own] == [4 * place for place in range(len(own))]
+        return [chunk.text for chunk in own]
+
+    assert [chunk.id for chunk in pieces.read("", (5, 1))] == ["chunk 5", "chunk 1"]
+    # What stands in a document with them is stored too; other documents are not.
+    assert (document("document 1"), document("document 0")) == (["b0", "b1"], ["a0", "a1", "a2", "a3"])
+    assert len(pieces.stored[""]) == 6
+    # Documents in the order in which they are found, while they fit; the first in any case.
+    assert [chunk.text for chunk in pieces.read(DOCUMENTS, (5, 1, 4))] == ["b0", "b1"]
+    assert [chunk.text for chunk in Pieces(texts, (4, 2, 1), "--", 12, len).read(DOCUMENTS, (5, 6, 1))] == [
+        "b0",
+        "b1",
+        "c0",
+    ]
+    assert [chunk.text for chunk in pieces.read(DOCUMENTS, (1,))] == texts[:4]
+    [other] = pieces.read(BEHIND_OTHER, (3,))
+    assert (other.text, document(str(other.document))) == ("a3", ["b0", "b1", "a3"])
+    [last] = pieces.read(BEHIND_OTHER, (6,))
+    assert document(str(last.document)) == ["a0", "a1", "a2", "a3", "c0"]
+    for number in (2, 3):
+        [shuffled] = pieces.read(BEHIND_SHUFFLED, (number,))
+        *before, own = document(str(shuffled.document))
+        assert own == shuffled.text == texts[number]
+        assert sorted(before) == texts[:number] != before
+    # Of a single document there is no other.
+    alone = Pieces(["x", "y"], (2,), "", None, len)
+    assert [chunk.text for chunk in alone.read(BEHIND_OTHER, (1,))] == ["y"]
+    assert len(alone.stored[BEHIND_OTHER]) == 1
+
+
+def test_names_say_what_is_read_and_how_it_is_encoded() -> None:
+    alone, random, other, shuffled, whole, reuse = parse_methods(
+        "hkvd 0.15 alone check_layers=[1,2], random = reuse alone, random 0.1 behind other, reuse behind shuffled, "
+        "full documents, reuse documents"
+    )
+    assert alone.overrides == {"selector": "hkvd", "recompute_ratio": 0.15, "context": "none", "check_layers": [1, 2]}
+    assert (random.equal_to, random.overrides) == ("reuse alone", {"selector": "random", "context": "none"})
+    assert [m.reads for m in (alone, random, other, shuffled)] == ["", "", "behind other", "behind shuffled"]
+    assert (whole.way, whole.reads, reuse.way, reuse.reads) == ("full", "documents", "blend", "documents")
+    assert other.describe()["reads"] == "behind other"
+    for text in ("full alone", "full behind other", "alone", "reuse beside other"):
+        with pytest.raises(ConfigError, match="method"):
+            parse_methods(text)
+
+
+def test_every_row_reads_the_chunks_that_it_names(engine: BlendEngine) -> None:
+    task = reference_task(8, style=NOTES, retrieval="dropped")
+    [context, *_] = task.contexts
+    retriever = Retriever(engine.tokenizer, RetrievalSetting())
+    reads = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
+    with inquire(task, context, retriever, {engine: reads}) as inquiries:
+        for question, inquiry in inquiries:
+            assert isinstance(inquiry, Inquiry) and question.chunks is not None
+            given = engine.prompt_ids(inquiry.prompt)
+            assert list(inquiry.texts) == [context.texts[chunk] for chunk in question.chunks]
+            for name in (BEHIND_OTHER, BEHIND_SHUFFLED):
+                assert engine.prompt_ids(inquiry.reading(name).prompt) == given
+                assert not set(inquiry.reading(name).ids) & set(inquiry.ids)
+            whole = inquiry.reading(DOCUMENTS)
+            assert set(inquiry.texts) <= set(whole.texts) <= set(context.texts)
+            assert engine.records(whole.ids) and set(inquiry.ids) <= set(whole.ids)
+    assert engine.ids() == []
+
+
+def test_documents_are_wanted_where_a_method_goes_by_them(engine: BlendEngine) -> None:
+    bare = replace(READING, contexts=tuple(replace(context, documents=()) for context in READING.contexts[:1]))
+    with pytest.raises(
+        ConfigError, match=r"does not say which document a chunk is of, .* full documents, reuse behind other"
+    ):
+        evaluate(engine, "", bare, EvalSetting(parse_methods("full documents, reuse alone, reuse behind other")))
+    for wrong in ({"retrieval": "sorted"}, {"documents": 0}, {"top_k": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            reference_task(4, style=NOTES, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_run_is_resumed_with_its_own_retrieval_and_encodings_only(model_folder: Path, tmp_path: Path) -> None:
+    def run(retrieval: str, *methods: str) -> tuple[int, str]:
+        told = [
+            "--retrieval",
+            retrieval,
+            "--methods",
+            ", ".join(methods),
+            "--selectors",
+            "",
+            "--ratios",
+            "",
+            "--workers",
+            "2",
+        ]
+        asked = [
+            "eval",
+            "reference",
+            "--model",
+            str(model_folder),
+            "--questions",
+            "10",
+            "--max-new-tokens",
+            "2",
+            "--together",
+        ]
+        found = CliRunner().invoke(
+            app, [*asked, *told, "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
+        )
+        return found.exit_code, found.output
+
+    code, output = run("shuffled", "full documents", "reuse", "reuse alone")
+    assert code == 0, output
+    whole = json.loads((tmp_path / "r.json").read_text())
+    assert (whole["task"], whole["setting"]["retrieval"]) == ("reference (shuffled)", "shuffled")
+    rows = {row["method"]: row for row in whole["rows"] if row["kind"] == "all"}
+    assert rows["full documents"]["minus_documents"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert "| f1 - full documents |" in (tmp_path / "r.md").read_text()
+    code, output = run("shuffled", "full documents", "reuse", "reuse alone")
+    assert code == 0 and "10 of them were taken from" in output
+    for retrieval, methods, reason in (
+        ("dropped", ("full documents", "reuse", "reuse alone"), "task is"),
+        ("shuffled", ("full documents", "reuse", "reuse behind other"), "methods"),
+    ):
+        code, output = run(retrieval, *methods)
+        assert code != 0 and "answers of another evaluation" in " ".join(output.split()) and reason in output
+
+
+@pytest.mark.parametrize("questions", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_chunks_that_remember_their_document_answer_better_than_full_prefill(questions: int) -> None:
+    task = reference_task(questions, style=NOTES, retrieval="shuffled")
+    setting = EvalSetting(parse_methods(ROWS), resamples=200, together=True)
+    with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
+        result = evaluate(engine, "reference", task, setting)
+        assert engine.ids() == []
+    rows = {row.method: row for row in result.rows if row.kind == "all"}
+    right = {name: row.metrics["exact_match"].mean for name, row in rows.items()}
+    assert right["full documents"] >= 0.85
+    assert right["reuse"] >= right["full"] + 0.15
+    assert right["reuse"] >= max(right[f"reuse {how}"] for how in ("alone", "behind other")) + 0.15
+    assert rows["reuse"].charged_ratio == rows["reuse behind shuffled"].charged_ratio == 0.0
+    for row in rows.values():
+        difference = row.minus_documents["exact_match"]
+        assert difference.mean == pytest.approx(right[row.method] - right["full documents"])
+        assert difference.low <= difference.mean <= difference.high

@@ -1,0 +1,116 @@
+"""Each method against what it is by definition: prefix caching is full prefill, the baselines run on a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_lab.eval import EvalSetting, evaluate, parse_method, parse_methods, reference_task
+from cacheblend_lab.eval.inquiry import Inquiry
+from cacheblend_lab.eval.journal import parse_asked
+from cacheblend_lab.eval.prefix import PrefixCache
+from cacheblend_lab.eval.ways import budget_for_charge, make_way
+from cacheblend_lab.settings import engine_settings
+from cacheblend_lab.training.corpus import NOTES
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from tests.families import CASES, tiny_model, tiny_tokenizer, words
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES, ids=["-".join(case) for case in CASES])
+def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -> None:
+    model, tokenizer = tiny_model(family, attention), tiny_tokenizer()
+    with BlendEngine(model, tokenizer, **engine_settings(strict=True)) as engine:
+        task = replace(
+            reference_task(1, style=NOTES),
+            head=f"{words(4, 1)} ",
+            tail=f" {words(3, 2)} {{question}}",
+            separator=" t7 ",
+        )
+        engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(3)])
+        inquiry = Inquiry(task, ("n0", "n1", "n2"), words(5, 9), 8)
+        [full] = make_way(parse_method("full"), engine).answer([inquiry], [{}])
+        [prefix] = make_way(parse_method("prefix"), engine).answer([inquiry], [{}])
+        assert full is not None and prefix is not None
+        assert (prefix.text, prefix.output_tokens) == (full.text, full.output_tokens)
+        assert prefix.charged_ratio == pytest.approx(2 / 3)
+        ids = engine.prompt_ids(inquiry.prompt)
+        rest = torch.tensor([ids[24:]])
+        behind = PrefixCache(model, ids[:24]).logits(rest)
+        own = engine.prefill(inquiry.prompt, blend=engine.blend.replace(enabled=False)).logits
+        assert (behind - own).abs().max() < 1e-4
+
+
+def test_full_reuse_leaves_keys_where_they_were_encoded() -> None:
+    logits = []
+    for name, moves in (("reuse", True), ("full_reuse", False)):
+        settings = engine_settings(strict=True, **parse_method(name).settings())
+        assert settings["tuning"].reposition is moves
+        with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
+            engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(2)])
+            logits.append(engine.prefill(BlendPrompt(words(4, 5), ["n0", "n1"], words(3, 6))).logits)
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
+
+
+def test_the_baselines_on_the_reference_model(tmp_path: Path) -> None:
+    task = reference_task(2, style=NOTES)
+    setting = EvalSetting(
+        methods=parse_methods("prefix, full_reuse, map_reduce, map_rerank, hkvd @0.2, hkvd @0.01, random = hkvd @0.2"),
+        resamples=20,
+    )
+    journal = tmp_path / "answers.jsonl"
+    with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
+        result = evaluate(engine, "reference", task, setting, journal=journal)
+    rows = {row.method: row for row in result.rows if row.kind == "all"}
+    assert rows["prefix"].same_as_full == 1.0
+    for name in ("map_reduce", "map_rerank"):
+        assert (rows[name].charged_ratio, rows[name].recompute_ratio) == (None, None)
+    for line in journal.read_bytes().splitlines()[1:]:
+        asked = parse_asked(line)
+        assert asked is not None
+        full, rerank, reduce = (asked.answers[name] for name in ("full", "map_rerank", "map_reduce"))
+        assert full is not None and rerank is not None and reduce is not None
+        assert rerank.text.strip() and reduce.text.strip()
+        # Both wait for an answer from each of at least twelve chunks.
+        assert min(rerank.ttft_s, reduce.ttft_s) > full.ttft_s
+    token = 1 / 150
+    assert rows["hkvd @0.2"].charged_ratio == pytest.approx(0.2, abs=token)
+    assert rows["random = hkvd @0.2"].charged_ratio == pytest.approx(0.2, abs=token)
+    cheap = rows["hkvd @0.01"]
+    assert (cheap.questions, cheap.unreached, cheap.metrics, cheap.ttft_s) == (0, 2, {}, None)
+
+
+@pytest.mark.parametrize("charge", [0.0, 0.004, 0.05, 0.151, 0.5, 0.97, 1.0])
+@pytest.mark.parametrize("shape", ["proportional", "fixed cost", "steps", "curve", "cheap"])
+def test_the_budget_of_a_charge_is_the_nearest(shape: str, charge: float) -> None:
+    count = 733
+    charges: Callable[[int], float] = {
+        "proportional": lambda k: k / count,
+        "fixed cost": lambda k: 0.1 + 0.9 * k / count,
+        "steps": lambda k: (k // 10 * 10) / count,
+        "curve": lambda k: (k / count) ** 2,
+        "cheap": lambda k: 0.5 * k / count,
+    }[shape]
+    measured: list[int] = []
+
+    def measure(tokens: int) -> float:
+        measured.append(tokens)
+        return charges(tokens)
+
+    found = budget_for_charge(charge, count, measure)
+    if charges(1) > charge + 1 / count:
+        assert found is None
+        return
+    assert found is not None
+    best = min(abs(charges(k) - charge) for k in range(1, count + 1))
+    assert abs(charges(found) - charge) <= max(best, 0.5 / count) + 1e-12
+    assert len(measured) <= (4 if shape in ("proportional", "fixed cost") else 24)
+    assert all(1 <= tokens <= count for tokens in measured)
+
+
+def test_a_question_with_braces_stays_as_it_is() -> None:
+    inquiry = Inquiry(replace(reference_task(1, style=NOTES), tail="{x} {question} {"), (), "{y}", 1)
+    assert inquiry.tail == "{x} {y} {"

@@ -1,0 +1,120 @@
+"""``make gpu``: the runner with pieces that need no GPU, and every real piece's command on a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cacheblend_lab.gpu import PIECES, Piece, page, run_pieces
+from cacheblend_rag.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+GOOD = Piece("good", "packing", "cacheblend-rag bench codecs --shape tiny --chunk-tokens 8 --repeats 1", 1)
+BAD = Piece("bad", "a shape that is not there", "cacheblend-rag bench codecs --shape none", 1)
+SLOW = Piece("slow", "what does not end", "cacheblend-rag bench codecs --shape tiny --repeats 1000000", 0.05)
+LONG = Piece("long", "what is not begun", "cacheblend-rag bench codecs --shape tiny", 60)
+TESTS = Piece("tests", "a test", "pytest -q -p no:cacheprovider tests/test_stops.py", 1)
+
+
+def test_what_fails_or_is_too_slow_does_not_keep_the_others_from_being_measured(tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert run_pieces([BAD, GOOD, TESTS], tmp_path, None, 5, lines.append) == [BAD]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu-bad.log", "gpu-good.json", "gpu-tests.json"]
+    assert "shape 'none' is unknown" in (tmp_path / "gpu-bad.log").read_text()
+    assert re.search(r"1 of 3, bad: failed: exit status 2; see .*gpu-bad\.log\n", "\n".join(lines))
+
+    figures = json.loads((tmp_path / "gpu-good.json").read_text())
+    assert figures["command"] == "bench codecs"
+    assert figures["arguments"][:4] == ["bench", "codecs", "--shape", "tiny"]
+    assert set(figures["machine"]) >= {"gpu", "cuda"}
+    tests = json.loads((tmp_path / "gpu-tests.json").read_text())
+    assert tests["command"] == "pytest" and tests["arguments"] == shlex.split(TESTS.command)
+    (row,) = tests["rows"]
+    assert row["passed"] >= 5 and row["skipped"] == 0 and row["seconds"] > 0
+
+    # The next call repeats what failed, and nothing else; nor does it begin what will not end.
+    lines.clear()
+    before = (tmp_path / "gpu-good.json").stat().st_mtime_ns
+    assert run_pieces([GOOD, TESTS, SLOW, LONG], tmp_path, None, 0.1, lines.append) == [SLOW]
+    assert (tmp_path / "gpu-good.json").stat().st_mtime_ns == before
+    whole = "\n".join(lines)
+    assert re.search(r"1 of 4, good: measured on \d{4}-\d\d-\d\d\n", whole)
+    assert "3 of 4, slow: failed: not done after 6 s" in whole
+
+
+def test_what_there_is_no_time_for_is_left_and_said(tmp_path: Path) -> None:
+    lines: list[str] = []
+    # What is longer than any call is begun at the beginning of one only.
+    assert run_pieces([GOOD, LONG], tmp_path, None, 0.4, lines.append) == []
+    assert lines[-1] == "left for the next call: long"
+
+
+def test_another_gpus_figures_are_measured_anew(tmp_path: Path) -> None:
+    lines: list[str] = []
+    file = tmp_path / "gpu-good.json"
+    file.write_text(json.dumps({"machine": {"gpu": "another"}, "date": "2020-01-01"}))
+    assert run_pieces([GOOD], tmp_path, None, 1, lines.append) == []
+    assert json.loads(file.read_text())["machine"]["gpu"] is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
+def test_without_a_gpu_it_says_so_and_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cacheblend_lab.gpu", "--docs", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"torch \S+ finds no CUDA device here, so that nothing was run; .*\n", ran.stdout)
+    assert not list(tmp_path.iterdir())
+
+
+# On the CPU in seconds: the last of an option that is given twice counts.
+SMALL = {
+    "bench": "--repeats 1",
+    "bench ttft": "--shape tiny --device cpu --dtype float32 --chunks 2 --chunk-tokens 8 --head-tokens 3",
+    "bench encode": "--shape tiny --device cpu --dtype float32 --chunks 4 --document-chunks 2 --chunk-tokens 8",
+    "bench tpot": "--shape tiny --device cpu --dtype float32 --chunks 2 --chunk-tokens 8 --output-tokens 2",
+    "bench prefetch": "--shape tiny --device cpu --dtype float32 --chunk-tokens 8 --reranker-ms 1",
+    "bench batch": "--prompts 2 --chunks 1 --chunk-tokens 16 --output-tokens 2",
+    "bench auto": "--shape tiny --device cpu --dtype float32 --prompts 1x8 --ratios 0.5 --profile-seconds 0.2",
+    "eval reference": "--questions 4 --workers 1",
+}
+
+
+def test_every_piece_is_a_command_that_runs_and_the_page_shows_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for piece in PIECES:
+        if piece.is_tests:
+            continue
+        _, *arguments = shlex.split(piece.command)
+        kind = " ".join(arguments[:2])
+        small = shlex.split(SMALL[kind]) + (shlex.split(SMALL["bench"]) if kind.startswith("bench") else [])
+        command = [*arguments, *small, "--json", str(tmp_path / f"gpu-{piece.name}.json")]
+        monkeypatch.setattr(sys, "argv", ["cacheblend-rag", *command])
+        ran = CliRunner().invoke(app, command)
+        assert ran.exit_code == 0, ran.output
+    text = page(tmp_path)
+    for piece in PIECES:
+        assert (f"`{piece.command}`" in text) != piece.is_tests
+    assert text.endswith("\nNot measured yet: tests.\n")
+    rows = re.findall(r"^\| (reuse|in_document|gapless) \| (device|ram|disk) \|", text, re.MULTILINE)
+    shapes = sum(piece.name.startswith("ttft") for piece in PIECES)
+    assert set(rows) == set(product(("gapless", "in_document", "reuse"), ("device", "disk", "ram")))
+    assert len(rows) == 9 * shapes
+
+
+def test_the_page_that_is_committed_is_the_one_its_figures_make() -> None:
+    assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == page(ROOT / "docs" / "results")
+
+
+def test_pieces_have_names_of_their_own_and_fit_into_a_call() -> None:
+    assert len({piece.name for piece in PIECES}) == len(PIECES)
+    assert all(piece.minutes <= 8 for piece in PIECES)
+    assert {piece.process(Path("f"))[-1] for piece in PIECES} == {"--json=f", "--junitxml=f"}

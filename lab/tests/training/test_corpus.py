@@ -1,0 +1,157 @@
+"""The generated corpus: determinism, disjoint halves, and questions that can be answered from their support."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from cacheblend_lab.reference.corpus import CORPUS_FILE, demo_documents, demo_questions
+from cacheblend_lab.reference.prompt import value_of
+from cacheblend_lab.training.corpus import (
+    NOTES,
+    Example,
+    demo_corpus,
+    eval_examples,
+    make_example,
+)
+from cacheblend_lab.training.curriculum import STAGES
+from cacheblend_lab.training.questions import KINDS
+from cacheblend_lab.training.templates import ATTRIBUTES, COMPARISONS, question_templates, statement_templates
+from cacheblend_lab.training.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS, Maker, is_held_out
+from cacheblend_lab.training.world import Style
+
+NAMED_KINDS = ("person", "town", "firm", *PLAIN_PAIRS)
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[Example]:
+    return eval_examples(600, seed=3, style=NOTES)
+
+
+def test_examples_follow_from_the_seed() -> None:
+    assert eval_examples(40, seed=5, style=NOTES) == eval_examples(40, seed=5, style=NOTES)
+    assert eval_examples(40, seed=5, style=NOTES) != eval_examples(40, seed=6, style=NOTES)
+    first, again = (make_example(random.Random("train"), Style(), "train", 10) for _ in range(2))
+    assert first == again
+    assert CORPUS_FILE.read_text(encoding="utf-8") == demo_corpus()
+
+
+@pytest.mark.parametrize("kind", NAMED_KINDS)
+def test_values_of_the_two_halves_are_disjoint(kind: str) -> None:
+    seen = {split: {Maker(random.Random(i), split).value(kind) for i in range(3000)} for split in ("train", "held_out")}
+    assert not seen["train"] & seen["held_out"]
+    assert len(seen["held_out"]) > 20
+
+
+def test_parts_of_held_out_names_are_all_trained() -> None:
+    for heads, tails in (*HEADS_AND_TAILS.values(), *PLAIN_PAIRS.values()):
+        assert all(not all(is_held_out(head, tail) for tail in range(len(tails))) for head in range(len(heads)))
+        assert all(not all(is_held_out(head, tail) for head in range(len(heads))) for tail in range(len(tails)))
+
+
+def test_templates_of_the_two_halves_are_disjoint() -> None:
+    for name, attribute in ATTRIBUTES.items():
+        assert statement_templates(name, "held_out")
+        assert not set(statement_templates(name, "train")) & set(statement_templates(name, "held_out"))
+        assert not set(question_templates(attribute.questions, "train")) & set(
+            question_templates(attribute.questions, "held_out")
+        )
+    for comparison in COMPARISONS:
+        assert question_templates(comparison.questions, "held_out")
+        assert not set(question_templates(comparison.questions, "train")) & set(
+            question_templates(comparison.questions, "held_out")
+        )
+
+
+def test_evaluation_contexts_are_long_and_hold_every_kind(held_out: list[Example]) -> None:
+    assert sum(len(example.questions) for example in held_out) == 600
+    assert all(len(example.chunks) >= 12 for example in held_out)
+    kinds = [question.kind for example in held_out for question in example.questions]
+    assert set(kinds) == set(NOTES.kinds)
+    assert min(kinds.count(kind) for kind in NOTES.kinds) > 60
+
+
+def test_support_holds_what_the_answer_needs(held_out: list[Example]) -> None:
+    for example in held_out:
+        for question in example.questions:
+            support = [example.chunks[index] for index in question.support]
+            assert any(question.answer in chunk for chunk in support)
+            assert question.source in question.support
+            assert question.answer in example.chunks[question.source]
+
+
+def test_comparisons_follow_from_two_facts() -> None:
+    examples = eval_examples(60, seed=4, style=replace(NOTES, kinds=("comparison",)))
+    for example in examples:
+        for question in example.questions:
+            support = [example.chunks[index] for index in question.support]
+            pair, _, verdict = question.answer.partition(", so ")
+            first, second = pair.split(" and ")
+            values = [value_of(clause) for clause in (first, second)]
+            assert all(any(value in chunk for chunk in support) for value in values)
+            assert verdict == ("yes" if values[0] == values[1] else "no")
+            # Both values have to be right, not the verdict alone.
+            assert value_of(question.sentence) == question.answer == question.sentence.removesuffix(".")
+
+
+def test_a_pronoun_stands_where_the_fact_is(held_out: list[Example]) -> None:
+    for example in held_out:
+        for question in example.questions:
+            if question.kind != "pronoun":
+                continue
+            naming, fact = question.support
+            subject = next(name for name in _subjects(example) if name in question.text)
+            assert question.answer in example.chunks[fact]
+            assert subject not in example.chunks[fact]
+            assert subject in example.chunks[naming]
+
+
+def test_the_answer_is_the_value_of_its_sentence(held_out: list[Example]) -> None:
+    assert all(value_of(q.sentence) == q.answer for example in held_out for q in example.questions)
+    assert value_of("I do not know") == "I do not know"
+
+
+def test_a_two_hop_question_does_not_name_its_bridge(held_out: list[Example]) -> None:
+    for example in held_out:
+        for question in example.questions:
+            if question.kind == "two_hop":
+                named = [name for name in _subjects(example) if name in question.text]
+                assert len(named) == 1
+                assert len(question.support) >= 2
+
+
+def test_every_stage_with_contexts_makes_questions() -> None:
+    for stage in STAGES:
+        if stage.style is not None:
+            rng = random.Random(stage.name)
+            assert all(make_example(rng, stage.style, "train", 10).chunks for _ in range(5))
+
+
+def test_the_demonstration_is_large_enough() -> None:
+    documents, questions = demo_documents(), demo_questions()
+    chunks = [chunk for document in documents for chunk in document.chunks]
+    assert len(documents) >= 8
+    assert len(chunks) >= 40
+    assert len(questions) >= 10
+    assert {question.kind for question in questions} == set(KINDS)
+    assert all(document.title in document.chunks[0] for document in documents)
+    assert all("\n" not in chunk for chunk in chunks)
+    assert len(set(chunks)) == len(chunks)
+
+
+def _subjects(example: Example) -> set[str]:
+    """Return the names of all documents: whatever a question of this context may be about."""
+    names = set()
+    for question in example.questions:
+        for word in (question.sentence, question.text):
+            tokens = word.replace("?", "").replace(".", "").replace(",", "").split()
+            names.update(" ".join(pair) for pair in itertools.pairwise(tokens) if all(part.istitle() for part in pair))
+            names.update(token for token in tokens if token.istitle())
+    heads = {head + tail for head in HEADS_AND_TAILS["first"][0] for tail in HEADS_AND_TAILS["first"][1]}
+    firms = {head + tail for head in HEADS_AND_TAILS["firm"][0] for tail in HEADS_AND_TAILS["firm"][1]}
+    return {name for name in names if name.split()[0] in heads and " " in name} | {
+        name for name in names if name in firms
+    }

@@ -1,0 +1,117 @@
+"""How large the project may be: ``python -m tests.ceilings`` prints the table, and fails where a figure is over its ceiling.
+
+A ceiling only ever falls. Who needs more room takes other lines out first, and who takes lines out lowers the ceiling with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LINES = {
+    "cacheblend_rag": (38985, 198),
+    "cacheblend_rag/calibration": (597, 5),
+    "cacheblend_rag/chat": (1221, 8),
+    "cacheblend_rag/cli": (2101, 14),
+    "cacheblend_rag/codec": (387, 3),
+    "cacheblend_rag/controller": (1064, 4),
+    "cacheblend_rag/documents": (780, 4),
+    "cacheblend_rag/engine": (8820, 35),
+    "cacheblend_rag/fuse": (818, 5),
+    "cacheblend_rag/loader": (619, 4),
+    "cacheblend_rag/model": (1777, 10),
+    "cacheblend_rag/page": (153, 2),
+    "cacheblend_rag/pml": (2605, 8),
+    "cacheblend_rag/ray": (1573, 14),
+    "cacheblend_rag/selection": (833, 6),
+    "cacheblend_rag/serve": (2653, 19),
+    "cacheblend_rag/served": (894, 5),
+    "cacheblend_rag/store": (9200, 34),
+    "examples": (743, 15),
+    "integrations/langchain": (3160, 20),
+    "integrations/llama_index": (3783, 18),
+    "integrations/vllm": (1742, 14),
+    "lab": (23811, 157),
+    "tests": (42047, 239),
+}
+"""Most lines and most files of Python below a folder."""
+
+FUNCTIONS = {
+    "LlamaIndex, an ingestion": 217,
+    "LlamaIndex, a warm query": 214,
+    "LangChain, an ingestion": 216,
+    "LangChain, a warm query": 231,
+}
+"""Most functions of ours that `tests.count_functions` finds; of a query, to its first token."""
+
+ROOM = 60
+"""A ceiling this many lines above its figure is no ceiling, and is lowered."""
+
+
+def size(folder: Path) -> tuple[int, int]:
+    """Lines and files of Python below a folder."""
+    files = list(folder.rglob("*.py"))
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files), len(files)
+
+
+def sizes(root: Path = ROOT) -> dict[str, tuple[int, int]]:
+    """Lines and files below each folder that has a ceiling."""
+    return {name: size(root / name) for name in LINES}
+
+
+def unlisted(root: Path = ROOT) -> list[str]:
+    """Folders of the core, and distributions, that have no ceiling."""
+    parts = [path for path in (root / "cacheblend_rag").iterdir() if (path / "__init__.py").exists()]
+    parts += [path.parent for path in root.glob("*/pyproject.toml")]
+    parts += [path.parent for path in root.glob("integrations/*/pyproject.toml")]
+    return sorted(set(path.relative_to(root).as_posix() for path in parts) - LINES.keys())
+
+
+def complaints(found: Mapping[str, tuple[int, int]], ceilings: Mapping[str, tuple[int, int]]) -> list[str]:
+    """What is over its ceiling, and which ceilings are too high."""
+    said = []
+    for name, (lines, files) in found.items():
+        most, most_files = ceilings[name]
+        if lines > most or files > most_files:
+            said.append(
+                f"{name}: {lines} lines in {files} files are over its ceiling of {most} in {most_files}; take others out"
+            )
+        elif most - lines > ROOM or files < most_files:
+            said.append(f"{name}: lower its ceiling of {most} lines in {most_files} files to {lines} in {files}")
+    return said
+
+
+def main() -> int:
+    """Print the table; return 1 where something is over its ceiling."""
+    # Only now: it brings the frameworks.
+    from tests.count_functions import functions
+
+    table = Table(title="Ceilings, which only fall")
+    for name in ("", "lines", "most", "files", "most "):
+        table.add_column(name, justify="right" if name else "left")
+    found = sizes()
+    for name, (lines, files) in found.items():
+        table.add_row(name, f"{lines:,}", f"{LINES[name][0]:,}", str(files), str(LINES[name][1]))
+    said = complaints(found, LINES)
+    table.add_section()
+    table.add_row("functions of ours", "found", "most", "", "")
+    for what, names in functions().items():
+        table.add_row(what, str(len(names)), str(FUNCTIONS[what]), "", "")
+        if len(names) > FUNCTIONS[what]:
+            said.append(f"{what} passes {len(names)} functions of ours, over its ceiling of {FUNCTIONS[what]}")
+        elif len(names) < FUNCTIONS[what] - 1:
+            said.append(f"{what} passes {len(names)} functions of ours: lower its ceiling of {FUNCTIONS[what]} to that")
+    console = Console(width=100)
+    console.print(table)
+    console.print(*said, sep="\n", markup=False)
+    return bool(said)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
