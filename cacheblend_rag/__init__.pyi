@@ -6,7 +6,6 @@ from .engine import BlendEngine, BlendStream, GenerationResult
 from .errors import CacheBlendError
 from .report import BlendReport
 from .selection import Selection, Selector, register_selector
-from .served.engine import ServedEngine
 from .store import open_store
 from .store.remote import open_remote
 from .tuning import Tuning
@@ -25,7 +24,6 @@ __all__ = [
     "GenerationResult",
     "Selection",
     "Selector",
-    "ServedEngine",
     "Tuning",
     "calibrate",
     "errors",

@@ -19,7 +19,6 @@ from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.output import on_interrupt
 from cacheblend_rag.cli.pml import pml_app
 from cacheblend_rag.cli.profile import profile
-from cacheblend_rag.cli.serve import keys_app, serve
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
 from cacheblend_rag.errors import CacheBlendError, ConfigError, DatasetError, UnknownChunkError
@@ -27,7 +26,12 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, DatasetError, Un
 __all__ = ["app"]
 
 
-_OF_THE_LAB = ("bench", "demo", "eval", "families")
+# What brings the commands that are not in this distribution.
+_ELSEWHERE = {
+    **dict.fromkeys(("bench", "demo", "eval", "families"), "cacheblend-rag-lab"),
+    **dict.fromkeys(("keys", "serve"), "cacheblend-serve"),
+    "warm-ray": "cacheblend-ray",
+}
 
 
 class _Commands(TyperGroup):
@@ -37,10 +41,10 @@ class _Commands(TyperGroup):
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the subcommand; where it is one of the lab's, say what to install."""
-        if args and args[0] in _OF_THE_LAB and args[0] not in self.commands:
+        """Find the subcommand; where it is another distribution's, say what to install."""
+        if args and args[0] in _ELSEWHERE and args[0] not in self.commands:
             typer.echo(
-                f"error: the command {args[0]} comes with another package: pip install cacheblend-rag-lab", err=True
+                f"error: the command {args[0]} comes with another package: pip install {_ELSEWHERE[args[0]]}", err=True
             )
             raise typer.Exit(2)
         return super().resolve_command(ctx, args)
@@ -81,11 +85,10 @@ def _root(
     del version
 
 
-for _command in (warm, ask, inspect, serve, profile, calibrate, models):
+for _command in (warm, ask, inspect, profile, calibrate, models):
     app.command()(_command)
 app.add_typer(store_app, name="store")
 app.add_typer(pml_app, name="pml")
-app.add_typer(keys_app, name="keys")
 for _entry in sorted(entry_points(group="cacheblend_rag.commands"), key=lambda entry: entry.name):
     _added = _entry.load()
     if isinstance(_added, typer.Typer):

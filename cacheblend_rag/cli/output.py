@@ -7,6 +7,7 @@ import math
 import platform
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -84,7 +85,8 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield _progress_lines(label)
+        with _progress_lines(label) as tell:
+            yield tell
         return
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True) as progress:
@@ -92,25 +94,39 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _progress_lines(label: str) -> Callable[[int, int], None]:
-    started = time.monotonic()
-    reached, said = -1, 0.0
+@contextmanager
+def _progress_lines(label: str) -> Iterator[Callable[[int, int], None]]:
+    started, ended = time.monotonic(), threading.Event()
+    reached = (-1, 0)
+    as_json = _kept_free.get() is not None
+
+    def say(done: int, total: int) -> None:
+        seconds = time.monotonic() - started
+        facts = {"progress": label, "done": done, "total": total, "seconds": round(seconds, 3)}
+        after = f" after {say_seconds(seconds)}" if done else ""
+        typer.echo(json.dumps(facts) if as_json else f"{label}: {done} of {total}{after}", err=True)
 
     def tell(done: int, total: int) -> None:
-        nonlocal reached, said
+        nonlocal reached
         # Behind a change, things that were done are done again.
-        done, now = min(done, total), time.monotonic()
-        if done <= reached or (reached >= 0 and done < total and now - said < _LINE_S):
-            return
-        after = f" after {say_seconds(now - started)}" if reached >= 0 else ""
-        reached, said = done, now
-        facts = {"progress": label, "done": done, "total": total, "seconds": round(now - started, 3)}
-        typer.echo(
-            f"{label}: {done} of {total}{after}" if _kept_free.get() is None else json.dumps(facts),
-            err=True,
-        )
+        done, first = min(done, total), reached[0] < 0
+        if done > reached[0]:
+            reached = (done, total)
+            if first or done == total:
+                say(done, total)
 
-    return tell
+    def go_on() -> None:
+        while not ended.wait(_LINE_S):
+            if reached[0] >= 0:
+                say(*reached)
+
+    thread = threading.Thread(target=go_on, name="cacheblend-progress", daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

@@ -37,11 +37,9 @@ __all__ = ["CHUNK_TOKENS", "needs_documents", "passages_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
 """Most tokens of a passage, unless the store or an option says otherwise."""
-_FAILED_SHOWN = 20
 
 
 def warm(
-    context: typer.Context,
     paths: Annotated[
         list[Path],
         typer.Argument(metavar="PATH...", exists=True, help="Files, and folders of .txt, .md and .rst files."),
@@ -59,44 +57,13 @@ def warm(
         str | None,
         typer.Option(metavar="SIZE", help="Stop before the store holds more KV than this, such as 2GB or 500MiB."),
     ] = None,
-    over_ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray", help="Compute with Ray's workers, for servers that share a tier; no vector store is filled."
-        ),
-    ] = False,
-    address: Annotated[
-        str | None,
-        typer.Option("--ray-address", metavar="ADDRESS", help="The cluster; by default the one here, or a new one."),
-    ] = None,
-    actors: Annotated[
-        int | None, typer.Option(min=1, help="With --ray: how many workers; by default as many as there is room for.")
-    ] = None,
-    gpus: Annotated[float, typer.Option(min=0, help="With --ray: what each takes of a GPU, such as 0.25.")] = 0.0,
-    settings_file: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", exists=True, dir_okay=False, help="With --ray: settings, as YAML."),
-    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Put files into the vector store and compute their KV, so that questions about them start quickly.
 
     Files that have not changed since are not encoded again; what was changed or removed is replaced or deleted. A run that was
     stopped, in whatever way, is finished by the next one.
-
-    With --ray, the workers of a cluster compute the KV of the files, whose names are their paths below PATH, into what settings
-    name as remote and names. What is there already is not computed again, and nothing is deleted.
     """
-    if over_ray:
-        given = {"--estimate": estimate, "--budget": budget, "--embedding": embedding}
-        if wrong := [name for name, value in given.items() if value]:
-            raise ConfigError(f"{wrong[0]} is for a store of this machine, without --ray; leave one of them out")
-        chosen = context.get_parameter_source("store")
-        folder = None if chosen is None or chosen.name == "DEFAULT" else store
-        _warm_over_ray(paths, model, folder, chunk_tokens, address, actors, gpus, settings_file, json_file)
-        return
-    if address or actors or gpus or settings_file:
-        raise ConfigError("--ray-address, --actors, --gpus and --config are for --ray; add it, or leave them out")
     budget_bytes = None if budget is None else parse_bytes(budget)
     from cacheblend_rag.documents import Embedding, LibrarySettings, kv_folder, open_library, passage_config
 
@@ -218,51 +185,6 @@ def warmed(
         if not len(library):
             raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --store {store}")
         yield engine, library, name
-
-
-def _warm_over_ray(
-    paths: Sequence[Path],
-    model: str | None,
-    store: Path | None,
-    chunk_tokens: int | None,
-    address: str | None,
-    actors: int | None,
-    gpus: float,
-    settings_file: Path | None,
-    json_file: Path | None,
-) -> None:
-    from cacheblend_rag.config import EngineConfig
-    from cacheblend_rag.ray.warm import connect
-    from cacheblend_rag.ray.warm import warm as warm_all
-
-    config = EngineConfig() if settings_file is None else EngineConfig.from_yaml(settings_file)
-    make_quiet()
-    with connect(address), progress_bar("warming") as progress:
-
-        def advance(done: int, total: int | None) -> None:
-            progress(done, total or done)
-
-        summary = warm_all(
-            paths,
-            model=model or "reference",
-            store=store,
-            config=config,
-            chunk_tokens=chunk_tokens or CHUNK_TOKENS,
-            actors=actors,
-            num_gpus=gpus,
-            progress=advance,
-        )
-    typer.echo(
-        f"{summary.chunks} chunks of {summary.documents} documents: {summary.encoded} encoded, "
-        f"{summary.unchanged} there already; {say_seconds(summary.seconds)}"
-    )
-    write_json(json_file, "warm --ray", [asdict(summary)], model=model or "reference")
-    for name, reason in summary.failed[:_FAILED_SHOWN]:
-        typer.echo(f"{name} failed: {reason}", err=True)
-    if len(summary.failed) > _FAILED_SHOWN:
-        typer.echo(f"and {len(summary.failed) - _FAILED_SHOWN} more", err=True)
-    if summary.failed:
-        raise typer.Exit(1)
 
 
 def _estimate(

@@ -31,13 +31,18 @@ def test_every_command_explains_itself(run: Command, command: str) -> None:
     assert "Usage:" in run(*command.split(), "--help").output
 
 
-@pytest.mark.parametrize("command", ["bench", "demo", "eval", "families"])
-def test_a_command_of_the_lab_names_its_package(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [("bench", "rag-lab"), ("demo", "rag-lab"), ("eval", "rag-lab"), ("serve", "serve"), ("warm-ray", "ray")],
+)
+def test_a_command_of_another_package_names_it(command: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group = get_command(app)
     monkeypatch.delitem(group.commands, command)  # type: ignore[attr-defined]
     result = ClickRunner().invoke(group, [command, "--help"])
     assert result.exit_code == 2
-    assert result.stderr == f"error: the command {command} comes with another package: pip install cacheblend-rag-lab\n"
+    assert (
+        result.stderr == f"error: the command {command} comes with another package: pip install cacheblend-{package}\n"
+    )
 
 
 def test_the_version(run: Command) -> None:

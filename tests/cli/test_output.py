@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import time
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -103,3 +104,16 @@ def test_lines_of_progress_only_go_up(told: list[tuple[int, int]]) -> None:
     assert all(line["done"] < later["done"] for line, later in itertools.pairwise(lines))
     # Between the first line and the next five seconds there are only those that say that all is done.
     assert all(line["done"] == line["total"] for line in lines[1:])
+
+
+def test_a_line_comes_while_nothing_gets_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.cli.output._LINE_S", 0.01)
+    shown = io.StringIO()
+    with redirect_stderr(shown), progress_bar("looking") as progress:
+        progress(1, 2)
+        end = time.monotonic() + 10
+        while shown.getvalue().count("\n") < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+    lines = shown.getvalue().splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith("looking: 1 of 2 after ") for line in lines)

@@ -139,7 +139,7 @@ def test_values_without_a_meaning_are_named(settings: dict[str, Any], message: s
 def test_settings_of_a_server_are_known_in_the_environment(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cacheblend_rag.serve.settings import ServeConfig
+    from cacheblend_serve.settings import ServeConfig
 
     monkeypatch.setenv("CACHEBLEND_SERVE_PER_MINUTE", "60")
     monkeypatch.setenv("CACHEBLEND_PER_MINUTE", "61")

@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from cacheblend_lab import reference
 from cacheblend_lab.families import tiny_config
 from cacheblend_lab.families import tiny_model as random_model
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, reference
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
 from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.page import inspector_page

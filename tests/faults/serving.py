@@ -30,9 +30,9 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.splitter import named_passages
-from cacheblend_rag.serve.asking import calls_for
-from cacheblend_rag.serve.settings import ServeConfig
-from cacheblend_rag.serve.wire import CompletionRequest
+from cacheblend_serve.asking import calls_for
+from cacheblend_serve.settings import ServeConfig
+from cacheblend_serve.wire import CompletionRequest
 from tests.families import tiny_reader, words
 from tests.serve.process import LEAST, ServerProcess
 

@@ -21,8 +21,8 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_huggingface import ChatHuggingFace, HuggingFaceEmbeddings, HuggingFacePipeline
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from cacheblend_lab import reference
 from cacheblend_lab.reference import demo_documents, demo_questions
-from cacheblend_rag import reference
 from tests.langchain.asking import Reports
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_the_page_defines_what_the_tutorials_chain_takes() -> None:
         assert loaded - bound - stored <= {"ChatHuggingFace", "HuggingFacePipeline", "BlendVectorStore", "ChatBlend"}
     sources = {str(each.module).split(".")[0] for each in defined.body if isinstance(each, ast.ImportFrom)}
     extra = re.search(
-        r"^demo = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        r"^demo = \[(.*?)\]$", (ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
     assert extra is not None
     assert all(f'"{source.replace("_", "-")}>=' in extra[1] for source in sources - {"langchain_core"})

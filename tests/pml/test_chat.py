@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer
 
-from cacheblend_rag import reference
+from cacheblend_lab import reference
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, Turn, lay_out
 from cacheblend_rag.pml.chat import Message

@@ -82,7 +82,7 @@ def served(args: dict[str, Any]) -> Iterator[httpx.Client]:
     """Serve on the cluster what the arguments say; yields a client that asks it."""
     from ray import serve
 
-    from cacheblend_rag.ray import build_app
+    from cacheblend_ray import build_app
 
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})

@@ -29,9 +29,9 @@ import ray
 import torch
 
 from cacheblend_rag import EngineConfig
-from cacheblend_rag.ray import warm
-from cacheblend_rag.ray.rows import Columns
-from cacheblend_rag.ray.warmer import Warmer, WarmJob
+from cacheblend_ray import warm
+from cacheblend_ray.rows import Columns
+from cacheblend_ray.warmer import Warmer, WarmJob
 from tests.ray.conftest import CHAT, put, question, served
 from tests.serve.process import ServerProcess
 from tests.store.remote.conftest import RedisServer

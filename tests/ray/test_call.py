@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendPrompt, Chunk, FixedText
-from cacheblend_rag.ray.call import names_in
-from cacheblend_rag.served.wire import PromptItem
+from cacheblend_ray.call import names_in
+from cacheblend_serve.client.wire import PromptItem
 
 CHAT = "/v1/chat/completions"
 

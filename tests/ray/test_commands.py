@@ -21,10 +21,11 @@ from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import TextNode
 
 import llama_index_cacheblend
-from cacheblend_rag import BlendEngine, ServedEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.documents.splitter import named_passages, split_text
-from cacheblend_rag.ray.rows import rows_of
+from cacheblend_ray.rows import rows_of
+from cacheblend_serve import ServedEngine
 from langchain_cacheblend import ChatBlend
 from tests.llama_index.conftest import WordEmbedding
 from tests.ray.conftest import VARIABLES

@@ -49,7 +49,7 @@ class Deployed:
         app = {
             "name": "cacheblend",
             "route_prefix": "/",
-            "import_path": "cacheblend_rag.ray:build_app",
+            "import_path": "cacheblend_ray:build_app",
             "args": self._args | args,
             "deployments": [{"name": "Replica", "autoscaling_config": scaling}],
         }

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from cacheblend_rag.ray.held import HeldNames
-from cacheblend_rag.ray.nearness import Nearness, name_number, pack_numbers
+from cacheblend_ray.held import HeldNames
+from cacheblend_ray.nearness import Nearness, name_number, pack_numbers
 
 REPLICAS = ("a", "b", "c")
 IDLE = dict.fromkeys(REPLICAS, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.ray.rows import Columns, chunks_of, joined, rows_of
+from cacheblend_ray.rows import Columns, chunks_of, joined, rows_of
 
 
 def words(text: str) -> int:

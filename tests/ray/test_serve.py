@@ -16,12 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheblend_rag import BlendEngine, BlendPrompt, EngineConfig, ServedEngine
+from cacheblend_rag import BlendEngine, BlendPrompt, EngineConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.ray import build_app
-from cacheblend_rag.ray.nearness import name_number
-from cacheblend_rag.ray.rows import Columns
-from cacheblend_rag.ray.warmer import Warmer, WarmJob
+from cacheblend_ray import build_app
+from cacheblend_ray.nearness import name_number
+from cacheblend_ray.rows import Columns
+from cacheblend_ray.warmer import Warmer, WarmJob
+from cacheblend_serve import ServedEngine
 from tests.ray.conftest import (
     CHAT,
     SETTINGS,

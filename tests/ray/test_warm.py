@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from cacheblend_rag import BlendPrompt, EngineConfig
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import BackendError, ConfigError
-from cacheblend_rag.ray import WarmSummary, warm
-from cacheblend_rag.ray.rows import Columns
-from cacheblend_rag.ray.warmer import Warmer, WarmJob
+from cacheblend_ray import WarmSummary, warm
+from cacheblend_ray.rows import Columns
+from cacheblend_ray.warmer import Warmer, WarmJob
 from tests.ray.conftest import Opener, documents_of, workers
 
 WORKER = "ray::MapWorker"
@@ -108,12 +108,12 @@ def test_the_command_hands_on_what_it_is_told(tmp_path: Path, monkeypatch: pytes
         options["progress"](2, None)
         return WarmSummary(1, 3, 2, 1, 30, [("two.md", "it is too long")], 0.5)
 
-    module = importlib.import_module("cacheblend_rag.ray.warm")
+    module = importlib.import_module("cacheblend_ray.warming")
     monkeypatch.setattr(module, "warm", noted)
     monkeypatch.setattr(module, "connect", lambda address: nullcontext())
     monkeypatch.setenv("CACHEBLEND_REMOTE", "redis://cache:6379/0")
     (tmp_path / "one.md").write_text("text")
-    command = ["warm", str(tmp_path), "--ray", "--actors", "3", "--gpus", "0.25", "--json", str(tmp_path / "out.json")]
+    command = ["warm-ray", str(tmp_path), "--actors", "3", "--gpus", "0.25", "--json", str(tmp_path / "out.json")]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
     assert "3 chunks of 1 documents: 2 encoded, 1 there already" in done.output
@@ -123,8 +123,6 @@ def test_the_command_hands_on_what_it_is_told(tmp_path: Path, monkeypatch: pytes
     assert asked["config"].remote.get_secret_value() == "redis://cache:6379/0"
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert (row["documents"], row["failed"]) == (1, [["two.md", "it is too long"]])
-    for wrong in (["--ray", "--estimate"], ["--actors", "1"], ["--ray", "--budget", "1GB"]):
-        assert CliRunner().invoke(app, ["warm", str(tmp_path), *wrong]).exit_code == 2
 
 
 # At full length.
@@ -176,7 +174,7 @@ def test_the_command_warms_a_folder(
         (tmp_path / "docs" / name).write_text(f"The gate of {name} is open.\n\nAnother is shut.")
     for name, value in shared.items():
         monkeypatch.setenv(f"CACHEBLEND_{name.upper()}", value)
-    command = ["warm", str(tmp_path / "docs"), "--ray", "--actors", "1", "--model", model]
+    command = ["warm-ray", str(tmp_path / "docs"), "--actors", "1", "--model", model]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "2 chunks of 2 documents: 2 encoded, 0 there already" in done.output

@@ -17,9 +17,9 @@ from transformers import LlamaForCausalLM
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.serve.app import make_app
-from cacheblend_rag.serve.inprocess import EngineBackend
-from cacheblend_rag.serve.settings import ServeConfig
+from cacheblend_serve.app import make_app
+from cacheblend_serve.inprocess import EngineBackend
+from cacheblend_serve.settings import ServeConfig
 from tests.families import tiny_reader
 from tests.serve.process import ServerProcess
 

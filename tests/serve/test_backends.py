@@ -17,10 +17,10 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
 from cacheblend_rag.errors import BackendError, StoreError
-from cacheblend_rag.serve.app import make_app
-from cacheblend_rag.serve.backend import Asked, Wanted
-from cacheblend_rag.serve.inprocess import EngineBackend, open_backend
-from cacheblend_rag.serve.settings import ServeConfig
+from cacheblend_serve.app import make_app
+from cacheblend_serve.backend import Asked, Wanted
+from cacheblend_serve.inprocess import EngineBackend, open_backend
+from cacheblend_serve.settings import ServeConfig
 from tests.serve.conftest import engine_of
 
 HERE = "http://127.0.0.1"

@@ -12,9 +12,9 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from transformers import LlamaForCausalLM
 
-from cacheblend_rag.serve.app import make_app
-from cacheblend_rag.serve.inprocess import EngineBackend
-from cacheblend_rag.serve.settings import ServeConfig
+from cacheblend_serve.app import make_app
+from cacheblend_serve.inprocess import EngineBackend
+from cacheblend_serve.settings import ServeConfig
 from tests.serve.conftest import engine_of
 
 ADDRESSES = 31

@@ -27,16 +27,16 @@ from typer.testing import CliRunner
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.cli.serve import _server
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.serve.asker import Server
-from cacheblend_rag.serve.guarded import Guarded
-from cacheblend_rag.serve.inprocess import EngineBackend
-from cacheblend_rag.serve.keys import KeyFile, Owner
-from cacheblend_rag.serve.limits import Gate, Overload, Rates
-from cacheblend_rag.serve.live import EventStream, Whole
-from cacheblend_rag.serve.settings import ServeConfig
-from cacheblend_rag.serve.troubles import explained
+from cacheblend_serve.asker import Server
+from cacheblend_serve.auth import KeyFile, Owner
+from cacheblend_serve.cli import _server
+from cacheblend_serve.errors import explained
+from cacheblend_serve.guarded import Guarded
+from cacheblend_serve.inprocess import EngineBackend
+from cacheblend_serve.limits import Gate, Overload, Rates
+from cacheblend_serve.live import EventStream, Whole
+from cacheblend_serve.settings import ServeConfig
 from tests.serve.conftest import CHUNKS, Serve, engine_of, process_of
 
 MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]

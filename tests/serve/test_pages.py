@@ -9,8 +9,8 @@ import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.serve.keys import KeyFile, Owner
-from cacheblend_rag.serve.pages import KeptPages
+from cacheblend_serve.auth import KeyFile, Owner
+from cacheblend_serve.pages import KeptPages
 from tests.serve.conftest import CHUNKS, Serve
 
 ASKED = {"messages": [{"role": "user", "content": "Where was <b>Mara</b> born?"}], "temperature": 0, "max_tokens": 3}

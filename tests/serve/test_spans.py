@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.serve import spans
+from cacheblend_serve import spans
 from tests.serve.conftest import CHUNKS, Serve
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

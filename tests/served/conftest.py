@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.served.engine import ServedEngine
+from cacheblend_serve.client.engine import ServedEngine
 from tests.families import tiny_reader
 from tests.serve.conftest import engine_of, serving
 

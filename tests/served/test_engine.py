@@ -26,8 +26,8 @@ from cacheblend_rag.errors import (
     UnknownChunkError,
 )
 from cacheblend_rag.pml import Schema
-from cacheblend_rag.serve.keys import KeyFile, Owner
-from cacheblend_rag.served.engine import ServedEngine
+from cacheblend_serve.auth import KeyFile, Owner
+from cacheblend_serve.client.engine import ServedEngine
 from tests.serve.conftest import engine_of, serving
 
 STORY = [
@@ -220,7 +220,7 @@ def test_a_busy_server_is_asked_for_as_long_as_the_answer_may_take(engine: Blend
 def test_chunks_go_in_several_requests(
     engine: BlendEngine, served: ServedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.served.engine._BATCH", 2)
+    monkeypatch.setattr("cacheblend_serve.client.engine._BATCH", 2)
     steps: list[tuple[int, int]] = []
     assert served.add(STORY, progress=lambda done, total: steps.append((done, total))).named == 3
     assert steps == sorted(steps) and steps[-1] == (3, 3)
@@ -240,7 +240,7 @@ def test_a_document_is_replaced_in_one_request(
     assert served.add(STORY[:1], whole=True).named == 1
     assert sorted(engine.ids()) == ["born", "goat"]
     assert engine.document("mara") == ["born"]
-    monkeypatch.setattr("cacheblend_rag.served.engine._BATCH", 2)
+    monkeypatch.setattr("cacheblend_serve.client.engine._BATCH", 2)
     with pytest.raises(ConfigError, match="3 chunks are more than one request"):
         served.add(STORY, whole=True)
     assert sorted(engine.ids()) == ["born", "goat"]

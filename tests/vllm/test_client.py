@@ -21,7 +21,7 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import AnswerTimeoutError, BackendError, PromptError
-from cacheblend_rag.serve.backend import Asked
+from cacheblend_serve.backend import Asked
 
 END = "data: [DONE]\n\n"
 

@@ -29,8 +29,8 @@ from cacheblend_rag.engine.prefix import PrefixPiece, StoredPrefix
 from cacheblend_rag.errors import BackendError, ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
-from cacheblend_rag.serve.backend import Wanted
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_serve.backend import Wanted
 
 MARA = ["Mara Tolvin is a wood carver.\n", "She lives in Oakford.\n", "She keeps a grey goat.\n"]
 STARTS = (0, 30, 52)

@@ -17,8 +17,8 @@ from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.chat.answer import Answer, Ending
 from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.report import CallReport
-from cacheblend_rag.served.engine import served_engine
 
 __all__ = [
     "Call",
@@ -121,6 +121,9 @@ def chosen_engine(engine: Any, server: str | None) -> AnyEngine:
     if engine is not None and server is not None:
         raise ConfigError("engine and server are both given; give the one that is to compute")
     if server is not None:
+        with needs_extra("serve", "server="):
+            from cacheblend_serve.client.engine import served_engine
+
         return served_engine(server)
     if not isinstance(engine, AnyEngine):
         held = isinstance(getattr(engine, "engine", None), AnyEngine)

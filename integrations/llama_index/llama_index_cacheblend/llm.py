@@ -34,8 +34,8 @@ from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
 from cacheblend_rag.engine import AnyConversation, AnyEngine, BlendEngine, BlendStream, GenerationResult
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.pml import prompt_in
-from cacheblend_rag.served.engine import served_engine
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
 from llama_index_cacheblend.report import watching
@@ -385,6 +385,9 @@ def find_engine(engine: Any, server: str | None = None) -> AnyEngine:
     if server is not None:
         if engine is not None:
             raise ConfigError("engine and server are both given; give the one that is to compute")
+        with needs_extra("serve", "server="):
+            from cacheblend_serve.client.engine import served_engine
+
         return served_engine(server)
     # `Settings.llm` would make a default model where none is set.
     given = Settings._llm if engine is None else engine

@@ -18,7 +18,7 @@ from cacheblend_rag.engine.decode import token_ids
 from cacheblend_rag.engine.prefix import StoredPrefix
 from cacheblend_rag.errors import BackendError, ConfigError
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.serve.backend import Asked, Backend
+from cacheblend_serve.backend import Asked, Backend
 from vllm_cacheblend.asking import tokens_prompt, transfer_params
 from vllm_cacheblend.client import TimeLimit, VLLMClient
 from vllm_cacheblend.library import VLLMLibrary

@@ -22,8 +22,8 @@ from cacheblend_rag.engine.opening import engine_identity, look_at_model, model_
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
-from cacheblend_rag.serve.backend import Wanted
 from cacheblend_rag.tuning import Tuning
+from cacheblend_serve.backend import Wanted
 from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, kv_transfer_config
 from vllm_cacheblend.backend import VLLMBackend
 from vllm_cacheblend.client import VLLMClient

@@ -1,1 +1,0 @@
-"""Answers over HTTP, for every client that talks to OpenAI's API; `cacheblend-rag serve` starts it."""

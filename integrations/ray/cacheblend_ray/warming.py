@@ -1,0 +1,261 @@
+"""Warming a corpus: the KV of many documents, computed by workers all over a cluster."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.errors import BackendError, ConfigError
+from cacheblend_rag.extras import needs_extra
+from cacheblend_ray.rows import Columns, joined, rows_of
+from cacheblend_ray.warmer import Warmer, WarmJob
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+__all__ = ["WarmSummary", "connect", "warm"]
+
+
+@contextmanager
+def connect(address: str | None = None) -> Iterator[None]:
+    """Use a cluster for the time of a ``with`` block, quietly: the one at an address, one of this machine, or a new one.
+
+    One that this process uses already is left as it is.
+
+    Raises
+    ------
+    ConfigError
+        If Ray is not installed, or there is no cluster at the address.
+    """
+    with needs_extra("ray", "warming with many machines"):
+        import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"no cluster of Ray can be used ({str(error).splitlines()[0]}); start one with ray start --head, or give another "
+            "address"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass
+class WarmSummary:
+    """What a `warm` did.
+
+    Attributes
+    ----------
+    documents, chunks : int
+        Documents that are stored now, and their chunks.
+    encoded, unchanged : int
+        Chunks whose KV was computed, and was there already.
+    tokens : int
+        Tokens encoded.
+    failed : list of (str, str)
+        Documents that are not stored as they should be, and why.
+    seconds : float
+        How long it took.
+    """
+
+    documents: int = 0
+    chunks: int = 0
+    encoded: int = 0
+    unchanged: int = 0
+    tokens: int = 0
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def warm(
+    source: Dataset | Any,
+    *,
+    model: str = "reference",
+    store: str | Path | None = None,
+    config: EngineConfig | None = None,
+    document: str = "document",
+    text: str = "text",
+    chunks: str = "chunks",
+    order: str | None = None,
+    chunk_tokens: int = 256,
+    actors: int | tuple[int, int] | None = None,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    batch_documents: int = 8,
+    retries: int = 5,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> WarmSummary:
+    """Encode whole documents with a pool of Ray's actors, each with an engine of its own, into one store.
+
+    What is there already is not computed again, so that a run that was ended, in whatever way, is finished by calling this once
+    more. A document that cannot be encoded does not stop the others. What an actor leaves undone when it dies is done by the one
+    that takes its place. Documents that are stored and not in `source` stay as they are.
+
+    Parameters
+    ----------
+    source : Dataset, path, or list
+        Where the documents are: a dataset of Ray Data with a row for each; a file, or a folder with .txt, .md and .rst files; or
+        a list of such paths, of rows, or of LlamaIndex's or LangChain's documents.
+    model : str
+        A Hugging Face id, a folder that all machines have, or "reference".
+    store : str or Path, optional
+        A folder of this name on each machine that keeps what was computed there. With `remote` in `config` none is needed;
+        without, it is the store, of one machine.
+    config : EngineConfig, optional
+        The settings, by default the environment's. Those of who is to answer must be the same: `remote` and `names` above all.
+    document, text, chunks : str
+        The columns of a dataset: a document's name, which it is asked for by; its text, which is cut; or its chunks instead.
+    order : str, optional
+        The column by which the rows of a document are sorted, in a dataset where it has several, each with a chunk as `text`.
+    chunk_tokens : int
+        Most tokens of a chunk, where texts are cut.
+    actors : int or (int, int), optional
+        How many workers, or how few and how many; by default as many as the cluster has room for.
+    num_cpus, num_gpus : float
+        What each takes; a quarter of a GPU is 0.25.
+    batch_documents : int
+        Documents that are encoded together.
+    retries : int
+        How often what died with its worker is tried again.
+    progress : callable, optional
+        Called with the numbers of finished and of all documents, the latter None where Ray does not know; Ray's own bars are then
+        not shown.
+
+    Returns
+    -------
+    WarmSummary
+        The figures, and what failed.
+
+    Raises
+    ------
+    ConfigError
+        If Ray is not installed, settings contradict each other, or nothing that is computed would be kept.
+    BackendError
+        If the workers cannot start, or Ray gives up; what was stored stays.
+    """
+    with needs_extra("ray", "warming with many machines"):
+        import ray
+        import ray.data
+        from ray.exceptions import RayError
+
+    config = EngineConfig.of(config)
+    started = time.perf_counter()
+    if batch_documents < 1 or chunk_tokens < 1 or retries < 0:
+        raise ConfigError("batch_documents and chunk_tokens must be 1 or more, and retries 0 or more")
+    if not ray.is_initialized():
+        ray.init()
+    _check_kept(config, store, sum(node["Alive"] for node in ray.nodes()))
+    least, most = _pool_size(actors, num_cpus, num_gpus, ray.cluster_resources())
+    columns = Columns(document, text, chunks)
+    names: list[str] | None = None
+    if isinstance(source, ray.data.Dataset):
+        rows = source
+        if order is not None:
+            join = partial(joined, columns=columns, order=order)
+            rows = rows.groupby(document).map_groups(join, batch_format="numpy")
+    else:
+        found = rows_of(source)
+        if not found:
+            return WarmSummary(seconds=time.perf_counter() - started)
+        columns, names = Columns(), [row["document"] for row in found]
+        # A block is what is lost with a worker, and what another takes.
+        blocks = math.ceil(len(found) / batch_documents)
+        rows = ray.data.from_items(found, override_num_blocks=blocks)
+        least, most = min(least, blocks), min(most, blocks)
+    context = rows.context
+    if names is not None:
+        # They are known by their names: what is lost is told.
+        context.max_errored_blocks = -1
+    if progress is not None:
+        context.enable_progress_bars = False
+    job = WarmJob(model, None if store is None else str(store), config, columns, chunk_tokens)
+    with warnings.catch_warnings():
+        # Options of actors are to go in Ray 2.64, and there is no other way yet to say how often a task is tried again.
+        warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
+        results = rows.map_batches(
+            Warmer,
+            fn_constructor_args=(job,),
+            batch_size=batch_documents,
+            batch_format="numpy",
+            compute=ray.data.ActorPoolStrategy(min_size=least, max_size=most),
+            num_cpus=num_cpus,
+            num_gpus=num_gpus or None,
+            max_task_retries=retries,
+        )
+    summary = WarmSummary()
+    seen: set[str] = set()
+    try:
+        for batch in results.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
+            _count(summary, seen, batch)
+            if progress is not None:
+                progress(len(seen), None if names is None else len(names))
+    except RayError as error:
+        said = str(error.__cause__ or error).strip().splitlines()
+        raise BackendError(
+            f"warming ended before its end: {said[-1] if said else type(error).__name__}; what was stored stays, and the same "
+            "call goes on with the rest"
+        ) from error
+    reason = "its worker ended each time it was tried; the log of Ray says why"
+    summary.failed += [(name, reason) for name in names or () if name not in seen]
+    summary.seconds = time.perf_counter() - started
+    return summary
+
+
+def _count(summary: WarmSummary, seen: set[str], batch: Any) -> None:
+    rows = zip(*(batch[name] for name in ("document", "chunks", "encoded", "tokens", "error")), strict=True)
+    for name, chunks, encoded, tokens, error in rows:
+        seen.add(str(name))
+        summary.encoded += int(encoded)
+        summary.tokens += int(tokens)
+        if error:
+            summary.failed.append((str(name), str(error)))
+            continue
+        summary.documents += 1
+        summary.chunks += int(chunks)
+    summary.unchanged = max(summary.chunks - summary.encoded, 0)
+
+
+def _check_kept(config: EngineConfig, store: str | Path | None, machines: int) -> None:
+    """See that what is computed is kept where all machines find it."""
+    if config.remote is not None:
+        return
+    if store is None:
+        raise ConfigError(
+            "nothing that is warmed would be kept: give remote, the address of a tier that all machines share "
+            "(EngineConfig(remote=...), CACHEBLEND_REMOTE), or on one machine a store"
+        )
+    if machines > 1:
+        raise ConfigError(
+            f"the cluster has {machines} machines, and the folder {store} would be another one on each; give remote, the address "
+            "of a tier that all of them share (EngineConfig(remote=...), CACHEBLEND_REMOTE)"
+        )
+
+
+def _pool_size(
+    actors: int | tuple[int, int] | None, num_cpus: float, num_gpus: float, resources: dict[str, float]
+) -> tuple[int, int]:
+    least, most = (actors, actors) if isinstance(actors, int) else actors or (1, 0)
+    if actors is None:
+        shares = [resources.get("CPU", 0) / num_cpus] if num_cpus else []
+        shares += [resources.get("GPU", 0) / num_gpus] if num_gpus else []
+        most = max(1, int(min(shares, default=1)))
+    if not 1 <= least <= most:
+        raise ConfigError(
+            f"actors={actors!r} must be a number of workers, or the least and the most of them, 1 or more"
+        )
+    return least, most

@@ -1,0 +1,3 @@
+from .client.engine import ServedEngine
+
+__all__ = ["ServedEngine"]

@@ -1,0 +1,189 @@
+"""From a request to what a backend is asked: the prompt with its chunks, and how it is answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from cacheblend_rag.chat.catalog import catalog_of
+from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
+from cacheblend_rag.chat.render import Passage, answer_head, around_question, render_chat
+from cacheblend_rag.chat.tools import call_grammar, chosen_tools
+from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.engine import ChunkLibrary
+from cacheblend_rag.errors import PromptError, PromptTooLongError, UnknownChunkError
+from cacheblend_serve.backend import Asked
+from cacheblend_serve.settings import ServeConfig
+from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem
+
+__all__ = ["calls_for", "check_length"]
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_Part = str | Chunk | ChunkRef
+
+
+def calls_for(library: ChunkLibrary, request: ChatRequest | CompletionRequest, config: ServeConfig) -> list[Asked]:
+    """Return the calls that answer a request, one for each of its prompts.
+
+    Raises
+    ------
+    ConfigError
+        If an option is not possible with this model.
+    PromptError
+        If a prompt cannot be made, or is too long.
+    """
+    if isinstance(request, ChatRequest):
+        calls = [_chat(library, request, config)]
+    else:
+        prompts = [_completion(library, prompt, request.documents) for prompt in request.prompts]
+        calls = [_asked(prompt, request, config) for prompt in prompts]
+    for call in calls:
+        check_length(library, call.prompt, config)
+    return calls
+
+
+def check_length(library: ChunkLibrary, prompt: BlendPrompt, config: ServeConfig) -> None:
+    """Raise `PromptTooLongError` for a prompt of more tokens than the server takes."""
+    if config.prompt_tokens is not None and (tokens := len(library.prompt_ids(prompt))) > config.prompt_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {tokens} tokens, and this server takes {config.prompt_tokens}; send fewer documents"
+        )
+
+
+def _chat(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> Asked:
+    tools, must_call = chosen_tools(request.tools, request.tool_choice) if request.tools else ([], False)
+    turns = [_turn(message, number) for number, message in enumerate(request.messages)]
+    grammar: str | None = None
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        schema = requested_schema(request.response_format)
+        grammar = json_grammar(schema)
+        if request.response_format["type"] == "json_schema":
+            turns = around_question(turns, after=[schema_request(schema)]) or turns
+        must_call = False
+    elif must_call and tools:
+        grammar = call_grammar(tools, str(library.tokenizer.get_chat_template(tools=tools)))
+    documents = _passages(library, request.documents)
+    parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents)
+    prompt = catalog_of(library).prompt(library, parts, tail=answer_head(library.tokenizer))
+    return _asked(prompt, request, config, grammar, tools, must_call)
+
+
+def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
+    before = [part for each in _passages(library, documents) for part in (each.chunk, BLANK_LINE)]
+    if isinstance(prompt, str):
+        return catalog_of(library).prompt(library, [*before, *([prompt] if prompt else [])])
+    size = len(library.tokenizer)
+    wrong = next((each for each in prompt if not 0 <= each < size), None)
+    if wrong is not None:
+        raise PromptError(
+            f"the prompt has the token {wrong}, and this model's vocabulary has {size}; they count from 0"
+        )
+    return BlendPrompt(segments=[*before, prompt])
+
+
+def _asked(
+    prompt: BlendPrompt,
+    request: Decoding,
+    config: ServeConfig,
+    grammar: str | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+    must_call: bool = False,
+) -> Asked:
+    if request.ignore_eos and grammar is not None:
+        raise PromptError(
+            "ignore_eos is not possible where the answer has a form, which says where it ends; leave it out"
+        )
+    return Asked(
+        prompt,
+        request.most_tokens,
+        config.output_tokens,
+        request.stop_strings,
+        config.timeout_s,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+        ignore_eos=request.ignore_eos,
+        grammar=grammar,
+        blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
+        tools=tools,
+        must_call=must_call,
+    )
+
+
+def _passages(library: ChunkLibrary, documents: Sequence[str | DocumentItem]) -> list[Passage[Chunk | ChunkRef]]:
+    """Return what a request names, the chunks of a document in the place of its name."""
+    passages: list[Passage[Chunk | ChunkRef]] = []
+    for each in documents:
+        if isinstance(each, str):
+            ids = [each] if library.contains(each) else library.document(each)
+            if not ids:
+                raise UnknownChunkError(
+                    f"no document and no chunk is called {each!r}: it was never added here for this model and this key, or was "
+                    "deleted; add it, or send its text"
+                )
+            passages.extend(Passage("", ChunkRef(id)) for id in ids)
+        else:
+            passages.append(Passage(each.title, _stored(each.id, each.text)))
+    return passages
+
+
+def _stored(id: str | None, text: str | None) -> Chunk | ChunkRef:
+    """Return a chunk by its text, where there is one, or else by its id."""
+    if text:
+        return Chunk(text, id or None)
+    assert id
+    return ChunkRef(id)
+
+
+def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a message as chat templates take it, its content being a list of text and chunks."""
+    role = _ROLES.get(str(message.get("role")))
+    if role is None:
+        raise PromptError(f"message {number} has the role {message.get('role')!r:.40}; give one of {', '.join(_ROLES)}")
+    turn: dict[str, Any] = {"role": role, "content": _content(message.get("content"), number)}
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            turn[name] = message[name]
+    calls = message.get("tool_calls")
+    if calls and role == "assistant":
+        if not isinstance(calls, list):
+            raise PromptError(f"message {number} has tool_calls={calls!r:.40}, which is no list; give a list of calls")
+        turn["tool_calls"] = [_call(call, number) for call in calls]
+    return turn
+
+
+def _content(content: Any, number: int) -> list[_Part]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    parts: list[_Part] = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text, id = (part.get("text"), part.get("id")) if isinstance(part, dict) else (None, None)
+        if kind == "text" and isinstance(text, str):
+            parts.append(text)
+        elif kind == "document" and isinstance(text, str | None) and isinstance(id, str | None) and (text or id):
+            parts.append(_stored(id, text))
+        else:
+            raise PromptError(
+                f"message {number} has content of the type {kind!r:.40}; this model reads text, and documents: "
+                '{"type": "document", "id": ..., "text": ...}'
+            )
+    return parts
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        # Templates write arguments themselves, from objects.
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {"type": "function", "id": call["id"], "function": {"name": function["name"], "arguments": arguments}}
+    except (KeyError, TypeError, ValueError) as error:
+        raise PromptError(
+            f"message {number} has a tool call that cannot be read ({type(error).__name__}: {error}); give id, function.name "
+            "and function.arguments, which is JSON"
+        ) from error

@@ -1,0 +1,452 @@
+"""A server's engine: what is asked of it goes over HTTP, but for what the tokenizer alone can tell."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import tempfile
+import threading
+import weakref
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from typing import Any
+from uuid import uuid4
+
+from pydantic import TypeAdapter
+from transformers import AutoTokenizer
+
+from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text
+from cacheblend_rag.config import SERVER_KEY_VARIABLE, BlendConfig, EngineConfig
+from cacheblend_rag.engine.background import AddJob, AddResult, Jobs
+from cacheblend_rag.engine.cost import WarmEstimate
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.generation import BlendStream, GenerationResult
+from cacheblend_rag.engine.interface import AnyCollection, AnyConversation, AnyEngine, AnyPrefetch, Present, id_list
+from cacheblend_rag.engine.many import options_of_each
+from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.pml import Prompt
+from cacheblend_rag.store import NameChanges, NodeRecord
+from cacheblend_serve.client.connection import Connection
+from cacheblend_serve.client.decoding import asked_decoding
+from cacheblend_serve.client.wire import PromptItem, read_report
+
+__all__ = ["ServedEngine", "served_engine"]
+
+logger = logging.getLogger(__name__)
+
+# Chunks or ids of one request, and about how many characters of chunks.
+_BATCH, _PART_WEIGHT = 2_000, 1_000_000
+# Answers that are waited for at once; the server answers them together.
+_AT_ONCE = 16
+# Seconds that are left of a time limit at least: the server says that it has passed.
+_LEAST_S = 0.001
+
+_records: TypeAdapter[list[NodeRecord | None]] = TypeAdapter(list[NodeRecord | None])
+_changes: TypeAdapter[NameChanges] = TypeAdapter(NameChanges)
+_layout: TypeAdapter[PromptLayout] = TypeAdapter(PromptLayout)
+
+
+class ServedEngine(AnyEngine):
+    """The engine behind ``cacheblend-rag serve``: model and KV are there, and this process needs neither.
+
+    Give it as ``engine=`` wherever the frameworks' objects take a `BlendEngine`, or give these ``server=url``. It has the chunks
+    of the tenant whose key it is given.
+
+    Some of what an engine of this process does stays there: schemas (PML), transformers' own options of decoding beyond
+    temperature, `top_p`, `top_k` and stop strings, and KV of a conversation, whose earlier turns are computed again.
+
+    Parameters
+    ----------
+    url : str
+        The server's address, as ``http://127.0.0.1:8000``.
+    key : str, optional
+        The API key; by default ``CACHEBLEND_SERVER_KEY`` of the environment.
+
+    Raises
+    ------
+    BackendError
+        If the server cannot be asked.
+    ConfigError
+        If it refuses the key.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self._server = Connection(url, os.environ.get(SERVER_KEY_VARIABLE) if key is None else key)
+        try:
+            facts = self._server.get("/v1/engine")
+            self.tokenizer = self._load_tokenizer()
+            self.model_name = str(facts["model"])
+            self.namespace = str(facts["namespace"])
+            self.window = facts["window"]
+            self.end_ids = tuple(facts["end_ids"])
+            self.config = EngineConfig(**facts["config"])
+            self.blend = BlendConfig(**facts["blend"])
+        except (KeyError, TypeError) as error:
+            self._server.close()
+            raise BackendError(
+                f"what answers at {self._server.url} is no server of cacheblend-rag; see the address"
+            ) from error
+        except BaseException:
+            self._server.close()
+            raise
+        self._jobs = Jobs()
+
+    def __enter__(self) -> ServedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Let go of the server, once it has stored what was added in the background, if `wait`."""
+        self._jobs.close(wait)
+        self._server.close()
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked only for what is not here.
+        what = "takes an engine of this process" if hasattr(BlendEngine, name) else "is nothing that an engine has"
+        raise AttributeError(f"a ServedEngine has no {name}: that {what}", name=name, obj=self)
+
+    # Chunks
+
+    def _add(
+        self,
+        chunks: list[Chunk],
+        progress: Callable[[int, int], None] | None,
+        ttl_s: float | None,
+        on_refused: Callable[[Chunk, PromptError], None] | None,
+        background: bool,
+        whole: bool,
+    ) -> AddResult | AddJob:
+        if whole and len(list(islice(_parts(chunks, _weight), 2))) > 1:
+            raise ConfigError(
+                f"{len(chunks)} chunks are more than one request to a server takes ({_BATCH} chunks, {_PART_WEIGHT} "
+                "characters), and what is whole goes in one; add its documents in several calls"
+            )
+        body = {"ttl_s": ttl_s, "leave_out": on_refused is not None, "whole": whole}
+        if not background:
+            return self._send(chunks, body, progress, on_refused)
+        # Checked and named when this returns, as by an engine of this process.
+        named = self._send(chunks, body | {"background": True}, None, on_refused)
+        job = AddJob(0, len(chunks), progress)
+
+        def wait(is_given_up: Callable[[], bool]) -> AddResult:
+            self._wait_for_server(is_given_up)
+            if not is_given_up():
+                job.advance(len(chunks))
+            return named
+
+        return self._jobs.submit(job, wait)
+
+    def _send(
+        self,
+        chunks: list[Chunk],
+        body: dict[str, Any],
+        progress: Callable[[int, int], None] | None,
+        on_refused: Callable[[Chunk, PromptError], None] | None,
+    ) -> AddResult:
+        sums, begun = {"encoded": 0, "named": 0, "unchanged": 0, "tokens": 0}, 0
+        for part in _parts(_sendable(chunks, on_refused), _weight):
+            sent = body | {"chunks": [asdict(each) for each in part]}
+            for event in self._server.events("/v1/engine/add", partial(dict, sent)):
+                if "refused" not in event:
+                    if progress is not None:
+                        progress(begun + event["done"], len(chunks))
+                    continue
+                for number, message in event["refused"]:
+                    if on_refused is not None:
+                        on_refused(part[number], PromptError(message))
+                sums = {name: count + event[name] for name, count in sums.items()}
+                begun += len(part)
+        return AddResult(**sums)
+
+    def flush(self) -> None:
+        self._jobs.flush()
+        self._wait_for_server(lambda: False)
+
+    def _wait_for_server(self, is_over: Callable[[], bool]) -> None:
+        """Wait until what is added in the background is stored."""
+        for _ in self._server.events("/v1/engine/flush", dict, is_over):
+            pass
+
+    def _estimate(self, chunks: list[Chunk]) -> WarmEstimate:
+        told = [
+            WarmEstimate(**self._server.post("/v1/engine/estimate", {"chunks": [asdict(each) for each in part]}))
+            for part in _parts(chunks, _weight)
+        ]
+        names = WarmEstimate.__dataclass_fields__
+        return WarmEstimate(**{name: sum(getattr(each, name) for each in told) for name in names})
+
+    def _delete(self, ids: list[str], owner: str, sources: list[str]) -> int:
+        parts = list(_parts(ids)) or [[]]
+        return sum(
+            self._server.post(
+                "/v1/engine/delete", {"ids": part, "owner": owner, "sources": sources if number == 0 else []}
+            )
+            for number, part in enumerate(parts)
+        )
+
+    def collection(self, name: str | None, is_known: bool, present: Present) -> AnyCollection:
+        return _ServedCollection(self, name)
+
+    def document(self, document: str) -> list[str]:
+        return list(self._server.get("/v1/engine/document", name=document))
+
+    def places(self, ids: Sequence[str]) -> list[str | None]:
+        return list(self._look_up("/v1/engine/places", ids))
+
+    def contains(self, id: str) -> bool:
+        return self.records([id]) != [None]
+
+    def ids(self) -> list[str]:
+        return list(self._server.get("/v1/engine/ids"))
+
+    def owned(self, owner: str, sources: Collection[str] | None) -> list[str]:
+        """Return the ids that an owner has, or those of them that were made of these sources."""
+        body = {"owner": owner, "sources": None if sources is None else list(sources)}
+        return list(self._server.post("/v1/engine/owned", body))
+
+    def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
+        return _records.validate_python(list(self._look_up("/v1/engine/records", ids)))
+
+    @property
+    def revision(self) -> int:
+        return int(self._server.get("/v1/engine/revision"))
+
+    def changes(self, since: int | None = None) -> NameChanges:
+        return _changes.validate_python(
+            self._server.get("/v1/engine/changes", **({} if since is None else {"since": since}))
+        )
+
+    def prefetch(self, ids: Iterable[str]) -> AnyPrefetch:
+        wanted = id_list(ids)
+        try:
+            if wanted:
+                self._server.post("/v1/prefetch", {"ids": wanted[:_BATCH]})
+        except CacheBlendError as error:
+            logger.debug("chunks are not read ahead: %s", error)
+        return _Asked()
+
+    def note_unfound(self) -> None:
+        """Do nothing: it is the server that counts."""
+
+    def _look_up(self, path: str, ids: Sequence[str]) -> Iterator[Any]:
+        for part in _parts(id_list(ids)):
+            yield from self._server.post(path, {"ids": part})
+
+    # Prompts
+
+    def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
+        return _layout.validate_python(self._server.post("/v1/engine/layout", PromptItem.of(_plain(prompt))))
+
+    def schema_prompt(self, prompt: Prompt) -> BlendPrompt:
+        raise ConfigError(
+            f"the schema {prompt.schema.name!r} is known to an engine of this process only; use one, or put the texts as chunks"
+        )
+
+    def conversation(self, max_bytes: int | None = None) -> AnyConversation:
+        return _ServedConversation()
+
+    # Answers
+
+    def check_blend(self, blend: BlendConfig) -> BlendConfig:
+        blend = BlendConfig.of(blend)
+        return self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
+
+    def generate(
+        self,
+        prompt: BlendPrompt | Prompt,
+        max_new_tokens: int | None = None,
+        *,
+        blend: BlendConfig | None = None,
+        conversation: Any = None,
+        wait_s: float | None = None,
+        **generation_kwargs: Any,
+    ) -> GenerationResult:
+        return self._call(prompt, max_new_tokens, blend, wait_s, generation_kwargs)(None, threading.Event())
+
+    def stream(
+        self,
+        prompt: BlendPrompt | Prompt,
+        max_new_tokens: int | None = None,
+        *,
+        blend: BlendConfig | None = None,
+        conversation: Any = None,
+        wait_s: float | None = None,
+        **generation_kwargs: Any,
+    ) -> BlendStream:
+        """Answer a prompt piece by piece; what the server refuses is raised by the first piece."""
+        return BlendStream(self._call(prompt, max_new_tokens, blend, wait_s, generation_kwargs))
+
+    def _generate_many(
+        self,
+        prompts: Sequence[BlendPrompt | Prompt],
+        max_new_tokens: int | None,
+        batch_size: int | None,
+        blend: BlendConfig | None,
+        wait_s: float | None,
+        options: dict[str, Any],
+        stop: threading.Event,
+    ) -> list[GenerationResult]:
+        calls = [
+            self._call(prompt, max_new_tokens, blend, wait_s, own)
+            for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
+        ]
+        with ThreadPoolExecutor(min(len(calls) or 1, batch_size or _AT_ONCE)) as pool:
+            try:
+                return list(pool.map(lambda call: call(None, stop), calls))
+            except BaseException:
+                # The others are not waited for.
+                stop.set()
+                raise
+
+    def _call(
+        self,
+        prompt: BlendPrompt | Prompt,
+        max_new_tokens: int | None,
+        blend: BlendConfig | None,
+        wait_s: float | None,
+        options: dict[str, Any],
+    ) -> Callable[[Callable[[str], None] | None, threading.Event], GenerationResult]:
+        """Return what asks for an answer, shows its pieces, and ends it when an event is set."""
+        asked, ends, deadline = asked_decoding(options)
+        body = {"prompt": PromptItem.of(_plain(prompt)), "max_tokens": max_new_tokens, "wait_s": wait_s} | asked
+        if blend is not None:
+            given = BlendConfig.of(blend)
+            body["blend"] = given.model_dump(mode="json", include=given.model_fields_set)
+
+        def ask(show: Callable[[str], None] | None, stop: threading.Event) -> GenerationResult:
+            def is_over() -> bool:
+                # The interpreter waits for a stream's thread when it ends; nobody waits for its answer then.
+                return any(each.is_set() for each in (stop, *ends)) or not threading.main_thread().is_alive()
+
+            def asked_now() -> dict[str, Any]:
+                return body if deadline is None else body | {"timeout_s": max(deadline.left_s, _LEAST_S)}
+
+            patience_s = math.inf if deadline is None else deadline.left_s
+            with closing(self._server.events("/v1/engine/answer", asked_now, is_over, patience_s)) as events:
+                for event in events:
+                    if "report" in event:
+                        report = read_report(event["report"])
+                        # Which tokens it was made of, the server does not say: that of vLLM does not know.
+                        return GenerationResult(event["text"], (), (), report, event["reason"])
+                    if show is not None and "piece" in event:
+                        show(event["piece"])
+            raise CacheBlendError("the answer was ended before it was whole; ask again")
+
+        return ask
+
+    def _load_tokenizer(self) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            with zipfile.ZipFile(io.BytesIO(self._server.get_bytes("/v1/engine/tokenizer"))) as files:
+                files.extractall(folder)
+            return AutoTokenizer.from_pretrained(folder)
+
+
+def served_engine(url: str) -> ServedEngine:
+    """Return the one engine of a server in this process, which all that name its address share, with the environment's key."""
+    with _engines_lock:
+        key = url, os.environ.get(SERVER_KEY_VARIABLE)
+        engine = _engines.get(key)
+        if engine is None:
+            engine = _engines[key] = ServedEngine(url)
+        return engine
+
+
+_engines: weakref.WeakValueDictionary[tuple[str, str | None], ServedEngine] = weakref.WeakValueDictionary()
+_engines_lock = threading.Lock()
+
+
+class _Asked:
+    """Reads that a server does on its own."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        return None
+
+
+class _ServedConversation:
+    """A conversation of which nothing is kept: each turn is a prompt like any other."""
+
+    def reset(self) -> None:
+        return None
+
+
+class _ServedCollection:
+    """The chunks of a server that a vector store here has: what is deleted through its wrapper is forgotten there.
+
+    What the vector store loses in another way is not noticed, since others fill the same tenant's store meanwhile and cannot be
+    waited for. It is not retrieved any more, and so not used.
+    """
+
+    def __init__(self, engine: ServedEngine, name: str | None) -> None:
+        self.owner = name or f"?{uuid4().hex}"
+        self._engine = engine
+
+    def ids(self, sources: Collection[str] | None = None) -> list[str]:
+        return self._engine.owned(self.owner, sources)
+
+    def filling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forget(self, ids: Sequence[str], sources: Sequence[str] = ()) -> None:
+        self._engine.delete(ids, sources=sources)
+        for source in sources:
+            self._engine.delete((), owner=self.owner, sources=[source])
+
+    def notice(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
+        return 0
+
+    def notice_at_opening(self) -> None:
+        return None
+
+
+def _plain(prompt: BlendPrompt | Prompt) -> BlendPrompt:
+    if not isinstance(prompt, BlendPrompt):
+        raise ConfigError(
+            f"the prompt is a {type(prompt).__name__}, and a server knows no schemas; give a BlendPrompt, as in "
+            "BlendPrompt(text, chunks)"
+        )
+    return prompt
+
+
+def _sendable(chunks: list[Chunk], on_refused: Callable[[Chunk, PromptError], None] | None) -> list[Chunk]:
+    """Return the chunks whose text can be written down; the others are refused."""
+    sendable = []
+    for chunk in chunks:
+        try:
+            check_text(chunk.text)
+            sendable.append(chunk)
+        except PromptError as error:
+            if on_refused is None:
+                raise
+            on_refused(chunk, error)
+    return sendable
+
+
+def _weight(chunk: Chunk) -> int:
+    return len(chunk.text) + 10 * len(chunk.token_ids or ())
+
+
+def _parts(items: list[Any], weight: Callable[[Any], int] = lambda _: 0) -> Iterator[list[Any]]:
+    """Yield items in requests that are not too large for a server."""
+    part: list[Any] = []
+    total = 0
+    for item in items:
+        total += weight(item)
+        if part and (total > _PART_WEIGHT or len(part) >= _BATCH):
+            yield part
+            part, total = [], weight(item)
+        part.append(item)
+    if part:
+        yield part

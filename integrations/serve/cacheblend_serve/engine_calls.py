@@ -1,0 +1,221 @@
+"""What a `ServedEngine` asks: its tenant's chunks and answers, as an engine of its own process would have them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import tempfile
+import zipfile
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack, aclosing
+from dataclasses import asdict
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import Response
+
+from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.chat.grammar import check_grammar
+from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.engine import ChunkLibrary
+from cacheblend_rag.errors import PromptError
+from cacheblend_serve.asker import Asker, FromAsker, in_thread
+from cacheblend_serve.asking import check_length
+from cacheblend_serve.backend import Asked
+from cacheblend_serve.client.wire import AnswerCall, ChunksCall, IdsCall, PromptItem
+from cacheblend_serve.errors import explained
+from cacheblend_serve.live import EventStream
+from cacheblend_serve.settings import ServeConfig
+from cacheblend_serve.storing import store
+
+__all__ = ["ENGINE_CALLS"]
+
+# Settings that the frameworks' objects look at; the others are the server's business.
+_TOLD = {"context", "separator", "tenant"}
+
+
+async def _facts(asker: FromAsker) -> dict[str, Any]:
+    library, backend = await asker.library(), asker.server.backend
+    return {
+        "model": backend.model_name,
+        "namespace": library.namespace,
+        "window": library.window,
+        "end_ids": backend.end_ids,
+        "config": library.config.model_dump(mode="json", include=_TOLD),
+        "blend": backend.blend.model_dump(mode="json"),
+    }
+
+
+async def _tokenizer(asker: FromAsker) -> Response:
+    library = await asker.library()
+    return Response(await in_thread(_packed, library.tokenizer), media_type="application/zip")
+
+
+async def _add(request: ChunksCall, asker: FromAsker) -> Response:
+    numbers = {id(chunk): number for number, chunk in enumerate(request.chunks)}
+
+    def add(library: ChunkLibrary, tell: Callable[[int, int], None]) -> dict[str, Any]:
+        refused: list[tuple[int, str]] = []
+
+        def refuse(chunk: Chunk, error: PromptError) -> None:
+            refused.append((numbers[id(chunk)], str(error)))
+
+        add = partial(
+            library.add,
+            request.chunks,
+            ttl_s=request.ttl_s,
+            on_refused=refuse if request.leave_out else None,
+            whole=request.whole,
+        )
+        if request.background:
+            add(background=True)
+            counts = {"encoded": 0, "named": len(request.chunks), "unchanged": 0, "tokens": 0}
+        else:
+            counts = asdict(add(progress=tell))
+        return counts | {"refused": refused}
+
+    return await store(asker, add, is_streamed=True)
+
+
+async def _flush(asker: FromAsker) -> Response:
+    library = await asker.library()
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        # It goes on if the client leaves.
+        await asyncio.shield(asker.server.begin(asker.server.flush(library)))
+        yield {"status": "stored"}
+
+    return EventStream(events(), asker.server.config.reader_s, explained, tells_life=True)
+
+
+async def _estimate(request: ChunksCall, asker: FromAsker) -> dict[str, Any]:
+    library = await asker.library()
+    with asker.server.gate.pass_through():
+        return asdict(await in_thread(library.estimate, request.chunks))
+
+
+async def _delete(request: IdsCall, asker: FromAsker) -> int:
+    library = await asker.library()
+    return await in_thread(lambda: library.delete(request.ids, owner=request.owner, sources=request.sources or ()))
+
+
+async def _owned(request: IdsCall, asker: FromAsker) -> list[str]:
+    library = await asker.library()
+    return await in_thread(library.owned, request.owner, request.sources)
+
+
+async def _document(name: str, asker: FromAsker) -> list[str]:
+    library = await asker.library()
+    return await in_thread(library.document, name)
+
+
+async def _places(request: IdsCall, asker: FromAsker) -> list[str | None]:
+    library = await asker.library()
+    return await in_thread(library.places, request.ids)
+
+
+async def _ids(asker: FromAsker) -> Response:
+    library = await asker.library()
+    return await _written(library.ids)
+
+
+async def _records(request: IdsCall, asker: FromAsker) -> Response:
+    library = await asker.library()
+    return await _written(
+        lambda: [None if record is None else asdict(record) for record in library.records(request.ids)]
+    )
+
+
+async def _revision(asker: FromAsker) -> int:
+    library = await asker.library()
+    return await in_thread(lambda: library.revision)
+
+
+async def _changes(asker: FromAsker, since: int | None = None) -> Response:
+    library = await asker.library()
+    return await _written(lambda: asdict(library.changes(since)))
+
+
+async def _layout(request: PromptItem, asker: FromAsker) -> Response:
+    library = await asker.library()
+    return await _written(lambda: asdict(library.prompt_layout(request.prompt())))
+
+
+async def _written(find: Callable[[], Any]) -> Response:
+    """Return what is found as JSON, which is long enough to be written outside of the loop that serves all clients."""
+    return Response(await in_thread(lambda: json.dumps(find())), media_type="application/json")
+
+
+async def _answer(request: AnswerCall, asker: FromAsker) -> Response:
+    server = asker.server
+    with ExitStack() as entered:
+        entered.enter_context(server.gate.pass_through())
+        library = await asker.library()
+        asked = await in_thread(_asked, library, request, server.config)
+        pieces, leave = _pieces(asker, library, asked), entered.pop_all().close
+        return EventStream(pieces, server.config.reader_s, explained, leave, tells_life=True)
+
+
+def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> Asked:
+    prompt = request.prompt.prompt()
+    check_length(library, prompt, config)
+    if request.grammar is not None:
+        check_grammar(request.grammar)
+    return Asked(
+        prompt,
+        request.max_tokens,
+        config.output_tokens,
+        tuple(request.stop),
+        min(request.timeout_s or config.timeout_s, config.timeout_s),
+        wait_s=request.wait_s,
+        draws=request.do_sample,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        grammar=request.grammar,
+        blend=request.blend,
+    )
+
+
+async def _pieces(asker: Asker, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(asker.server.backend.answer(library, asked)) as spoken:
+        async for piece in spoken:
+            if isinstance(piece, Answer):
+                asker.spans.record(piece)
+                yield {"text": piece.text, "reason": piece.finish_reason, "report": piece.report.to_dict()}
+            else:
+                yield {"piece": piece}
+
+
+@lru_cache(maxsize=1)
+def _packed(tokenizer: Any) -> bytes:
+    """Return the files of a tokenizer, as an archive."""
+    packed = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                archive.write(path, path.relative_to(folder))
+    return packed.getvalue()
+
+
+ENGINE_CALLS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("/v1/engine", "GET", _facts),
+    ("/v1/engine/tokenizer", "GET", _tokenizer),
+    ("/v1/engine/ids", "GET", _ids),
+    ("/v1/engine/revision", "GET", _revision),
+    ("/v1/engine/changes", "GET", _changes),
+    ("/v1/engine/document", "GET", _document),
+    ("/v1/engine/add", "POST", _add),
+    ("/v1/engine/flush", "POST", _flush),
+    ("/v1/engine/estimate", "POST", _estimate),
+    ("/v1/engine/delete", "POST", _delete),
+    ("/v1/engine/owned", "POST", _owned),
+    ("/v1/engine/places", "POST", _places),
+    ("/v1/engine/records", "POST", _records),
+    ("/v1/engine/layout", "POST", _layout),
+    ("/v1/engine/answer", "POST", _answer),
+)
+"""Addresses, their methods, and what answers there."""

@@ -1,0 +1,110 @@
+"""What clients are told when something goes wrong: what was wrong with their request, and nothing of this machine."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from cacheblend_rag.errors import (
+    AnswerTimeoutError,
+    BackendError,
+    ConfigError,
+    EmptyChunkError,
+    PromptError,
+    PromptTooLongError,
+    StoreError,
+    UnknownChunkError,
+)
+from cacheblend_serve.limits import Overload
+
+__all__ = ["Denied", "error_body", "explained"]
+
+logger = logging.getLogger(__name__)
+
+_SENDERS = "invalid_request_error"
+_PROBLEMS_SHOWN = 5
+_PROBLEM_CHARS = 300
+
+
+class Denied(Exception):
+    """A request without a key that is known.
+
+    Parameters
+    ----------
+    message : str
+        What to do about it.
+    schemes : str
+        How a key may be sent, as the header of the reply says it.
+    """
+
+    def __init__(self, message: str, schemes: str = "Bearer") -> None:
+        super().__init__(message)
+        self.schemes = schemes
+
+
+def error_body(message: str, kind: str = _SENDERS, code: str | None = None) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def explained(error: Exception) -> JSONResponse:
+    """Return the response that tells of an error."""
+    if isinstance(error, Denied):
+        body = error_body(str(error), code="invalid_api_key")
+        return JSONResponse(body, 401, {"WWW-Authenticate": error.schemes})
+    if isinstance(error, Overload):
+        retry = {"Retry-After": str(max(1, round(error.retry_after_s + 0.5)))}
+        if error.is_rate:
+            return JSONResponse(error_body(str(error), "rate_limit_error", "rate_limit_exceeded"), 429, retry)
+        return JSONResponse(error_body(str(error), "overloaded_error", "overloaded"), 503, retry)
+    if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+        return JSONResponse(error_body("the request is nested too deeply; send JSON with fewer levels"), 400)
+    if isinstance(error, RequestValidationError):
+        return JSONResponse(error_body(_said(error), code="invalid_option"), 400)
+    if isinstance(error, HTTPException):
+        return JSONResponse(error_body(str(error.detail)), error.status_code, error.headers)
+    for kind, status, code in _KNOWN:
+        if isinstance(error, kind):
+            return JSONResponse(error_body(str(error), code=code), status)
+    # Paths, and what else of this machine stands in a message, are for its log.
+    number = uuid.uuid4().hex[:12]
+    logger.error("request %s failed", number, exc_info=error)
+    for kind, (what, name) in _PASSING.items():
+        if isinstance(error, kind):
+            text = f"{what} now; the server's log says why (request {number})"
+            return JSONResponse(error_body(text, name, name), 503, {"Retry-After": "5"})
+    text = f"something went wrong in the server; its log says what (request {number})"
+    return JSONResponse(error_body(text, "server_error"), 500)
+
+
+_PASSING: dict[type[Exception], tuple[str, str]] = {
+    StoreError: ("the store cannot do that", "store_error"),
+    BackendError: ("the model cannot answer", "server_error"),
+}
+_KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
+    (AnswerTimeoutError, 504, "timeout"),
+    (UnknownChunkError, 404, "unknown_chunk"),
+    (PromptTooLongError, 400, "context_length_exceeded"),
+    (EmptyChunkError, 400, "empty_chunk"),
+    (PromptError, 400, "invalid_prompt"),
+    (ConfigError, 400, "invalid_option"),
+)
+
+
+def _said(error: RequestValidationError) -> str:
+    said = []
+    for item in error.errors()[:_PROBLEMS_SHOWN]:
+        if item["type"] == "json_invalid":
+            said.append(f"the request is not JSON: {item['ctx']['error']} at character {item['loc'][-1]}")
+            continue
+        place = ".".join(str(part) for part in item["loc"] if part != "body")
+        if not place and item["type"] in ("dict_type", "model_attributes_type"):
+            said.append("the request must be a JSON object, with Content-Type: application/json")
+            continue
+        said.append(f"{place or 'the request'}: {item['msg'].removeprefix('Value error, ')}"[:_PROBLEM_CHARS])
+    return "; ".join(said)

@@ -1,0 +1,120 @@
+"""The model of this process as what answers: an engine for each tenant, over one model and one store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any
+
+import anyio.to_thread
+
+from cacheblend_rag.chat.answer import Answer, Deadline, Ending
+from cacheblend_rag.chat.grammar import Guide
+from cacheblend_rag.chat.seeded import SeededSampling
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine, ChunkLibrary
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.stops import acut_pieces
+from cacheblend_serve.backend import Asked, Backend, Wanted
+
+__all__ = ["EngineBackend", "command", "open_backend"]
+
+# Most tokens of an answer where neither the request nor the model's own settings say.
+_ANSWER_TOKENS = 256
+
+
+class EngineBackend(Backend):
+    """Answers with an engine; concurrent answers are decoded together.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        The first engine, which has the model and the store. Who made it closes it.
+    """
+
+    def __init__(self, engine: BlendEngine) -> None:
+        super().__init__(engine.model_name, engine)
+        self._engine = engine
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, as the model's own settings say."""
+        return self._engine.end_ids
+
+    @property
+    def blend(self) -> BlendConfig:
+        """The engine's settings."""
+        return self._engine.blend
+
+    async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        assert isinstance(library, BlendEngine)
+        ending = Ending(asked.stop, Deadline(asked.timeout_s))
+        begin = partial(_stream, library, asked, ending)
+        stream = await anyio.to_thread.run_sync(begin)
+        try:
+            async with aclosing(acut_pieces(stream, asked.stop)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            yield ending.read(await stream.aresult())
+        finally:
+            stream.close()
+
+
+@contextmanager
+def open_backend(wanted: Wanted) -> Iterator[EngineBackend]:
+    """Load a model into this process; it is gone when the context is left.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be loaded.
+    StoreError
+        If the store's folder cannot be opened.
+    """
+    if wanted.url is not None or wanted.arguments:
+        raise ConfigError(
+            "the backend 'engine' computes in this process, so that it takes no address of a server and no arguments for one; "
+            "choose another --backend"
+        )
+    model, store, config, blend = wanted.model, wanted.store, wanted.config, wanted.blend
+    with BlendEngine.from_pretrained(model, store=store, config=config, blend=blend) as engine:
+        wanted.check_store(engine)
+        yield EngineBackend(engine)
+
+
+def command(wanted: Wanted) -> str:
+    """Refuse to say how a server is started: there is none but this process."""
+    raise ConfigError("the backend 'engine' computes in this process and starts no server; choose another --backend")
+
+
+def _stream(engine: BlendEngine, asked: Asked, ending: Ending) -> Any:
+    """Begin an answer."""
+    own = engine.model.generation_config
+    most = asked.max_tokens or own.max_new_tokens or _ANSWER_TOKENS
+    options: dict[str, Any] = {
+        "max_new_tokens": min(most, asked.limit_tokens),
+        "stopping_criteria": ending.criteria(engine.tokenizer),
+        "wait_s": asked.timeout_s if asked.wait_s is None else min(asked.wait_s, asked.timeout_s),
+    }
+    if asked.ignore_eos:
+        options["eos_token_id"] = []
+    processors: list[Any] = [] if asked.grammar is None else [Guide(engine, asked.grammar)]
+    # transformers writes 0 where OpenAI's clients may write -1: all tokens.
+    top_k = None if asked.top_k is None else max(asked.top_k, 0)
+    draws = own.do_sample or asked.temperature is not None if asked.draws is None else asked.draws
+    if not draws or asked.temperature == 0:
+        options["do_sample"] = False
+    elif asked.seed is not None:
+        temperature = asked.temperature or own.temperature or 1.0
+        processors.append(SeededSampling(asked.seed, temperature, top_k, asked.top_p))
+        options["do_sample"] = False
+    else:
+        drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": top_k}
+        options |= {name: value for name, value in drawn.items() if value is not None}
+        options["do_sample"] = True
+    if processors:
+        options["logits_processor"] = processors
+    if asked.blend:
+        options["blend"] = engine.blend.replace(**asked.blend)
+    return engine.stream(asked.prompt, **options)
