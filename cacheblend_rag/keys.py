@@ -9,24 +9,14 @@ import numpy as np
 
 __all__ = [
     "HEAD_PREFIX",
-    "SCHEMA_PREFIX",
     "chunk_key",
     "context_digest",
     "context_digests",
     "head_key",
-    "reserved_prefix",
 ]
 
 HEAD_PREFIX = "cacheblend/head/"
 """What the names of prompts' fixed heads begin with, and no chunk's id."""
-
-SCHEMA_PREFIX = "pml/"
-"""What the ids of schemas' parts begin with, and no other chunk's."""
-
-
-def reserved_prefix(id: str) -> str | None:
-    """Return what an id begins with that no chunk's may; None if it may be a chunk's."""
-    return next((prefix for prefix in (SCHEMA_PREFIX, HEAD_PREFIX) if id.startswith(prefix)), None)
 
 
 def chunk_key(namespace: str, token_ids: Sequence[int], places: Sequence[int] | None = None, context: str = "") -> str:

@@ -16,6 +16,7 @@ from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
 from cacheblend_rag.engine import AnyLibrary
 from cacheblend_rag.errors import BackendError, StoreError
+from cacheblend_rag.pml import is_part
 
 __all__ = ["ChunkCatalog", "catalog_of"]
 
@@ -136,7 +137,7 @@ class ChunkCatalog:
             # What a number stood for: it may be gone, or stand for another name now.
             before |= {self._names.pop(number) for number, _, _ in changes.names if number in self._names}
         self._names.update((number, id) for number, id, _ in changes.names if id is not None)
-        live = changes.waiting | named
+        live = {id: text for id, text in (changes.waiting | named).items() if not is_part(id)}  # whose text is a label
         gone = before - live.keys()
         self._finder.remove(gone)
         for id in gone:
@@ -243,7 +244,6 @@ _catalogs_lock = threading.Lock()
 def catalog_of(engine: AnyLibrary) -> ChunkCatalog:
     """Return the one catalog of an engine, which all models over it share; it is made when it is first asked for."""
     with _catalogs_lock:
-        catalog = _catalogs.get(engine)
-        if catalog is None:
-            catalog = _catalogs[engine] = ChunkCatalog()
-        return catalog
+        if engine not in _catalogs:
+            _catalogs[engine] = ChunkCatalog()
+        return _catalogs[engine]

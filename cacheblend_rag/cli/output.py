@@ -27,7 +27,6 @@ from cacheblend_rag.errors import ConfigError
 if TYPE_CHECKING:
     from cacheblend_rag.chunk import BlendPrompt
     from cacheblend_rag.engine import BlendEngine, GenerationResult
-    from cacheblend_rag.pml import Prompt
 
 __all__ = [
     "STANDARD_OUTPUT",
@@ -200,7 +199,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def print_answer(
     engine: BlendEngine,
-    prompt: BlendPrompt | Prompt,
+    prompt: BlendPrompt,
     max_new_tokens: int,
     *,
     stream: bool | None,

@@ -153,15 +153,16 @@ def run(
     json_file: JsonOption = None,
 ) -> None:
     """Load a schema and answer a prompt of it; what has not changed since the last run is taken from the store."""
-    from cacheblend_rag.pml import Schema
+    from cacheblend_rag.pml import Schema, Schemas
     from cacheblend_rag.pml.read import schema_beside
 
     of = Schema.from_file(schema_beside(file) if schema is None else schema, root=root)
     prompt = of.read_prompt(file)
     recompute = 0.0 if selector == "none" else ratio
     with open_engine(model, store=store, selector=selector, recompute_ratio=recompute) as engine:
-        loaded = engine.load_schema(of)
-        answers = print_answer(engine, prompt, max_new_tokens, stream=stream, compare=compare, do_sample=False)
+        schemas = Schemas(engine)
+        loaded, blend = schemas.load(of), schemas.prompt(prompt)
+        answers = print_answer(engine, blend, max_new_tokens, stream=stream, compare=compare, do_sample=False)
     results = dict(zip(("cached", "full"), answers, strict=False))
     notes = [f"schema {loaded.name}: {loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens in all"]
     for method, result in results.items():

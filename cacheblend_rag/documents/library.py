@@ -28,6 +28,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.files import replace_text
+from cacheblend_rag.pml import is_part
 from cacheblend_rag.store import KVStore, open_store
 
 if TYPE_CHECKING:
@@ -363,7 +364,7 @@ class Library:
             self._passages.delete(ids=group)
             for id in group:
                 del shown[id]
-        orphans = [id for id in self._engine.ids() if id not in shown and id not in wanted]
+        orphans = [id for id in self._engine.ids() if not (id in shown or id in wanted or is_part(id))]
         for group in _groups(orphans, _DELETE_GROUP):
             self._engine.delete(group)
         return len(stale)
@@ -375,12 +376,11 @@ class Library:
             return group
         room = budget_bytes - self._engine.store.stats().disk_bytes
         held = self._engine.store.holds([passage.id for passage in group])
-        separator = self._engine.config.separator
         for number, (passage, is_held) in enumerate(zip(group, held, strict=True)):
             if is_held:
                 continue
             # Behind each passage the KV of what follows it is kept.
-            texts = [text for text in (passage.text, separator) if text]
+            texts = [text for text in (passage.text, self._engine.config.separator) if text]
             tokens = sum(map(len, self._engine.tokenizer(texts, add_special_tokens=False)["input_ids"]))
             room -= tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_kv_layers
             if room < 0:

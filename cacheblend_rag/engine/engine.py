@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +31,8 @@ from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.many import Many, options_of_each
-from cacheblend_rag.engine.markup import LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look_at_model, open_engine_store
-from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduling import Patience, scheduler_lock
@@ -43,7 +41,6 @@ from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPre
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Capability, ModelCard, WeightsWatch, capability, model_window, num_decoder_layers
-from cacheblend_rag.pml import Prompt, Schema
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore
@@ -93,8 +90,6 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         The model as blending sees it, or None if it cannot be blended.
     unsupported_reason : str or None
         Why it cannot.
-    schemas : Schemas
-        The schemas that are loaded, and how their prompts are laid out.
     guard : Guard
         Compares some answers with full prefill in the background, if ``config.guard_rate`` is above 0.
 
@@ -152,7 +147,6 @@ class BlendEngine(ChunkLibrary, AnyEngine):
             super().__init__(tokenizer, self.decoder, answering, assembler, supply, config, self.tuning)
             self._legend = EngineLegend(tokenizer, self._store, self.namespace)
             self._kept = KeptTurns(answering, self.namespace, self.config.conversation_bytes)
-            self.schemas = Schemas(self._assembler, self._ingest, self._store, self._prefetcher)
             self._runner = Runner(
                 model,
                 self.decoder,
@@ -290,63 +284,6 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         """Return what each layer of the model is like, and what blending does there, or why it does nothing."""
         return capability(self.model, self.decoder, self.unsupported_reason)
 
-    def load_schema(self, schema: Schema, *, ttl_s: float | None = None) -> LoadedSchema:
-        """Encode the modules of a schema and keep them (Prompt Cache, section 3.3).
-
-        A schema of the same name is replaced: what has not changed is not encoded again, and what is gone is forgotten. Its
-        prompts can also be used without loading it; modules are then misses, kept in RAM.
-
-        Parameters
-        ----------
-        schema : Schema
-            The schema.
-        ttl_s : float, optional
-            Seconds that its KV lives, instead of ``config.ttl_s``.
-
-        Returns
-        -------
-        LoadedSchema
-            What was done.
-
-        Raises
-        ------
-        PMLError
-            If the model's chat template cannot be used with the schema's messages.
-        PromptTooLongError
-            If a module does not fit the model's window, or reaches beyond it where positions are learned.
-        UnsupportedModelError
-            If the model takes no positions.
-        StoreError
-            If KV cannot be stored.
-        """
-        self._check_open()
-        if self.decoder is not None and not self.decoder.is_placeable:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} counts its tokens and takes no positions, so it cannot serve schemas"
-            )
-        return self.schemas.load(schema, ttl_s)
-
-    def schema_prompt(self, prompt: Prompt) -> BlendPrompt:
-        """Return a prompt of a schema as it is served, loaded or not.
-
-        Raises
-        ------
-        PMLError
-            If its arguments or its new text do not fit.
-        """
-        return self.schemas.blend_prompt(prompt)
-
-    def unload_schema(self, name: str) -> int:
-        """Forget a schema and the KV that only it had; return how many of its modules and texts were stored.
-
-        Raises
-        ------
-        ConfigError
-            If no schema of that name is known.
-        """
-        self._check_open()
-        return self.schemas.unload(name)
-
     def conversation(self, max_bytes: int | None = None) -> Conversation:
         """Begin a conversation, whose turns reuse what earlier turns have computed.
 
@@ -426,7 +363,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
 
     def prefill(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         *,
         blend: BlendConfig | None = None,
         conversation: Conversation | None = None,
@@ -436,7 +373,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
 
         Parameters
         ----------
-        prompt : BlendPrompt or Prompt
+        prompt : BlendPrompt
             The prompt.
         blend : BlendConfig, optional
             Blending settings for this call; those it does not set are the engine's.
@@ -477,7 +414,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
 
     def generate(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
@@ -489,7 +426,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
 
         Parameters
         ----------
-        prompt : BlendPrompt or Prompt
+        prompt : BlendPrompt
             The prompt.
         max_new_tokens : int, optional
             Maximum tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
@@ -524,7 +461,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
 
     def _generate_many(
         self,
-        prompts: Sequence[BlendPrompt | Prompt],
+        prompts: Sequence[BlendPrompt],
         max_new_tokens: int | None,
         batch_size: int | None,
         blend: BlendConfig | None,
@@ -536,7 +473,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         options, patience = checked_options(self.model, max_new_tokens, options), Patience.of(wait_s)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
-        if isinstance(prompts, BlendPrompt | Prompt):
+        if not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         runs = [
             self._begin(prompt, blend, patience=patience, started=started, max_new_tokens=max_new_tokens, options=own)
@@ -550,7 +487,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
 
     def stream(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
@@ -583,7 +520,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
 
     def watch_prefill(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         watcher: LayerWatcher,
         *,
         blend: BlendConfig | None = None,
@@ -593,7 +530,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
 
         Parameters
         ----------
-        prompt : BlendPrompt or Prompt
+        prompt : BlendPrompt
             The prompt.
         watcher : callable
             Called with each layer's number and its `AttentionCall`, in layer order. If stored KV turns out to be damaged, the
@@ -634,16 +571,15 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         return WatchedPrefill(result, layout, recomputed, forward.kv)
 
     def _observe(self, report: BlendReport) -> None:
-        """Count and log what was answered, and read ahead what may be asked for next."""
+        """Count and log what was answered."""
         self.metrics.observe(report)
-        self.schemas.read_ahead(chunk.id for chunk in report.chunks)
         if logger.isEnabledFor(logging.INFO):
             # Formatters that write fields, as JSON for example, find the figures under "blend".
             logger.info("%s", report, extra={"blend": report.to_dict()})
 
     def _begin(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         blend: BlendConfig | None,
         conversation: Conversation | None = None,
         patience: Patience | None = None,
@@ -688,12 +624,6 @@ class BlendEngine(ChunkLibrary, AnyEngine):
             # It is to be answered.
             self.guard.watch(run)
         return run
-
-    def _assemble(self, prompt: BlendPrompt | Prompt, *, retrieving: bool = False) -> AssembledPrompt:
-        if isinstance(prompt, Prompt):
-            self._check_open()
-            prompt = self.schemas.blend_prompt(prompt)
-        return super()._assemble(prompt, retrieving=retrieving)
 
     def _check_model(self) -> None:
         self._weights.check()

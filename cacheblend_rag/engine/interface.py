@@ -16,9 +16,8 @@ from cacheblend_rag.engine.background import AddJob, AddResult, Feed
 from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.keys import SCHEMA_PREFIX, reserved_prefix
+from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.pml import Prompt
 from cacheblend_rag.store import NameChanges, NodeRecord
 
 __all__ = ["AnyCollection", "AnyConversation", "AnyEngine", "AnyLibrary", "AnyPrefetch", "id_list"]
@@ -296,7 +295,7 @@ class AnyLibrary(ABC):
 
     @abstractmethod
     def ids(self) -> list[str]:
-        """Return the ids of all known chunks of this model, without parts of loaded schemas and heads of prompts."""
+        """Return the ids of all known chunks of this model, without heads of prompts."""
 
     @abstractmethod
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
@@ -322,12 +321,12 @@ class AnyLibrary(ABC):
             The names, without those that `ids` leaves out.
         """
 
-    def prompt_ids(self, prompt: BlendPrompt | Prompt) -> tuple[int, ...]:
+    def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
         """Return the token ids that the model is given for `prompt`."""
         return self.prompt_layout(prompt).token_ids
 
     @abstractmethod
-    def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
+    def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
         """Return where the chunks of `prompt` are among its tokens."""
 
     @abstractmethod
@@ -369,13 +368,9 @@ class AnyEngine(AnyLibrary):
         """Begin a conversation, whose turns reuse what earlier turns have computed, where that is kept."""
 
     @abstractmethod
-    def schema_prompt(self, prompt: Prompt) -> BlendPrompt:
-        """Return a prompt of a schema (PML) as it is served; `ConfigError` where schemas are not known."""
-
-    @abstractmethod
     def generate(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
@@ -388,7 +383,7 @@ class AnyEngine(AnyLibrary):
     @abstractmethod
     def stream(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
@@ -400,7 +395,7 @@ class AnyEngine(AnyLibrary):
 
     def generate_many(
         self,
-        prompts: Sequence[BlendPrompt | Prompt],
+        prompts: Sequence[BlendPrompt],
         max_new_tokens: int | None = None,
         *,
         batch_size: int | None = None,
@@ -421,7 +416,7 @@ class AnyEngine(AnyLibrary):
 
         Parameters
         ----------
-        prompts : sequence of (BlendPrompt or Prompt)
+        prompts : sequence of BlendPrompt
             The prompts. All of them are checked before the first is computed.
         max_new_tokens : int, optional
             Maximum tokens of each answer, as in `generate`.
@@ -454,7 +449,7 @@ class AnyEngine(AnyLibrary):
 
     async def agenerate_many(
         self,
-        prompts: Sequence[BlendPrompt | Prompt],
+        prompts: Sequence[BlendPrompt],
         max_new_tokens: int | None = None,
         *,
         batch_size: int | None = None,
@@ -477,7 +472,7 @@ class AnyEngine(AnyLibrary):
     @abstractmethod
     def _generate_many(
         self,
-        prompts: Sequence[BlendPrompt | Prompt],
+        prompts: Sequence[BlendPrompt],
         max_new_tokens: int | None,
         batch_size: int | None,
         blend: BlendConfig | None,
@@ -501,9 +496,8 @@ def _chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
     for chunk in chunks:
         if not isinstance(chunk, Chunk):
             raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
-        if (prefix := reserved_prefix(chunk.id or "")) is not None:
-            what = "schemas" if prefix == SCHEMA_PREFIX else "prompts' heads"
+        if chunk.id is not None and chunk.id.startswith(HEAD_PREFIX):
             raise ConfigError(
-                f"the id {chunk.id!r} begins with {prefix!r}, which is reserved for {what}; give the chunk another id"
+                f"the id {chunk.id!r} begins with {HEAD_PREFIX!r}, as the names of prompts' heads do; give the chunk another id"
             )
     return chunks

@@ -24,10 +24,9 @@ from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.tenant import TenantStore
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.keys import HEAD_PREFIX, reserved_prefix
+from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, ModelCard
-from cacheblend_rag.pml import Prompt
 from cacheblend_rag.store import NameChanges, NodeRecord
 from cacheblend_rag.tuning import Tuning
 
@@ -181,12 +180,12 @@ class ChunkLibrary(AnyLibrary):
 
     def ids(self) -> list[str]:
         self._check_open()
-        return [id for id in self._store.names.ids(self.namespace) if reserved_prefix(id) is None]
+        return [id for id in self._store.names.ids(self.namespace) if not id.startswith(HEAD_PREFIX)]
 
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
         self._check_open()
-        return [id for id in self._store.names.ids(self.namespace) if reserved_prefix(id) == HEAD_PREFIX]
+        return [id for id in self._store.names.ids(self.namespace) if id.startswith(HEAD_PREFIX)]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         self._check_open()
@@ -200,11 +199,11 @@ class ChunkLibrary(AnyLibrary):
     def changes(self, since: int | None = None) -> NameChanges:
         self._check_open()
         changes = self._store.names.changes(self.namespace, since)
-        names = [each for each in changes.names if each[1] is None or reserved_prefix(each[1]) is None]
-        waiting = {id: digest for id, digest in changes.waiting.items() if reserved_prefix(id) is None}
+        names = [each for each in changes.names if each[1] is None or not each[1].startswith(HEAD_PREFIX)]
+        waiting = {id: digest for id, digest in changes.waiting.items() if not id.startswith(HEAD_PREFIX)}
         return replace(changes, names=names, waiting=waiting)
 
-    def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
+    def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
         return self._assemble(prompt).layout
 
     def owned(self, owner: str, sources: Iterable[str] | None = None) -> list[str]:
@@ -215,7 +214,7 @@ class ChunkLibrary(AnyLibrary):
     def note_unfound(self) -> None:
         self.metrics.count_unfound()
 
-    def stored_prefix(self, prompt: BlendPrompt | Prompt) -> StoredPrefix:
+    def stored_prefix(self, prompt: BlendPrompt) -> StoredPrefix:
         """Return how much of a prompt another server can take from the store, if it can only go on behind a prefix.
 
         That is what stands before the first chunk, which is encoded here if it is new, and the chunks up to the first whose KV is
@@ -223,7 +222,7 @@ class ChunkLibrary(AnyLibrary):
 
         Parameters
         ----------
-        prompt : BlendPrompt or Prompt
+        prompt : BlendPrompt
             The prompt.
 
         Returns
@@ -251,14 +250,14 @@ class ChunkLibrary(AnyLibrary):
             self._ingest.encode_later(missing)
         return stored_prefix(assembled, self.namespace, lambda keys: self._store.holds(keys, durable=True))
 
-    def whole_documents(self, prompt: BlendPrompt | Prompt) -> BlendPrompt | None:
+    def whole_documents(self, prompt: BlendPrompt) -> BlendPrompt | None:
         """Return a prompt with whole documents, each in the place of the first of its chunks, instead of the chunks.
 
         Its full prefill knows all that the chunks of `prompt` remember, so answers from those chunks are compared with it.
 
         Parameters
         ----------
-        prompt : BlendPrompt or Prompt
+        prompt : BlendPrompt
             The prompt.
 
         Returns
@@ -270,12 +269,12 @@ class ChunkLibrary(AnyLibrary):
         ids = self._assembler.with_whole_documents(self._assemble(prompt))
         return None if ids is None else BlendPrompt(segments=[ids])
 
-    def _assemble(self, prompt: BlendPrompt | Prompt, *, retrieving: bool = False) -> AssembledPrompt:
+    def _assemble(self, prompt: BlendPrompt, *, retrieving: bool = False) -> AssembledPrompt:
         self._check_open()
         if not isinstance(prompt, BlendPrompt):
             raise ConfigError(
-                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or a schema's "
-                "prompt"
+                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or for a "
+                "schema's prompt Schemas(engine).prompt(prompt)"
             )
         return self._assembler.assemble(prompt, retrieving=retrieving)
 

@@ -1,6 +1,7 @@
 """The prompt markup language (Prompt Cache, section 3.2): schemas of reusable modules, and prompts that import them.
 
 A `Schema` is read and validated without a model. `SchemaLayout` gives it the tokens of one, and `lay_out` a prompt its positions.
+`Schemas` has an engine serve it.
 """
 
 from cacheblend_rag.pml.chat import Tokens
@@ -19,11 +20,13 @@ from cacheblend_rag.pml.nodes import (
     Union,
 )
 from cacheblend_rag.pml.schema import PROMPT_KEY, PMLText, Prompt, Schema, prompt_in
+from cacheblend_rag.pml.schemas import LoadedSchema, Schemas, is_part
 
 __all__ = [
     "PROMPT_KEY",
     "Import",
     "LaidOutPrompt",
+    "LoadedSchema",
     "MaxTokens",
     "Module",
     "Node",
@@ -37,10 +40,12 @@ __all__ = [
     "Scaffold",
     "Schema",
     "SchemaLayout",
+    "Schemas",
     "Text",
     "Tokens",
     "Turn",
     "Union",
+    "is_part",
     "lay_out",
     "prompt_in",
 ]

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.pml import Import, Schema, Turn
+from cacheblend_rag.pml import Import, Schema, Schemas, Turn
 
 HERE = Path(__file__).parent
 TASK = Turn("user", "Create a main entry point for the game, using Map, Player, and Game classes.")
@@ -23,11 +23,11 @@ def main(model: str = "reference") -> None:
         shutil.copytree(HERE / "game", project / "game")
         shutil.copy(HERE / "code-generation-game.pml", project)
 
-        schema = Schema.from_file(project / "code-generation-game.pml")
-        loaded = engine.load_schema(schema)
+        schemas, schema = Schemas(engine), Schema.from_file(project / "code-generation-game.pml")
+        loaded = schemas.load(schema)
         print(f"{loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens")
         prompt = schema.prompt(*(Import(name) for name in schema.modules), TASK)
-        result = engine.generate(prompt, 60, do_sample=False)
+        result = engine.generate(schemas.prompt(prompt), 60, do_sample=False)
         print(result.text)
         print(f"{result.report.hits} hits, first token after {1000 * result.report.ttft_s:.0f} ms")
 
@@ -36,7 +36,7 @@ def main(model: str = "reference") -> None:
         file.write_text(
             file.read_text() + "\n    def heal(self, points: int) -> None:\n        self.health += points\n"
         )
-        loaded = engine.load_schema(Schema.from_file(project / "code-generation-game.pml"))
+        loaded = schemas.load(Schema.from_file(project / "code-generation-game.pml"))
         print(f"after an edit: {loaded.encoded} of {loaded.parts} parts encoded")
 
 

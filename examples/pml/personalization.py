@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.pml import Import, Schema, Turn
+from cacheblend_rag.pml import Import, Schema, Schemas, Turn
 
 LEARNERS = {
     "Ada": ("middle-school", "beginner", "studied-a-year-before", "auditory", "essay", "high-intrinsic-motivation"),
@@ -19,12 +19,12 @@ TASK = Turn("user", "Concisely describe the learner's profile.")
 
 def main(model: str = "reference") -> None:
     schema = Schema.from_file(Path(__file__).parent / "personalization-education.pml")
-    blend = BlendConfig(selector="none", recompute_ratio=0.0)
-    with BlendEngine.from_pretrained(model, blend=blend) as engine:
-        loaded = engine.load_schema(schema)
+    with BlendEngine.from_pretrained(model, blend=BlendConfig(selector="none", recompute_ratio=0.0)) as engine:
+        schemas = Schemas(engine)
+        loaded = schemas.load(schema)
         print(f"{loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens")
         for name, traits in LEARNERS.items():
-            prompt = schema.prompt(*map(Import, traits), TASK)
+            prompt = schemas.prompt(schema.prompt(*map(Import, traits), TASK))
             cached = engine.generate(prompt, 60, do_sample=False)
             full = engine.generate(prompt, 60, blend=BlendConfig(enabled=False), do_sample=False)
             print(f"{name}: {cached.text}")

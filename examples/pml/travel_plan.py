@@ -8,20 +8,20 @@ import sys
 from pathlib import Path
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.pml import Import, Schema, Turn
+from cacheblend_rag.pml import Import, Schema, Schemas, Turn
 
 TASK = Turn("user", "Create a travel plan.")
 
 
 def main(model: str = "reference") -> None:
     schema = Schema.from_file(Path(__file__).parent / "travel.pml")
-    blend = BlendConfig(selector="none", recompute_ratio=0.0)
-    with BlendEngine.from_pretrained(model, blend=blend) as engine:
-        loaded = engine.load_schema(schema)
+    with BlendEngine.from_pretrained(model, blend=BlendConfig(selector="none", recompute_ratio=0.0)) as engine:
+        schemas = Schemas(engine)
+        loaded = schemas.load(schema)
         print(f"{loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens")
         for duration, place in (("a week", "tokyo"), ("two days", "rome")):
             plan = Import("travel-plan", {"duration": duration}, [Import("overseas", {}, [Import(place)])])
-            stream = engine.stream(schema.prompt(plan, TASK), 60, do_sample=False)
+            stream = engine.stream(schemas.prompt(schema.prompt(plan, TASK)), 60, do_sample=False)
             print(f"{duration} in {place}: ", end="")
             for piece in stream:
                 print(piece, end="", flush=True)

@@ -17,6 +17,7 @@ import pytest
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.documents import open_chroma
+from cacheblend_rag.pml import Schema, Schemas
 
 from .conftest import Command, read_rows
 
@@ -167,11 +168,15 @@ def test_without_a_terminal_it_says_how_far_it_is(
     assert [(line["progress"], line["done"], line["total"]) for line in said] == [("warming", 8, 8)]
 
 
-def test_other_folders_stay(warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path) -> None:
+def test_others_stay(warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path, model_folder: Path) -> None:
     warm(paths=[documents / "more"])
     row = warm(paths=[documents / "mara.md", documents / "harbour.txt"])
     assert row["removed"] == 0
     assert len(passages_in(store)) == names_in(run, store, tmp_path) == 8
+    with BlendEngine.from_pretrained(model_folder, store=store / "kv") as engine:
+        Schemas(engine).load(Schema.from_text("<schema name='s'><module name='m'>A rule.</module></schema>"))
+    warm()
+    assert names_in(run, store, tmp_path) == 8 + 1
 
 
 def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path) -> None:

@@ -15,9 +15,9 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import RunnablePassthrough
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PMLError, PromptError
-from cacheblend_rag.pml import Import, Schema
+from cacheblend_rag.pml import Import, Schema, Schemas
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, PMLPromptTemplate
 
 SCHEMA = Schema.from_text(
@@ -38,16 +38,12 @@ REUSE = BlendConfig(selector="none", recompute_ratio=0.0)
 
 @pytest.fixture
 def store(engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str]) -> Iterator[BlendVectorStore]:
-    chroma = Chroma(
-        collection_name=f"test-{uuid.uuid4().hex}",
-        embedding_function=embedding,
-        client=chromadb.EphemeralClient(),
-    )
+    chroma = Chroma(f"test-{uuid.uuid4().hex}", embedding, client=chromadb.EphemeralClient())
     store = BlendVectorStore(chroma, engine=engine)
     store.add_documents([Document(text, metadata={"name": name}) for name, text in chunks.items()])
-    engine.load_schema(SCHEMA)
+    Schemas(engine).load(SCHEMA)
     yield store
-    engine.unload_schema("notes")
+    Schemas(engine).unload("notes")
     chroma.delete_collection()
 
 
@@ -108,6 +104,14 @@ def test_stream_and_async_answer_as_invoke_does(store: BlendVectorStore, chunks:
         later, streamed = asyncio.run(both())
         assert (later if isinstance(later, str) else later.content) == text
         assert "".join(each if isinstance(each, str) else each.content for each in streamed) == text
+
+
+def test_parts_are_not_looked_for_in_plain_prompts(
+    store: BlendVectorStore, chunks: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = ChatBlend(engine=store.engine).blend_prompt(f"Write plainly.\n{next(iter(chunks.values()))}\nWho?")
+    assert sum(isinstance(segment, Chunk) for segment in prompt.segments) == 1
+    assert "cannot be restored" not in caplog.text
 
 
 def test_a_partial_template_and_one_made_of_imports(store: BlendVectorStore) -> None:

@@ -15,8 +15,8 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 import llama_index_cacheblend
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ConfigError, PMLError, PromptError, PromptTooLongError
-from cacheblend_rag.pml import Import, Schema
-from llama_index_cacheblend import BlendLLM, BlendVectorStore, PMLPromptTemplate
+from cacheblend_rag.pml import Import, Schema, Schemas
+from llama_index_cacheblend import BlendLLM, BlendVectorStore, PMLPromptTemplate, warm_index
 from llama_index_cacheblend.context import make_context_prompt
 from llama_index_cacheblend.nodes import node_chunks
 
@@ -41,7 +41,7 @@ REUSE = BlendConfig(selector="none", recompute_ratio=0.0)
 @pytest.fixture(params=[True, False], ids=["chat", "text"])
 def llm(request: pytest.FixtureRequest, model: Any, tokenizer: Any) -> Iterator[BlendLLM]:
     with BlendEngine(model, tokenizer, blend=REUSE) as engine:
-        engine.load_schema(SCHEMA)
+        Schemas(engine).load(SCHEMA)
         yield BlendLLM(engine=engine, is_chat_model=request.param, max_new_tokens=6)
 
 
@@ -59,7 +59,7 @@ def test_predict_fills_in_text_that_is_never_markup(llm: BlendLLM) -> None:
     assert made.format(count="ten", query_str=evil, context_str=FACTS[0]).endswith(f"Question: {evil}")
     values = {"count": "ten", "query_str": "Who?", "context_str": FACTS[:3]}
     answer = llm.predict(made, **values)
-    direct = llm.engine.generate(made.pml_prompt(**values), 6, do_sample=False).text
+    direct = llm.engine.generate(Schemas.of(llm.engine).prompt(made.pml_prompt(**values)), 6, do_sample=False).text
     assert answer == direct
     assert "".join(llm.stream(made, **values)) == answer
     assert asyncio.run(llm.apredict(made, **values)) == answer
@@ -84,6 +84,8 @@ def test_a_query_engine_puts_its_nodes_into_the_place_of_a_module(
     documents = [chunk for chunk in report["chunks"] if chunk["id"] is None and chunk["tokens"] > 2]
     assert len(documents) == 3 and all(chunk["hit"] for chunk in first.metadata["blend"]["chunks"][:2])
     assert (report["misses"], report["recomputed_tokens"], report["dropped"]) == (0, 0, [])
+    # A loaded schema is in no index, and stays.
+    assert warm_index(index, prune=True).pruned == 0
 
 
 def test_nodes_without_room_are_dropped(llm: BlendLLM) -> None:

@@ -17,7 +17,7 @@ from cacheblend_lab.families import tiny_config, tiny_model
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml import Schema
+from cacheblend_rag.pml import Schema, Schemas
 from tests.pml.dense import own_logits
 from tests.pml.naive import items_markup, requests, schema_markup, schemas
 
@@ -46,9 +46,9 @@ def check(engine: BlendEngine, data: st.DataObject) -> None:
     children = data.draw(schemas())
     items = data.draw(requests(children))
     schema = Schema.from_text(schema_markup(children))
-    prompt = schema.parse_prompt(f'<prompt schema="{schema.name}">{items_markup(items)}</prompt>')
+    asked = schema.parse_prompt(f'<prompt schema="{schema.name}">{items_markup(items)}</prompt>')
     try:
-        layout = engine.prompt_layout(prompt)
+        layout = engine.prompt_layout(Schemas(engine).prompt(asked))
     except PMLError:
         # A text that is longer than its gap, which the tests of the layout look at.
         return
@@ -57,7 +57,8 @@ def check(engine: BlendEngine, data: st.DataObject) -> None:
     own = own_logits(engine.model, layout.token_ids, layout.positions)
     loaded = data.draw(st.booleans())
     if loaded:
-        engine.load_schema(schema)
+        Schemas(engine).load(schema)
+    prompt = Schemas(engine).prompt(asked)
     reuse = engine.prefill(prompt, blend=engine.blend.replace(selector="none", recompute_ratio=0.0))
     assert reuse.report.recomputed_tokens == 0
     # What of a scaffold is encoded together depends on the prompt.

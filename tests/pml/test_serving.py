@@ -13,7 +13,7 @@ from cacheblend_lab.families import tiny_config, tiny_model
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.pml import Import, Module, Param, Prompt, Scaffold, Schema, Text, Union
+from cacheblend_rag.pml import Import, Module, Param, Prompt, Scaffold, Schema, Schemas, Text, Union
 from tests.families import tiny_tokenizer, words
 from tests.pml.dense import own_logits
 
@@ -55,26 +55,21 @@ def trip() -> Schema:
     return Schema("trip", (Text(words(8, 3)), plan, Union((module("home", 4), overseas)), Text(words(5, 4))))
 
 
-def some_prompt(schema: Schema, days: str = "t5 t6") -> Prompt:
-    return Prompt(schema, (Import("plan", {"days": days}), Import("overseas", {}, (Import("tokyo"),)), words(4, 9)))
+def prompt_of(engine: BlendEngine, schema: Schema, *children: Import | str) -> BlendPrompt:
+    return Schemas(engine).prompt(Prompt(schema, children))
+
+
+def some_prompt(engine: BlendEngine, schema: Schema, days: str = "t5 t6") -> BlendPrompt:
+    plan = Import("plan", {"days": days})
+    return prompt_of(engine, schema, plan, Import("overseas", {}, (Import("tokyo"),)), words(4, 9))
 
 
 def test_with_all_encoded_together_logits_are_the_models_own(engine: BlendEngine) -> None:
-    schema = Schema(
-        "together",
-        (
-            Scaffold(
-                (
-                    Text(words(5, 1)),
-                    Union((module("a", 6), module("b", 11))),
-                    module("c", 4, module("inner", 3), Text(words(2, 5))),
-                    module("left-out", 9),
-                    module("d", 6),
-                )
-            ),
-        ),
-    )
-    prompt = Prompt(schema, (Import("a"), Import("c", {}, (Import("inner"),)), Import("d"), words(4, 9)))
+    union = Union((module("a", 6), module("b", 11)))
+    outer = module("c", 4, module("inner", 3), Text(words(2, 5)))
+    together = Scaffold((Text(words(5, 1)), union, outer, module("left-out", 9), module("d", 6)))
+    schema = Schema("together", (together,))
+    prompt = prompt_of(engine, schema, Import("a"), Import("c", {}, (Import("inner"),)), Import("d"), words(4, 9))
     layout = engine.prompt_layout(prompt)
     assert len(layout) < layout.end_position, "there are gaps where modules were left out"
     own = own_logits(engine.model, layout.token_ids, layout.positions)
@@ -87,9 +82,9 @@ def test_with_all_encoded_together_logits_are_the_models_own(engine: BlendEngine
 
 def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it(engine: BlendEngine) -> None:
     schema = trip()
-    loaded = engine.load_schema(schema)
-    assert (loaded.parts, loaded.encoded) == (6, 6) and engine.schemas.names == ["trip"]
-    prompt = some_prompt(schema)
+    loaded = Schemas(engine).load(schema)
+    assert (loaded.parts, loaded.encoded) == (6, 6) and Schemas.of(engine).names == ["trip"]
+    prompt = some_prompt(engine, schema)
     layout = engine.prompt_layout(prompt)
     own = own_logits(engine.model, layout.token_ids, layout.positions)
     size = own.abs().max()
@@ -106,16 +101,16 @@ def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it
 def test_an_argument_takes_the_first_positions_of_its_slot_and_the_others_vanish() -> None:
     schema = trip()
     with make() as engine:
-        engine.load_schema(schema)
+        Schemas(engine).load(schema)
         for days in ("", "t5", "t5 t6 t7 t8 t9"):
-            layout = engine.prompt_layout(some_prompt(schema, days))
+            layout = engine.prompt_layout(some_prompt(engine, schema, days))
             count = len(days.split())
             slot = [
                 p for p, i in zip(layout.positions, layout.is_chunk.tolist(), strict=True) if not i and 15 <= p < 20
             ]
             assert slot == list(range(15, 15 + count))
             assert 20 in layout.positions
-        result = engine.prefill(some_prompt(schema))
+        result = engine.prefill(some_prompt(engine, schema))
         plan = result.report.chunks[1]
         assert (plan.id, plan.tokens, plan.hit) == ("pml/trip/plan", 10, True)
 
@@ -125,20 +120,19 @@ def test_changing_one_module_of_twenty_encodes_one() -> None:
         return Schema("twenty", tuple(module(f"m{n}", 5 + 3 * (n == changed)) for n in range(20)))
 
     with make() as engine:
-        assert engine.load_schema(schema(-1)).encoded == 20
-        assert (engine.load_schema(schema(-1)).encoded, engine.load_schema(schema(-1)).unchanged) == (0, 20)
+        schemas = Schemas(engine)
+        assert schemas.load(schema(-1)).encoded == 20
+        assert (schemas.load(schema(-1)).encoded, schemas.load(schema(-1)).unchanged) == (0, 20)
         # The others move by three positions, and keep their KV.
-        after = engine.load_schema(schema(4))
+        after = schemas.load(schema(4))
         assert (after.encoded, after.unchanged, after.removed) == (1, 19, 0)
         fewer = Schema("twenty", schema(4).children[:19])
-        assert engine.load_schema(fewer).removed == 1
-        assert len(engine._store.names.ids(engine.namespace)) == 19 and engine.ids() == []
-        with pytest.raises(ConfigError, match="give the chunk another id"):
-            engine.add([Chunk("t3", "pml/twenty/m0")])
-        assert engine.unload_schema("twenty") == 19
-        assert engine._store.names.ids(engine.namespace) == []
+        assert schemas.load(fewer).removed == 1
+        assert sorted(engine.ids()) == sorted(f"pml/twenty/m{n}" for n in range(19))
+        assert schemas.unload("twenty") == 19
+        assert engine.ids() == []
         with pytest.raises(ConfigError, match="no schema 'twenty'"):
-            engine.unload_schema("twenty")
+            schemas.unload("twenty")
 
 
 def test_where_positions_are_learned_what_has_moved_is_encoded_again() -> None:
@@ -146,10 +140,10 @@ def test_where_positions_are_learned_what_has_moved_is_encoded_again() -> None:
         return Schema("three", (module("a", first), module("b", 6), module("c", 7)))
 
     with make("gpt2") as engine:
-        assert engine.load_schema(schema(5)).encoded == 3
-        assert engine.load_schema(schema(8)).encoded == 3
+        assert Schemas(engine).load(schema(5)).encoded == 3
+        assert Schemas(engine).load(schema(8)).encoded == 3
         same = Schema("three", (Module("a", (Text(words(8, 77)),)), *schema(8).children[1:]))
-        assert engine.load_schema(same).encoded == 1
+        assert Schemas(engine).load(same).encoded == 1
 
 
 def test_a_module_that_is_a_stored_chunk_has_its_kv_already() -> None:
@@ -157,19 +151,19 @@ def test_a_module_that_is_a_stored_chunk_has_its_kv_already() -> None:
     with make() as engine:
         engine.add([Chunk(text, "node")])
         schema = Schema("documents", (module("head", 5), Module("doc", (Text(text),))))
-        report = engine.prefill(Prompt(schema, (Import("doc"), "t4 t5"))).report
+        report = engine.prefill(prompt_of(engine, schema, Import("doc"), "t4 t5")).report
         assert [chunk.hit for chunk in report.chunks] == [True]
-        assert engine.load_schema(schema).encoded == 1
+        assert Schemas(engine).load(schema).encoded == 1
         # The document keeps its KV when the schema goes.
-        engine.unload_schema("documents")
+        Schemas(engine).unload("documents")
         assert engine.prefill(BlendPrompt("", ["node"], "t4")).report.hits == 1
 
 
 def test_generate_and_stream_answer_alike() -> None:
     schema = trip()
     with make() as engine:
-        engine.load_schema(schema)
-        prompt = some_prompt(schema)
+        Schemas(engine).load(schema)
+        prompt = some_prompt(engine, schema)
         whole = engine.generate(prompt, 5, do_sample=False)
         assert whole.report.ttft_s > 0 and whole.report.misses == 0
         with_stream = engine.stream(prompt, 5, do_sample=False)
@@ -180,8 +174,8 @@ def test_generate_and_stream_answer_alike() -> None:
 def test_a_prompt_that_ends_with_a_module_computes_its_last_token_alone() -> None:
     schema = Schema("ends", (module("a", 6), module("b", 7)))
     with make() as engine:
-        engine.load_schema(schema)
-        result = engine.prefill(Prompt(schema, (Import("a"), Import("b"))))
+        Schemas(engine).load(schema)
+        result = engine.prefill(prompt_of(engine, schema, Import("a"), Import("b")))
         assert [chunk.tokens for chunk in result.report.chunks] == [6, 6]
         assert result.report.prompt_tokens == 14
 
@@ -190,44 +184,48 @@ def test_union_members_are_read_into_ram_ahead(tmp_path: Path) -> None:
     members = tuple(module(f"u{n}", 12 + n) for n in range(4))
     schema = Schema("ahead", (module("head", 5), Union(members)))
     with make(store=tmp_path, ram_bytes=1 << 24) as engine:
-        engine.load_schema(schema)
+        Schemas(engine).load(schema)
     with make(store=tmp_path, ram_bytes=1 << 24) as engine:
-        assert engine.load_schema(schema).encoded == 0
+        assert Schemas(engine).load(schema).encoded == 0
         wait_for_ram(engine, "pml/ahead/u2")
-        report = engine.prefill(Prompt(schema, (Import("head"), Import("u2"), "t4"))).report
+        report = engine.prefill(prompt_of(engine, schema, Import("head"), Import("u2"), "t4")).report
         assert [chunk.tier for chunk in report.chunks] == ["disk", "ram"]
 
 
-def test_members_of_a_union_in_use_are_read_ahead_for_the_next_prompt(tmp_path: Path) -> None:
+def test_members_of_a_union_in_use_are_read_ahead_for_the_next_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schema = Schema("ahead", (Union(tuple(module(f"u{n}", 12 + n) for n in range(3))),))
     with make(store=tmp_path) as engine:
-        engine.load_schema(schema)
+        Schemas(engine).load(schema)
     with make(store=tmp_path) as engine:
-        engine.schemas.load(schema, prefetch=False)
-        assert engine.prefill(Prompt(schema, (Import("u0"), "t4"))).report.chunks[0].tier == "disk"
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "prefetch", list)
+            Schemas(engine).load(schema)
+        assert engine.prefill(prompt_of(engine, schema, Import("u0"), "t4")).report.chunks[0].tier == "disk"
         wait_for_ram(engine, "pml/ahead/u2")
-        assert engine.prefill(Prompt(schema, (Import("u2"), "t4"))).report.chunks[0].tier == "ram"
+        assert engine.prefill(prompt_of(engine, schema, Import("u2"), "t4")).report.chunks[0].tier == "ram"
 
 
 def test_models_that_take_no_positions_serve_no_schemas() -> None:
     with make("bart") as engine, pytest.raises(UnsupportedModelError, match="takes no positions"):
-        engine.load_schema(trip())
+        Schemas(engine).load(trip())
 
 
 def test_two_schemas_of_one_name_in_two_tenants_do_not_meet(tmp_path: Path) -> None:
     schema = trip()
     with make(store=tmp_path, tenant="one") as one:
-        one.load_schema(schema)
+        Schemas(one).load(schema)
         with make(store=tmp_path, tenant="two") as two:
-            assert two.load_schema(schema).encoded == 6
-            two.unload_schema("trip")
-        assert one.load_schema(schema).encoded == 0
+            assert Schemas(two).load(schema).encoded == 6
+            Schemas(two).unload("trip")
+        assert Schemas(one).load(schema).encoded == 0
 
 
 def test_random_selector_at_any_ratio_gives_finite_logits_between_both_ends(engine: BlendEngine) -> None:
     schema = trip()
-    engine.load_schema(schema)
-    prompt = some_prompt(schema)
+    Schemas(engine).load(schema)
+    prompt = some_prompt(engine, schema)
     layout = engine.prompt_layout(prompt)
     own = own_logits(engine.model, layout.token_ids, layout.positions)
     for selector, ratio in (("random", 0.5), ("boundary", 0.2), ("hkvd", 0.3)):
@@ -241,8 +239,8 @@ def test_random_selector_at_any_ratio_gives_finite_logits_between_both_ends(engi
 def test_many_prompts_are_answered_as_each_alone(family: str) -> None:
     schema = trip()
     with make(family) as engine:
-        engine.load_schema(schema)
-        prompts = [some_prompt(schema, days) for days in ("t5", "t5 t6 t7", "")]
+        Schemas(engine).load(schema)
+        prompts = [some_prompt(engine, schema, days) for days in ("t5", "t5 t6 t7", "")]
         alone = [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
         many = engine.generate_many(prompts, 4, do_sample=False)
         assert [result.token_ids for result in many] == alone
@@ -253,8 +251,19 @@ def test_many_prompts_are_answered_as_each_alone(family: str) -> None:
 def test_misses_of_many_prompts_are_encoded_where_they_stand() -> None:
     schema = trip()
     with make("gpt2") as engine:
-        prompts = [some_prompt(schema, days) for days in ("t5", "t5 t6 t7")]
+        prompts = [some_prompt(engine, schema, days) for days in ("t5", "t5 t6 t7")]
         many = [result.token_ids for result in engine.generate_many(prompts, 4, do_sample=False)]
     with make("gpt2") as engine:
-        engine.load_schema(schema)
+        Schemas(engine).load(schema)
+        prompts = [some_prompt(engine, schema, days) for days in ("t5", "t5 t6 t7")]
         assert many == [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
+
+
+def test_an_engine_says_what_becomes_of_a_schemas_prompt() -> None:
+    prompt = Prompt(trip(), (Import("plan", {"days": ""}),))
+    with make() as engine:
+        for call in (engine.generate, engine.prompt_layout):
+            with pytest.raises(ConfigError, match=r"a Prompt; .* Schemas\(engine\)\.prompt\(prompt\)"):
+                call(prompt)
+        with pytest.raises(ConfigError, match="a single Prompt; give a list"):
+            engine.generate_many(prompt)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +26,15 @@ from cacheblend_rag.errors import (
     PromptTooLongError,
     UnknownChunkError,
 )
-from cacheblend_rag.pml import Schema
+from cacheblend_rag.pml import Schemas
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
 from tests.serve.conftest import engine_of, serving
 
+PIECE = partial(Chunk, document="mara", source="mara.txt", owner="shelf")
 STORY = [
-    Chunk(
-        "Mara Lind was born in Oslo and moved north.\n",
-        "born",
-        document="mara",
-        start=0,
-        source="mara.txt",
-        owner="shelf",
-    ),
-    Chunk(
-        "She works at the harbour as a rope maker.\n",
-        "works",
-        document="mara",
-        start=44,
-        source="mara.txt",
-        owner="shelf",
-    ),
+    PIECE("Mara Lind was born in Oslo and moved north.\n", "born", start=0),
+    PIECE("She works at the harbour as a rope maker.\n", "works", start=44),
     Chunk("A striped goat called Pim lives there too.\n", "goat", owner="shelf"),
 ]
 HEAD = FixedText("Answer the question from the context only.\n\n")
@@ -224,12 +212,8 @@ def test_chunks_go_in_several_requests(
     steps: list[tuple[int, int]] = []
     assert served.add(STORY, progress=lambda done, total: steps.append((done, total))).named == 3
     assert steps == sorted(steps) and steps[-1] == (3, 3)
-    assert [record is not None for record in served.records(["born", "nobody", "works", "goat"])] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    found = served.records(["born", "nobody", "works", "goat"])
+    assert [record is not None for record in found] == [True, False, True, True]
     assert served.delete(["born", "works", "goat"]) == 3
 
 
@@ -247,8 +231,8 @@ def test_a_document_is_replaced_in_one_request(
 
 
 def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
-    with pytest.raises(AttributeError, match="load_schema: that takes an engine of this process"):
-        served.load_schema(None)  # type: ignore[operator]
+    with pytest.raises(AttributeError, match="profile: that takes an engine of this process"):
+        served.profile()
     with pytest.raises(AttributeError, match="nothing that an engine has"):
         served.misspelt  # noqa: B018
 
@@ -283,7 +267,7 @@ def test_errors_are_the_engines(served: ServedEngine) -> None:
     with pytest.raises(ConfigError, match="positions"):
         served.generate(BlendPrompt(segments=["a", "b"], positions=[0, 5]), 4)
     with pytest.raises(ConfigError, match="engine of this process"):
-        served.schema_prompt(Schema.from_text('<schema name="s"><module name="m">Text.</module></schema>').prompt("m"))
+        Schemas(served)
 
 
 def test_an_answer_that_takes_too_long_is_an_error(served: ServedEngine) -> None:

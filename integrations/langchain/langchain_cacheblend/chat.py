@@ -24,7 +24,7 @@ from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema
 from cacheblend_rag.chat.render import answer_head, knows_tools, render_chat
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.pml import prompt_in
+from cacheblend_rag.pml import Schemas, prompt_in
 from langchain_cacheblend.calls import Call, info_of, usage_of, with_objects
 from langchain_cacheblend.holes import fixed_head
 from langchain_cacheblend.model import BlendModel
@@ -83,7 +83,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         prompt = prompt_in(messages)
         if prompt is not None:
             refuse_beside(tools=tools, documents=documents)
-            return self.engine.schema_prompt(prompt)
+            return Schemas.of(self.engine).prompt(prompt)
         shown = as_functions(tools) if tools else []
         parts = render_chat(
             self.engine.tokenizer, turns_of(messages), tools=shown, documents=passages(documents) if documents else ()

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.pml import is_part
 
 __all__ = ["Inventory", "Siblings"]
 
@@ -31,7 +32,7 @@ class Inventory:
 
     def present(self, ids: Sequence[str]) -> list[str]:
         """Return those of the ids that the store has; `ConfigError` if it cannot say."""
-        return [document.id for document in self._by_ids(ids) if document.id]
+        return [document.id for document in self._by_ids([id for id in ids if not is_part(id)]) if document.id]
 
     def documents(self, ids: Sequence[str] | None = None) -> list[Document]:
         """Return the store's documents with these ids, or all of them.
@@ -65,9 +66,8 @@ class Inventory:
                 # langchain-chroma cannot make a document of what was stored without metadata; its `get` gives the parts.
                 yield from self._put_together(batch)
             except NotImplementedError as error:
-                name = type(self._store).__name__
                 raise ConfigError(
-                    f"{name} cannot say which ids it has; delete by ids, and without other criteria"
+                    f"{type(self._store).__name__} cannot say which ids it has; delete by ids, and without other criteria"
                 ) from error
 
     def _put_together(self, ids: list[str]) -> list[Document]:

@@ -17,7 +17,7 @@ from pydantic import PrivateAttr
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import Segment
-from cacheblend_rag.pml import PMLText
+from cacheblend_rag.pml import PMLText, Schemas
 from langchain_cacheblend.batch import options_of_all
 from langchain_cacheblend.calls import Call, info_of, usage_of
 from langchain_cacheblend.documents import as_chunks
@@ -62,7 +62,7 @@ class BlendLLM(BlendModel, BaseLLM):
         text = input if isinstance(input, PromptText | PMLText) else self._convert_input(input).to_string()
         if isinstance(text, PMLText):
             refuse_beside(documents=documents)
-            return self.engine.schema_prompt(text.prompt)
+            return Schemas.of(self.engine).prompt(text.prompt)
         parts: list[Segment] = []
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]

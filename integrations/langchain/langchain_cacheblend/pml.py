@@ -42,7 +42,7 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
     ::
 
         schema = Schema.from_file("travel.pml")
-        llm.engine.load_schema(schema)
+        Schemas(llm.engine).load(schema)
         template = PMLPromptTemplate.from_markup(
             schema, '<prompt schema="travel"><travel-plan duration="{duration}"><rome/></travel-plan>{question}</prompt>'
         )

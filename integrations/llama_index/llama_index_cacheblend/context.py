@@ -17,6 +17,7 @@ from llama_index.core.schema import NodeWithScore
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import PromptTooLongError, StoreError
+from cacheblend_rag.pml import Schemas
 from cacheblend_rag.report import CallReport
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.pml import PMLPromptTemplate
@@ -79,9 +80,7 @@ def make_context_prompt(
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
     context = BLANK_LINE.join(chunk.text for chunk in chunks)
     text, messages = llm.render(template, structured, **values, **{variable: context})
-    kept = chunks
-    left_over: tuple[Chunk, ...] = ()
-    dropped: tuple[Chunk, ...] = ()
+    kept, left_over, dropped = chunks, tuple[Chunk, ...](), tuple[Chunk, ...]()
     # A token has a byte at least, so most prompts need not be counted.
     if limit is not None and len(text.encode("utf-8", "surrogatepass")) >= limit and len(parts) > 1 and chunks:
         kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
@@ -112,15 +111,14 @@ def _of_schema(
 
     def filled(some: Sequence[Chunk]) -> tuple[Any, BlendPrompt, int]:
         prompt = template.pml_prompt(**values, **{variable: [chunk.text for chunk in some]})
-        blend = llm.engine.schema_prompt(prompt)
+        blend = Schemas.of(llm.engine).prompt(prompt)
         assert blend.positions is not None and isinstance(blend.segments[-1], tuple)
         return prompt, blend, blend.positions[-1] + len(blend.segments[-1])
 
     def fits(some: Sequence[Chunk]) -> bool:
         return limit is None or filled(some)[2] <= limit
 
-    none: tuple[Chunk, ...] = ()
-    kept, left_over, dropped = tuple(chunks), none, none
+    kept, left_over, dropped = tuple(chunks), tuple[Chunk, ...](), tuple[Chunk, ...]()
     if template.documents is not None and not fits(kept):
         kept, left_over, dropped = _divided(chunks, fits, refines)
     prompt, blend, size = filled(kept or chunks[:1])

@@ -35,7 +35,7 @@ from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
 from cacheblend_rag.engine import AnyConversation, AnyEngine, BlendEngine, BlendStream, GenerationResult
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
-from cacheblend_rag.pml import prompt_in
+from cacheblend_rag.pml import Schemas, prompt_in
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
 from llama_index_cacheblend.report import watching
@@ -286,15 +286,15 @@ class BlendLLM(JSONAnswers):
     def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the engine's arguments for a call, and its stop strings."""
         others = self.generation_kwargs | kwargs
-        prompt = others.pop("blend_prompt", None) or prompt_in(given)
-        if prompt is None:
+        prompt, of_schema = others.pop("blend_prompt", None), prompt_in(given)
+        if prompt is None and of_schema is not None:
+            prompt = Schemas.of(self._engine).prompt(of_schema)
+        elif prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
-        blend = others.pop("blend_config", None)
         stops = _stop_list(others.pop("stop", self.stop))
-        length = others.pop("max_new_tokens", self.max_new_tokens)
-        options = _decoding_options(others.pop("temperature", self.temperature), stops, others)
-        asked = {"prompt": prompt, "max_new_tokens": length, "blend": blend, "conversation": self._conversation}
-        return asked | options, stops
+        asked = {"prompt": prompt, "blend": others.pop("blend_config", None), "conversation": self._conversation}
+        asked["max_new_tokens"] = others.pop("max_new_tokens", self.max_new_tokens)
+        return asked | _decoding_options(others.pop("temperature", self.temperature), stops, others), stops
 
     def _answer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
         arguments, stops = self._request(given, kwargs)

@@ -28,7 +28,7 @@ class PMLPromptTemplate(BasePromptTemplate):
     ::
 
         schema = Schema.from_file("notes.pml")
-        llm.engine.load_schema(schema)
+        Schemas(llm.engine).load(schema)
         template = PMLPromptTemplate.from_markup(
             schema, '<prompt schema="notes"><rules/><notes/>{query_str}</prompt>', documents="notes"
         )

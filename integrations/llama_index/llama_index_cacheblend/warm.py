@@ -15,6 +15,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import AddJob, AddResult, AnyEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.pml import is_part
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.llm import BlendLLM, find_engine
 from llama_index_cacheblend.nodes import Boundary, EncodedNodes, NodeEncoder, Progress, TextOf
@@ -205,7 +206,8 @@ def warm_index(
         found = store.with_parents(found)
     pruned = 0
     if prune:
-        pruned = encoder.engine.delete(set(encoder.engine.ids()) - {node.node_id for node in found})
+        gone = set(encoder.engine.ids()) - {node.node_id for node in found}
+        pruned = encoder.engine.delete(id for id in gone if not is_part(id))
     parts: list[EncodedNodes] = []
     with tqdm(total=len(found), desc="Encoding nodes", unit="node", disable=background or not show_progress) as bar:
         start = 0

@@ -16,7 +16,7 @@ from cacheblend_lab.bench.settings import NO_LIMIT, PMLSetting
 from cacheblend_lab.bench.shapes import RandomWords, make_model
 from cacheblend_rag.cli.output import say_seconds
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.pml import Import, Module, Param, Prompt, Schema, Text
+from cacheblend_rag.pml import Import, Module, Param, Prompt, Schema, Schemas, Text
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 
@@ -88,10 +88,10 @@ class PMLBench(RoundsBench[PMLSetting, str, _Run, PMLRow]):
         )
         argument = {"argument": words.text(setting.argument_tokens)} if setting.argument_tokens else {}
         imports = [Import(name, {} if number else argument) for number, name in enumerate(names)]
-        question = Text(words.text(setting.new_tokens - setting.argument_tokens))
-        self.prompt = Prompt(schema, (*imports, question))
-        self.engine.load_schema(schema)
-        self.layout = self.engine.prompt_layout(self.prompt)
+        self.prompt = Prompt(schema, (*imports, Text(words.text(setting.new_tokens - setting.argument_tokens))))
+        self.schemas = Schemas(self.engine)
+        self.schemas.load(schema)
+        self.layout = self.engine.prompt_layout(self.schemas.prompt(self.prompt))
 
     def _children(self, words: RandomWords, *, has_parameter: bool) -> tuple[Text | Param, ...]:
         count = self.setting.module_tokens
@@ -128,7 +128,7 @@ class PMLBench(RoundsBench[PMLSetting, str, _Run, PMLRow]):
     def _cached(self, selector: str) -> BlendReport:
         ratio = 0.0 if selector == "none" else self.setting.ratio
         blend = self.engine.blend.replace(selector=selector, recompute_ratio=ratio)
-        result = self.engine.prefill(self.prompt, blend=blend)
+        result = self.engine.prefill(self.schemas.prompt(self.prompt), blend=blend)
         int(result.logits.argmax())
         return result.report
 

@@ -20,7 +20,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import check_selector
 from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.model import num_decoder_layers
-from cacheblend_rag.pml import Import, Module, Node, Param, Prompt, Schema, Text
+from cacheblend_rag.pml import Import, Module, Node, Param, Prompt, Schema, Schemas, Text
 from cacheblend_rag.selection import make_selector
 
 __all__ = ["Way", "budget_for_charge", "make_way"]
@@ -150,7 +150,7 @@ class _Engine:
             for number, result in zip(numbers, results, strict=True):
                 answers[number] = self._found(result, alone)
             for number, prompt in zip(numbers, prompts, strict=True):
-                if inquiries[number].right and isinstance(prompt, BlendPrompt):
+                if inquiries[number].right and prompt.positions is None:
                     answers[number] = self._scored(answers[number], prompt, inquiries[number].right, blend)
         return answers
 
@@ -176,7 +176,7 @@ class _Engine:
             return self._ratio_for(inquiry, self._method.charge)
         return self._blend.recompute_ratio
 
-    def _prompt(self, inquiry: Inquiry) -> BlendPrompt | Prompt:
+    def _prompt(self, inquiry: Inquiry) -> BlendPrompt:
         return inquiry.prompt
 
     def _ratio_for(self, inquiry: Inquiry, charge: float) -> float | None:
@@ -210,7 +210,7 @@ class _PromptCache(_Engine):
     the schema's as well.
     """
 
-    def _prompt(self, inquiry: Inquiry) -> Prompt:
+    def _prompt(self, inquiry: Inquiry) -> BlendPrompt:
         task, tokenizer = inquiry.task, self._engine.tokenizer
         nodes: list[Node] = []
         imports: list[Import] = []
@@ -223,7 +223,7 @@ class _PromptCache(_Engine):
                 nodes.append(Text(task.separator))
             nodes.append(Module(f"document-{number}", (Text(text),)))
             imports.append(Import(f"document-{number}"))
-        return Prompt(Schema("documents", tuple(nodes)), (*imports, inquiry.tail))
+        return Schemas.of(self._engine).prompt(Prompt(Schema("documents", tuple(nodes)), (*imports, inquiry.tail)))
 
 
 class _OneByOne(ABC):

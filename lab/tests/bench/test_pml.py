@@ -21,10 +21,10 @@ SETTING = PMLSetting("tiny", modules=3, module_tokens=20, new_tokens=6, argument
 
 def test_both_sides_prefill_the_same_prompt() -> None:
     with PMLBench(SETTING) as bench:
-        layout = bench.layout
+        layout, prompt = bench.layout, bench.schemas.prompt(bench.prompt)
         assert (len(layout), layout.context_tokens) == (1 + 60 + 4, 58)
         engine = bench.engine
-        full = engine.prefill(bench.prompt, blend=engine.blend.replace(selector="full", recompute_ratio=0.999))
+        full = engine.prefill(prompt, blend=engine.blend.replace(selector="full", recompute_ratio=0.999))
         with torch.no_grad():
             own = engine.model(
                 input_ids=torch.tensor([layout.token_ids]),
@@ -32,7 +32,7 @@ def test_both_sides_prefill_the_same_prompt() -> None:
                 past_key_values=DynamicCache(),
             ).logits[0, -1]
         torch.testing.assert_close(full.logits, own, atol=1e-4, rtol=0)
-        assert engine.prefill(bench.prompt).report.recomputed_tokens == 0
+        assert engine.prefill(prompt).report.recomputed_tokens == 0
 
 
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:

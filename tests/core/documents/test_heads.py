@@ -18,7 +18,7 @@ from cacheblend_lab import families
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
-from cacheblend_rag.pml import Schema
+from cacheblend_rag.pml import Schema, Schemas
 from cacheblend_rag.store import check_store
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
@@ -181,7 +181,7 @@ def test_a_prompt_with_positions_of_its_own_takes_none(make: MakeEngine) -> None
     for _ in range(2):
         assert engine.prefill(prompt).report.head_tokens == 0
     schema = Schema.from_text(f"<schema name='s'><module name='m'>{HEAD}</module></schema>")
-    engine.load_schema(schema)
+    Schemas(engine).load(schema)
     assert engine.heads() == []
 
 
@@ -387,7 +387,7 @@ def test_it_is_no_chunk(make: MakeEngine, tmp_path: Path) -> None:
     assert engine.changes().names == []
     with pytest.raises(UnknownChunkError):
         engine.prefill(BlendPrompt("t5", [name], "t6"))
-    with pytest.raises(ConfigError, match="heads"):
+    with pytest.raises(ConfigError, match="heads do; give the chunk another id"):
         engine.add([Chunk("t5", name)])
     # The same tokens as a chunk are another entry.
     engine.add([Chunk(HEAD, "chunk")])

@@ -32,7 +32,6 @@ from cacheblend_rag.engine.interface import AnyCollection, AnyConversation, AnyE
 from cacheblend_rag.engine.many import options_of_each
 from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.pml import Prompt
 from cacheblend_rag.store import NameChanges, NodeRecord
 from cacheblend_serve.client.connection import Connection
 from cacheblend_serve.client.decoding import asked_decoding
@@ -244,13 +243,8 @@ class ServedEngine(AnyEngine):
 
     # Prompts
 
-    def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
+    def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
         return _layout.validate_python(self._server.post("/v1/engine/layout", PromptItem.of(_plain(prompt))))
-
-    def schema_prompt(self, prompt: Prompt) -> BlendPrompt:
-        raise ConfigError(
-            f"the schema {prompt.schema.name!r} is known to an engine of this process only; use one, or put the texts as chunks"
-        )
 
     def conversation(self, max_bytes: int | None = None) -> AnyConversation:
         return _ServedConversation()
@@ -263,7 +257,7 @@ class ServedEngine(AnyEngine):
 
     def generate(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
@@ -275,7 +269,7 @@ class ServedEngine(AnyEngine):
 
     def stream(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
@@ -288,7 +282,7 @@ class ServedEngine(AnyEngine):
 
     def _generate_many(
         self,
-        prompts: Sequence[BlendPrompt | Prompt],
+        prompts: Sequence[BlendPrompt],
         max_new_tokens: int | None,
         batch_size: int | None,
         blend: BlendConfig | None,
@@ -310,7 +304,7 @@ class ServedEngine(AnyEngine):
 
     def _call(
         self,
-        prompt: BlendPrompt | Prompt,
+        prompt: BlendPrompt,
         max_new_tokens: int | None,
         blend: BlendConfig | None,
         wait_s: float | None,
@@ -411,7 +405,7 @@ class _ServedCollection:
         return None
 
 
-def _plain(prompt: BlendPrompt | Prompt) -> BlendPrompt:
+def _plain(prompt: BlendPrompt) -> BlendPrompt:
     if not isinstance(prompt, BlendPrompt):
         raise ConfigError(
             f"the prompt is a {type(prompt).__name__}, and a server knows no schemas; give a BlendPrompt, as in "
