@@ -15,7 +15,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 
 LINES = {
-    "cacheblend_rag": (33612, 159),
+    "cacheblend_rag": (33607, 159),
     "cacheblend_rag/calibration": (597, 5),
     "cacheblend_rag/chat": (1221, 8),
     "cacheblend_rag/cli": (1869, 13),
@@ -27,7 +27,7 @@ LINES = {
     "cacheblend_rag/loader": (619, 4),
     "cacheblend_rag/model": (1777, 10),
     "cacheblend_rag/page": (153, 2),
-    "cacheblend_rag/pml": (2876, 9),
+    "cacheblend_rag/pml": (2871, 9),
     "cacheblend_rag/selection": (833, 6),
     "cacheblend_rag/store": (9200, 34),
     "examples": (743, 15),

@@ -102,11 +102,6 @@ class Schemas:
                 _known[engine] = _Known(replace(tokens, tokenize=lru_cache(_MOST_TEXTS)(tokens.tokenize)))
             self._known = _known[engine]
 
-    @classmethod
-    def of(cls, engine: AnyEngine) -> Schemas:
-        """Return the schemas of an engine, whoever loaded them; raises what making them does."""
-        return cls(engine)
-
     @property
     def names(self) -> list[str]:
         """The names of the schemas that are loaded."""

@@ -59,7 +59,7 @@ def test_predict_fills_in_text_that_is_never_markup(llm: BlendLLM) -> None:
     assert made.format(count="ten", query_str=evil, context_str=FACTS[0]).endswith(f"Question: {evil}")
     values = {"count": "ten", "query_str": "Who?", "context_str": FACTS[:3]}
     answer = llm.predict(made, **values)
-    direct = llm.engine.generate(Schemas.of(llm.engine).prompt(made.pml_prompt(**values)), 6, do_sample=False).text
+    direct = llm.engine.generate(Schemas(llm.engine).prompt(made.pml_prompt(**values)), 6, do_sample=False).text
     assert answer == direct
     assert "".join(llm.stream(made, **values)) == answer
     assert asyncio.run(llm.apredict(made, **values)) == answer

@@ -83,7 +83,7 @@ def test_with_all_encoded_together_logits_are_the_models_own(engine: BlendEngine
 def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it(engine: BlendEngine) -> None:
     schema = trip()
     loaded = Schemas(engine).load(schema)
-    assert (loaded.parts, loaded.encoded) == (6, 6) and Schemas.of(engine).names == ["trip"]
+    assert (loaded.parts, loaded.encoded) == (6, 6) and Schemas(engine).names == ["trip"]
     prompt = some_prompt(engine, schema)
     layout = engine.prompt_layout(prompt)
     own = own_logits(engine.model, layout.token_ids, layout.positions)

@@ -83,7 +83,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         prompt = prompt_in(messages)
         if prompt is not None:
             refuse_beside(tools=tools, documents=documents)
-            return Schemas.of(self.engine).prompt(prompt)
+            return Schemas(self.engine).prompt(prompt)
         shown = as_functions(tools) if tools else []
         parts = render_chat(
             self.engine.tokenizer, turns_of(messages), tools=shown, documents=passages(documents) if documents else ()

@@ -62,7 +62,7 @@ class BlendLLM(BlendModel, BaseLLM):
         text = input if isinstance(input, PromptText | PMLText) else self._convert_input(input).to_string()
         if isinstance(text, PMLText):
             refuse_beside(documents=documents)
-            return Schemas.of(self.engine).prompt(text.prompt)
+            return Schemas(self.engine).prompt(text.prompt)
         parts: list[Segment] = []
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]

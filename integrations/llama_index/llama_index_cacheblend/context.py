@@ -111,7 +111,7 @@ def _of_schema(
 
     def filled(some: Sequence[Chunk]) -> tuple[Any, BlendPrompt, int]:
         prompt = template.pml_prompt(**values, **{variable: [chunk.text for chunk in some]})
-        blend = Schemas.of(llm.engine).prompt(prompt)
+        blend = Schemas(llm.engine).prompt(prompt)
         assert blend.positions is not None and isinstance(blend.segments[-1], tuple)
         return prompt, blend, blend.positions[-1] + len(blend.segments[-1])
 

@@ -288,7 +288,7 @@ class BlendLLM(JSONAnswers):
         others = self.generation_kwargs | kwargs
         prompt, of_schema = others.pop("blend_prompt", None), prompt_in(given)
         if prompt is None and of_schema is not None:
-            prompt = Schemas.of(self._engine).prompt(of_schema)
+            prompt = Schemas(self._engine).prompt(of_schema)
         elif prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
         stops = _stop_list(others.pop("stop", self.stop))

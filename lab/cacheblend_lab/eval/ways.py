@@ -223,7 +223,7 @@ class _PromptCache(_Engine):
                 nodes.append(Text(task.separator))
             nodes.append(Module(f"document-{number}", (Text(text),)))
             imports.append(Import(f"document-{number}"))
-        return Schemas.of(self._engine).prompt(Prompt(Schema("documents", tuple(nodes)), (*imports, inquiry.tail)))
+        return Schemas(self._engine).prompt(Prompt(Schema("documents", tuple(nodes)), (*imports, inquiry.tail)))
 
 
 class _OneByOne(ABC):
