@@ -159,7 +159,7 @@ def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
     """Return the tokens that each chunk of a document is encoded behind, beside the preamble.
 
     A document that is longer than the rules allow is read in windows: the first begins with the first chunk, and where a chunk
-    does not fit any more the next one begins at the border of a chunk before it, so that at most half of a window is read again.
+    does not fit any more the next one begins at the border of a chunk before it, so that at most a quarter of a window is read again.
     What is cropped on the left is still remembered by the KV that is left; a window knows of nothing before it.
 
     Parameters
@@ -183,7 +183,7 @@ def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
     first = 0
     for number, (size, end) in enumerate(zip(sizes, ends, strict=False)):
         if rules.limit is not None and end - ends[first] + size > rules.limit:
-            most = min(rules.limit // 2, rules.limit - size)
+            most = min(rules.limit // 4, rules.limit - size)
             while first < number and end - ends[first] > most:
                 first += 1
         found.append(Context(first, text, ends[first], end))

@@ -50,7 +50,7 @@ def test_contexts_are_read_as_one_after_the_other(
         context += pieces[number - 1] if number else ()
         size = len(member.token_ids) + len(rules.separator)
         if limit is not None and len(context) + size > limit:
-            while first < number and len(context) > min(limit // 2, limit - size):
+            while first < number and len(context) > min(limit // 4, limit - size):
                 context = context[len(pieces[first]) :]
                 first += 1
         naive.append((first, context))

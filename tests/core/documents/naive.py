@@ -164,7 +164,7 @@ class Library:
 
                 size = len(piece.ids + self.separator)
                 if self.limit is not None and begin < number and len(context(begin)) + size > self.limit:
-                    room = min(self.limit // 2, self.limit - size)
+                    room = min(self.limit // 4, self.limit - size)
                     begin = next((n for n in range(begin, number) if len(context(n)) <= room), number)
                 life = _life(ordered[begin : number + 1], now)
                 found[piece.id] = Reading(context(begin), piece.ids + self.separator, life)
