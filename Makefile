@@ -90,20 +90,27 @@ lint: $(STAMP)  ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+PYTEST := $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
+# Distributions whose tests run in the same virtual environment as the core's.
+OTHERS := lab $(addprefix integrations/,llama_index langchain serve ray)
+
 .PHONY: check
-check: lint  ## lint, the table of ceilings, and the tests in two processes, sampled where a count is large
+check: lint  ## lint, the table of ceilings, and the tests of the core in two processes, sampled where a count is large
 	$(BIN)/python -m tests.ceilings
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
+	$(PYTEST) tests
+
+.PHONY: check-others
+check-others: $(STAMP)  ## the tests of the lab, both frameworks, the server and the cluster (ARGS=integrations/langchain/tests for one of them)
+	$(PYTEST) $(or $(ARGS),$(addsuffix /tests,$(OTHERS)))
 
 .PHONY: check-vllm
 check-vllm: $(VLLM_STAMP) $(STAMP)  ## the tests that need vLLM, in a virtual environment of its own, and clients' that ask it from this one
-	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default -v -rN tests/vllm
-	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -k vllm tests/serve/test_clients.py
+	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default -v -rN integrations/vllm/tests
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -k vllm integrations/serve/tests/test_clients.py
 
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt
-	( $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile -q -rN \
-		&& $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 ) 2>&1 \
+	( $(PYTEST) -q -rN && $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 ) 2>&1 \
 		| sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 
 .PHONY: gpu

@@ -159,8 +159,8 @@ def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
     """Return the tokens that each chunk of a document is encoded behind, beside the preamble.
 
     A document that is longer than the rules allow is read in windows: the first begins with the first chunk, and where a chunk
-    does not fit any more the next one begins at the border of a chunk before it, so that at most a quarter of a window is read again.
-    What is cropped on the left is still remembered by the KV that is left; a window knows of nothing before it.
+    does not fit any more the next one begins at the border of a chunk before it, so that at most a quarter of a window is read
+    again. What is cropped on the left is still remembered by the KV that is left; a window knows of nothing before it.
 
     Parameters
     ----------

@@ -33,8 +33,8 @@ from cacheblend_rag.documents.splitter import named_passages
 from cacheblend_serve.asking import calls_for
 from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import CompletionRequest
+from integrations.serve.tests.process import LEAST, ServerProcess
 from tests.families import tiny_reader, words
-from tests.serve.process import LEAST, ServerProcess
 
 DOCUMENTS_OF_A_CLIENT, VERSIONS, TOKENS = 2, 3, 6
 # After so many seconds threads that have nothing to do may end.

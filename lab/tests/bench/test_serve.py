@@ -17,8 +17,8 @@ from cacheblend_lab.bench.serve import ServeBench, arrivals
 from cacheblend_lab.bench.settings import ServeSetting
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
+from integrations.serve.tests.conftest import engine_of, serving
 from tests.families import tiny_reader
-from tests.serve.conftest import engine_of, serving
 
 SMALL: dict[str, Any] = {
     "rates": (20.0,),

@@ -173,7 +173,9 @@ def test_words_around_the_body_are_context_but_no_place() -> None:
     limit=st.integers(1, 40),
     overlaps=st.lists(st.integers(0, 8), min_size=20, max_size=20),
 )
-def test_windows_begin_at_chunks_and_read_a_quarter_again_at_most(sizes: list[int], limit: int, overlaps: list[int]) -> None:
+def test_windows_begin_at_chunks_and_read_a_quarter_again_at_most(
+    sizes: list[int], limit: int, overlaps: list[int]
+) -> None:
     engine = shared_engine("llama", "sdpa", "", 64)
     rules = ReadingRules(limit)
     text = Text.of("d", sizes, overlaps, 3)

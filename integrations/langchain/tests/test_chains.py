@@ -1,0 +1,266 @@
+"""Whole chains, as the LangChain tutorials write them: retrieve, stuff, ask."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import chromadb
+import pytest
+from langchain_chroma import Chroma
+from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import RunnableConfig, RunnableLambda, RunnablePassthrough
+from langchain_core.tools import create_retriever_tool
+from langchain_core.vectorstores import InMemoryVectorStore
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag.errors import ConfigError, PromptError
+from integrations.langchain.tests.asking import EXACT, TOOL_TEMPLATE, Reports, chunk_ids, own_answer
+from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, create_blend_documents_chain
+
+TOKENS = 8
+TEMPLATE = "Answer the question from the context only.\n\n{context}\n\nQuestion: {input}"
+QUESTION = "Where does the goat live?"
+
+
+@pytest.fixture
+def store(engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str]) -> Iterator[BlendVectorStore]:
+    chroma = Chroma(
+        collection_name=f"test-{uuid.uuid4().hex}",
+        embedding_function=embedding,
+        client=chromadb.EphemeralClient(),
+    )
+    store = BlendVectorStore(chroma, engine=engine)
+    store.add_documents([Document(text, metadata={"name": name}) for name, text in chunks.items()])
+    yield store
+    chroma.delete_collection()
+
+
+@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+def test_stuffed_documents_blend(kind: type[BlendLLM] | type[ChatBlend], store: BlendVectorStore) -> None:
+    llm = kind(engine=store.engine, max_tokens=8)
+    template = PromptTemplate if kind is BlendLLM else ChatPromptTemplate
+    chain = create_stuff_documents_chain(llm, template.from_template(TEMPLATE))
+    documents = store.similarity_search(QUESTION, k=3)
+    reports = Reports()
+    answer = chain.invoke({"context": documents, "input": QUESTION}, {"callbacks": [reports]})
+    assert isinstance(answer, str)
+    assert reports.hits == [3]
+    # The same with the documents in another order, each with its own template around it.
+    chain = create_stuff_documents_chain(
+        llm,
+        template.from_template(TEMPLATE),
+        document_prompt=PromptTemplate.from_template("<doc name='{name}'>\n{page_content}\n</doc>"),
+        document_separator="\n",
+    )
+    chain.invoke({"context": documents[::-1], "input": QUESTION}, {"callbacks": [reports]})
+    assert reports.hits == [3, 3]
+
+
+def test_a_retrieval_chain_blends_in_every_way_of_calling_it(store: BlendVectorStore) -> None:
+    llm = ChatBlend(engine=store.engine, max_tokens=8)
+    retriever = store.as_retriever(search_kwargs={"k": 4})
+    combine = create_stuff_documents_chain(llm, ChatPromptTemplate.from_template(TEMPLATE))
+    reports = Reports()
+    config = {"callbacks": [reports]}
+    chain = create_retrieval_chain(retriever, combine)
+    answer = chain.invoke({"input": QUESTION}, config)
+    assert [document.id for document in answer["context"]] == [d.id for d in store.similarity_search(QUESTION, k=4)]
+    assert "".join(part.get("answer", "") for part in chain.stream({"input": QUESTION}, config)) == answer["answer"]
+
+    lcel = (
+        {
+            "context": retriever | (lambda documents: "\n\n".join(d.page_content for d in documents)),
+            "input": RunnablePassthrough(),
+        }
+        | ChatPromptTemplate.from_template(TEMPLATE)
+        | llm
+        | StrOutputParser()
+    )
+    assert lcel.invoke(QUESTION, config) == answer["answer"]
+    assert asyncio.run(lcel.ainvoke(QUESTION, config)) == answer["answer"]
+    assert lcel.batch([QUESTION] * 3, config) == [answer["answer"]] * 3
+    assert reports.hits == [4] * 7
+
+
+def test_a_deleted_document_is_no_longer_reused(store: BlendVectorStore) -> None:
+    llm = ChatBlend(engine=store.engine, max_tokens=4)
+    documents = store.similarity_search(QUESTION, k=4)
+    chain = create_stuff_documents_chain(llm, ChatPromptTemplate.from_template(TEMPLATE))
+    store.delete([documents[0].id])
+    reports = Reports()
+    chain.invoke({"context": documents, "input": QUESTION}, {"callbacks": [reports]})
+    assert reports.hits == [3]
+    assert store.engine._store.stats().entries == 3
+
+
+PROMPTS = {
+    "chat": ChatPromptTemplate.from_messages([("system", "Be brief."), ("human", TEMPLATE)]),
+    "text": PromptTemplate.from_template(TEMPLATE),
+}
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+def test_documents_are_blended_and_at_ratio_one_the_answer_is_the_models_own(
+    kind: type[BlendLLM] | type[ChatBlend], form: str, store: BlendVectorStore
+) -> None:
+    engine = store.engine
+    prompt = PROMPTS[form]
+    # Nothing is looked for here: what is blended, the chain has handed over.
+    handing_over = kind(engine=engine, max_tokens=TOKENS, min_chunk_chars=100_000)
+    looking = kind(engine=engine, max_tokens=TOKENS)
+    inputs = {"context": store.similarity_search(QUESTION, k=3), "input": QUESTION}
+    exact, unblended = {"blend_config": EXACT}, {"blend_config": engine.blend.replace(enabled=False)}
+    for options in ({}, {"document_prompt": PromptTemplate.from_template("{name}:\n{page_content}\n")}):
+        ours, reports = create_blend_documents_chain(handing_over, prompt, **options), Reports()
+        assert isinstance(ours.invoke(inputs, {"callbacks": [reports]}), str)
+        assert reports.hits == [3]
+
+        # The very text of the stuffed chain, and the same tokens, since the tokenizer parts at line breaks.
+        seen: list[Any] = []
+        for chain_of in (create_blend_documents_chain, create_stuff_documents_chain):
+            chain_of(RunnableLambda(seen.append) | (lambda _: "x"), prompt, **options).invoke(inputs)
+        prompts = [handing_over.blend_prompt(seen[0]), looking.blend_prompt(seen[1])]
+        assert chunk_ids(prompts[0]) == chunk_ids(prompts[1]) == [document.id for document in inputs["context"]]
+        assert engine.prompt_ids(prompts[0]) == engine.prompt_ids(prompts[1])
+
+        own = own_answer(engine, prompts[0], TOKENS)
+        assert create_blend_documents_chain(handing_over.bind(**exact), prompt, **options).invoke(inputs) == own
+        assert create_stuff_documents_chain(looking.bind(**exact), prompt, **options).invoke(inputs) == own
+        assert create_stuff_documents_chain(looking.bind(**unblended), prompt, **options).invoke(inputs) == own
+
+
+def test_documents_that_are_not_stored_come_to_be_stored(store: BlendVectorStore) -> None:
+    llm = ChatBlend(engine=store.engine, max_tokens=2)
+    chain = create_blend_documents_chain(llm, PROMPTS["chat"])
+    documents = [
+        Document("One.", id="one"),
+        Document("Two texts of no name."),
+        Document(""),
+        Document("One.", id="one"),
+    ]
+    reports = Reports()
+    for _ in range(2):
+        chain.invoke({"context": documents, "input": QUESTION}, {"callbacks": [reports]})
+    assert [(report["hits"], report["misses"]) for report in reports.reports] == [(0, 3), (3, 0)]
+    assert store.engine.contains("one")
+
+
+def test_a_prompt_without_a_place_for_documents_is_refused(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="document_variable_name"):
+        create_blend_documents_chain(ChatBlend(engine=engine), ChatPromptTemplate.from_template("{input}"))
+    upper = PromptTemplate.from_template("{{ context | replace('[[', '') }}", template_format="jinja2")
+    with pytest.raises(PromptError, match="drops or changes"):
+        create_blend_documents_chain(BlendLLM(engine=engine), upper).invoke({"context": [Document("A text.")]})
+
+
+@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+def test_documents_beside_the_conversation(kind: type[BlendLLM] | type[ChatBlend], store: BlendVectorStore) -> None:
+    llm = kind(engine=store.engine, max_tokens=TOKENS, min_chunk_chars=100_000)
+    documents = store.similarity_search(QUESTION, k=3)
+    prompt = llm.blend_prompt(QUESTION, documents=documents)
+    assert chunk_ids(prompt) == [document.id for document in documents]
+    text = "\n\n".join([*(document.page_content for document in documents), QUESTION])
+    assert store.engine.prompt_ids(prompt) == store.engine.prompt_ids(llm.blend_prompt(text))
+    reports = Reports()
+    answer = llm.invoke(QUESTION, {"callbacks": [reports]}, documents=documents, blend_config=EXACT)
+    assert (answer if isinstance(answer, str) else answer.text) == own_answer(store.engine, prompt, TOKENS)
+    assert reports.hits == [3]
+    assert "".join(p if isinstance(p, str) else p.text for p in llm.stream(QUESTION, documents=documents))
+
+
+def test_a_template_that_knows_documents_shows_them_in_its_own_place(store: BlendVectorStore, tokenizer: Any) -> None:
+    llm = ChatBlend(engine=store.engine, max_tokens=2)
+    own = tokenizer.chat_template
+    tokenizer.chat_template = "{% for d in documents or [] %}<{{ d.title }}>\n{{ d.text }}\n{% endfor %}" + own
+    try:
+        documents = [Document("A grey stone.", id="s", metadata={"title": "Stones"}), Document("A bell.", id="b")]
+        prompt = llm.blend_prompt(QUESTION, documents=documents)
+        texts = [s if isinstance(s, str) else s.text for s in prompt.segments if isinstance(s, str | Chunk)]
+        assert "".join(texts).startswith("<Stones>\nA grey stone.\n<>\nA bell.\n<s>")
+        assert chunk_ids(prompt) == ["s", "b"]
+    finally:
+        tokenizer.chat_template = own
+
+
+# LangGraph
+
+
+def test_a_graph_that_retrieves_and_answers_over_two_turns(store: BlendVectorStore) -> None:
+    llm = ChatBlend(engine=store.engine, max_tokens=TOKENS, blend_config=EXACT)
+    reports = Reports()
+    retrieve = create_retriever_tool(
+        store.as_retriever(search_kwargs={"k": 3}), "search", "Looks it up.", response_format="content_and_artifact"
+    )
+
+    class State(MessagesState):
+        documents: list[Document]
+
+    def find(state: State) -> dict[str, Any]:
+        query = state["messages"][-1].text
+        found = retrieve.invoke({"type": "tool_call", "name": "search", "args": {"query": query}, "id": "1"})
+        return {"documents": found.artifact}
+
+    def answer(state: State, config: RunnableConfig) -> dict[str, Any]:
+        return {"messages": [llm.invoke(state["messages"], config, documents=state["documents"])]}
+
+    graph = StateGraph(State)
+    graph.add_sequence([find, answer])
+    graph.add_edge(START, "find")
+    compiled = graph.compile(checkpointer=InMemorySaver())
+    config: RunnableConfig = {"configurable": {"thread_id": "1"}, "callbacks": [reports]}
+    for turn, question in enumerate((QUESTION, "And who lives in Oslo?"), 1):
+        state = compiled.invoke({"messages": [HumanMessage(question)]}, config)
+        assert len(state["messages"]) == 2 * turn
+        asked = llm.blend_prompt(state["messages"][:-1], documents=state["documents"])
+        assert state["messages"][-1].text == own_answer(store.engine, asked, TOKENS)
+        unblended = llm.invoke(
+            state["messages"][:-1], documents=state["documents"], blend_config=BlendConfig(enabled=False)
+        )
+        assert state["messages"][-1].text == unblended.text
+    assert reports.hits == [3, 3]
+
+
+async def test_a_graph_whose_model_calls_the_retrieval_tool(
+    tiny: Any, tokenizer: Any, embedding: Embeddings, chunks: dict[str, str]
+) -> None:
+    shows = copy.deepcopy(tokenizer)
+    shows.chat_template = TOOL_TEMPLATE
+    with BlendEngine(tiny, shows, **engine_settings(self_check=False)) as engine:
+        store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+        store.add_documents([Document(text, id=id) for id, text in chunks.items()])
+        retrieve = create_retriever_tool(
+            store.as_retriever(search_kwargs={"k": 3}), "search", "Looks it up.", response_format="content_and_artifact"
+        )
+        quote = tuple(shows('"', add_special_tokens=False)["input_ids"])
+        llm = ChatBlend(engine=engine, max_tokens=60, generation_kwargs={"sequence_bias": {quote: 50.0}})
+        calling, answering = llm.bind_tools([retrieve], tool_choice="search"), llm.bind_tools([retrieve])
+        reports = Reports()
+
+        async def ask(state: MessagesState, config: RunnableConfig) -> dict[str, Any]:
+            model = answering if isinstance(state["messages"][-1], ToolMessage) else calling
+            return {"messages": [await model.ainvoke(state["messages"], config)]}
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("ask", ask)
+        graph.add_node("tools", ToolNode([retrieve]))
+        graph.add_edge(START, "ask")
+        graph.add_conditional_edges("ask", tools_condition)
+        graph.add_edge("tools", "ask")
+        state = await graph.compile().ainvoke({"messages": [HumanMessage(QUESTION)]}, {"callbacks": [reports]})
+        assert [type(message) for message in state["messages"]] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
+        assert reports.hits == [0, 3]

@@ -1,0 +1,457 @@
+"""`BlendLLM` and `ChatBlend`: what they ask the engine, and what they tell LangChain."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseLanguageModel
+from langchain_core.messages import (
+    AIMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    messages_from_dict,
+    messages_to_dict,
+    trim_messages,
+)
+from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from transformers import LlamaForCausalLM
+
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
+from integrations.langchain.tests.asking import chunk_ids, own_answer
+from langchain_cacheblend import BlendLLM, ChatBlend, documents_to_blocks
+
+TEMPLATE = "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
+QUESTION = "Where does the goat live?"
+TOKENS = 12
+KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+
+
+@pytest.fixture
+def context(engine: BlendEngine, chunks: dict[str, str]) -> str:
+    """Stored chunks between noise, as a template would put them."""
+    engine.add(Chunk(text, id) for id, text in chunks.items())
+    return "\n\n".join(["A text that nobody stored.", *chunks.values()])
+
+
+def text_of(answer: Any) -> str:
+    return answer if isinstance(answer, str) else answer.text
+
+
+def info_of(llm: BaseLanguageModel[Any], text: str, **options: Any) -> dict[str, Any]:
+    """What a model tells of its answer, the message's metadata or the generation's info."""
+    ((generation,),) = llm.generate_prompt([StringPromptValue(text=text)], **options).generations
+    return generation.message.response_metadata if hasattr(generation, "message") else generation.generation_info
+
+
+@KINDS
+def test_a_chain_blends_and_at_ratio_one_says_what_the_model_says(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str, chunks: dict[str, str]
+) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS)
+    template = (
+        PromptTemplate.from_template(TEMPLATE) if kind is BlendLLM else ChatPromptTemplate.from_template(TEMPLATE)
+    )
+    inputs = {"context": context, "question": QUESTION}
+    prompt = llm.blend_prompt(template.invoke(inputs))
+    assert chunk_ids(prompt) == list(chunks)
+    assert engine.generate(prompt, 1).report.hits == len(chunks)
+
+    full = template | llm.bind(blend_config=engine.blend.replace(recompute_ratio=1.0, selector="full"))
+    assert text_of(full.invoke(inputs)) == own_answer(engine, prompt, TOKENS)
+    # Borders beside line breaks: the same tokens as those of the whole text.
+    ids = engine.tokenizer(
+        "".join(s.text if isinstance(s, Chunk) else s for s in prompt.segments), add_special_tokens=False
+    )
+    bos = engine.tokenizer.bos_token_id
+    assert [token for token in engine.prompt_ids(prompt) if token != bos] == [t for t in ids["input_ids"] if t != bos]
+    assert engine.prompt_ids(prompt).count(bos) == 1
+
+
+def test_the_chat_prompt_is_the_chat_template(engine: BlendEngine, context: str) -> None:
+    llm = ChatBlend(engine=engine)
+    messages = [SystemMessage("Be brief."), HumanMessage("Hello."), AIMessage("Yes?"), HumanMessage(context + "\nWho?")]
+    prompt = llm.blend_prompt(messages)
+    roles = ["system", "user", "assistant", "user"]
+    turns = [{"role": role, "content": message.content} for role, message in zip(roles, messages, strict=True)]
+    rendered = engine.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert "".join(s.text if isinstance(s, Chunk) else s for s in prompt.segments) == rendered
+    assert llm.get_num_tokens_from_messages(messages) == len(engine.prompt_ids(prompt))
+
+
+@KINDS
+def test_stream_async_and_batch_equal_invoke(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str
+) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS)
+    prompts: list[Any] = [f"{context}\n{question}" for question in ("Who?", "Where?", "What?")]
+    wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
+    assert ["".join(map(text_of, llm.stream(prompt))) for prompt in prompts] == wanted
+    assert [text_of(answer) for answer in llm.batch(prompts)] == wanted
+
+    async def everything() -> None:
+        assert [text_of(await llm.ainvoke(prompt)) for prompt in prompts] == wanted
+        assert [text_of(answer) for answer in await llm.abatch(prompts)] == wanted
+        for prompt, answer in zip(prompts, wanted, strict=True):
+            assert "".join([text_of(piece) async for piece in llm.astream(prompt)]) == answer
+
+    asyncio.run(everything())
+
+
+def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, str]) -> None:
+    llm = ChatBlend(engine=engine, max_tokens=TOKENS, blend_config=BlendConfig(recompute_ratio=0.25, selector="random"))
+    answer = llm.invoke(context + "\nWho?")
+    assert isinstance(answer, AIMessage)
+    report = answer.response_metadata["blend"]
+    usage = answer.usage_metadata
+    assert usage is not None
+    assert report["hits"] == len(chunks)
+    assert report["recompute_ratio"] == 0.25
+    assert answer.response_metadata["finish_reason"] == "length"
+    assert report.to_html().lower().startswith("<!doctype html>")
+    assert (
+        usage["input_tokens"]
+        == report["prompt_tokens"]
+        == llm.get_num_tokens_from_messages([HumanMessage(context + "\nWho?")])
+    )
+    assert usage["output_tokens"] == TOKENS
+    assert usage["input_token_details"] == {"cache_read": report["context_tokens"] - report["recomputed_tokens"]}
+    assert 0 < report["recomputed_tokens"] < report["context_tokens"]
+
+    *_, last = llm.stream(context + "\nWho?")
+    whole = sum(list(llm.stream(context + "\nWho?"))[1:], start=next(llm.stream(context + "\nWho?")))
+    assert last.chunk_position == "last"
+    assert whole.usage_metadata == last.usage_metadata == usage
+    assert whole.response_metadata["blend"]["hits"] == len(chunks)
+    assert whole.response_metadata["blend"].to_html()
+    [read] = messages_from_dict(json.loads(json.dumps(messages_to_dict([answer]))))
+    assert type(read.response_metadata["blend"]) is dict and read.response_metadata["blend"] == report
+    assert whole.text == answer.text
+
+    full = llm.invoke(context + "\nWho?", blend_config=engine.blend.replace(enabled=False))
+    assert full.usage_metadata["input_token_details"] == {"cache_read": 0}
+    result = BlendLLM(engine=engine, max_tokens=TOKENS).generate([context, context + "\nWho?"])
+    assert [generation[0].generation_info["blend"]["output_tokens"] for generation in result.generations] == [
+        TOKENS
+    ] * 2
+    assert result.llm_output["token_usage"]["completion_tokens"] == 2 * TOKENS
+
+
+@KINDS
+def test_stop_strings_end_the_answer_and_are_not_shown(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str
+) -> None:
+    free = kind(engine=engine, max_tokens=16)
+    whole = text_of(free.invoke(context))
+    stop = whole[len(whole) // 2 :][:3]
+    wanted = whole[: whole.index(stop)]
+    bound = kind(engine=engine, max_tokens=16, stop=[stop])
+    for llm, options in [(free, {"stop": [stop, "never there"]}), (bound, {}), (bound, {"stop": [stop]})]:
+        assert text_of(llm.invoke(context, **options)) == wanted
+        assert "".join(map(text_of, llm.stream(context, **options))) == wanted
+    assert text_of(bound.invoke(context, stop=["never there"])) == whole
+    info = info_of(bound, context)
+    assert info["finish_reason"] == "stop"
+    assert info["blend"]["output_tokens"] < 16
+    with pytest.raises(ConfigError, match="empty"):
+        free.invoke(context, stop=[""])
+
+
+@KINDS
+def test_generation_options_at_construction_and_per_call(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str
+) -> None:
+    greedy = text_of(kind(engine=engine, max_tokens=TOKENS).invoke(context))
+    sampling = kind(
+        engine=engine, max_tokens=TOKENS, temperature=3.0, top_k=0, generation_kwargs={"repetition_penalty": 1.1}
+    )
+    torch.manual_seed(1)
+    assert text_of(sampling.invoke(context)) != greedy
+    assert text_of(sampling.invoke(context, temperature=0, repetition_penalty=1.0)) == greedy
+    assert text_of(sampling.bind(temperature=0, repetition_penalty=1.0).invoke(context)) == greedy
+    for options in ({"max_tokens": 2}, {"max_new_tokens": 2}):
+        assert info_of(sampling, context, **options)["blend"]["output_tokens"] == 2
+    for options in ({"temprature": 0}, {"tool": []}, {"num_beams": 4}, {"past_key_values": object()}):
+        with pytest.raises(ConfigError):
+            sampling.invoke(context, **options)
+
+
+@KINDS
+def test_what_has_no_meaning_is_refused_when_the_model_is_made(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine
+) -> None:
+    for options in (
+        {"max_tokens": 0},
+        {"temprature": 0.5},
+        {"generation_kwargs": {"nonsense": 1}},
+        {"store": "folder"},
+    ):
+        with pytest.raises(ConfigError):
+            kind(engine=engine, **options)
+    with pytest.raises(ConfigError, match="name a model"):
+        kind()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_tokens": "five"}, "max_tokens: "),
+        ({"max_tokens": 2.5}, "max_tokens: "),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"temperature": "warm"}, "temperature: "),
+        ({"temperature": -1}, "temperature: "),
+        ({"temperature": float("nan")}, "temperature: "),
+        ({"top_p": 2}, "top_p: "),
+        ({"top_k": -1}, "top_k: "),
+        ({"max_new_tokens": "five"}, "max_new_tokens='five'"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"stop": [1]}, r"stop=\[1\] holds 1"),
+        ({"stop": 1}, "stop=1 is a int"),
+        ({"stop": "x"}, "stop is the string"),
+        ({"blend_config": 1}, "expected BlendConfig, not the int 1"),
+        ({"logits_processor": 1}, "logits_processor is the int 1"),
+        ({"stopping_criteria": 1}, "stopping_criteria is the int 1"),
+        ({"stopping_criteria": 1, "stop": ["x"]}, "stopping_criteria is the int 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+def test_what_has_no_meaning_is_refused_in_a_call_as_when_the_model_is_made(
+    kind: Callable[..., BaseLanguageModel[Any]], engine: BlendEngine, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kind(engine=engine, temperature=0).invoke("Who?", **options)
+    if not options.keys() & {"logits_processor", "stopping_criteria", "max_new_tokens"}:
+        with pytest.raises(ConfigError, match=r"stop|" + said):
+            kind(engine=engine, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("model_id", "gpt2", "give model"),
+        ("repo_id", "gpt2", "give model"),
+        ("pipeline_kwargs", {"max_new_tokens": 10}, "give max_tokens, temperature"),
+        ("pipeline", object(), r"engine=BlendEngine\(pipeline.model"),
+        ("llm", object(), "give the name of its model as model"),
+        ("device", 0, r"engine_config=EngineConfig\(device=...\)|settings of EngineConfig"),
+        ("device_map", "auto", "give model_kwargs={'device_map': ...}"),
+        ("task", "text-generation", "text is always generated"),
+    ],
+)
+def test_words_of_hugging_faces_classes_are_answered_with_ours(
+    engine: BlendEngine, name: str, value: Any, said: str
+) -> None:
+    for kind in (ChatBlend, BlendLLM):
+        with pytest.raises(ConfigError, match=rf"{name}.*({said})"):
+            kind(engine=engine, **{name: value})
+        with pytest.raises(ConfigError, match=rf"{name}.*({said})"):
+            kind(engine=engine).invoke("Who?", **{name: value})
+    with pytest.raises(ConfigError, match=r"unknown parameter max_new_tokens \(give max_tokens\)"):
+        ChatBlend(engine=engine, max_new_tokens=10)
+
+
+def test_settings_of_the_engine_among_the_options_are_shown_their_place(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match=r"blend_config=BlendConfig\(\.\.\.\)"):
+        ChatBlend(engine=engine, recompute_ratio=0.2)
+    with pytest.raises(ConfigError, match="recompute_ratio: settings of BlendConfig, not options"):
+        ChatBlend(engine=engine).invoke("Who?", recompute_ratio=0.2)
+
+
+def test_options_of_a_call_are_read_as_those_of_the_object(engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=engine, max_tokens=9, temperature=0)
+    assert llm.invoke("Who?", max_tokens="5").usage_metadata["output_tokens"] == 5
+    assert llm.invoke("Who?", max_tokens=None, temperature="0").usage_metadata["output_tokens"] == 9
+    with pytest.raises(ConfigError, match="expected BlendConfig, not the dict"):
+        engine.generate(BlendPrompt("Who?"), 1, blend={"recompute_ratio": 1.0})  # type: ignore[arg-type]
+
+
+class Tokens(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+        self.seen.append(token)
+
+
+@KINDS
+def test_callbacks_see_the_tokens_of_a_stream(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str
+) -> None:
+    handler = Tokens()
+    pieces = [
+        text_of(piece) for piece in kind(engine=engine, max_tokens=TOKENS).stream(context, {"callbacks": [handler]})
+    ]
+    assert [piece for piece in handler.seen if piece] == [piece for piece in pieces if piece]
+    assert len(pieces) > 2
+
+
+def test_an_unread_stream_blocks_nobody(engine: BlendEngine, context: str) -> None:
+    llm = BlendLLM(engine=engine, max_tokens=1000)
+    stream = llm.stream(context)
+    next(stream)
+    started = time.perf_counter()
+    stream.close()
+    del stream
+    assert llm.invoke(context, max_tokens=2)
+    assert time.perf_counter() - started < 5
+    held = ChatBlend(engine=engine, max_tokens=TOKENS).stream(context)
+    next(held)
+    assert llm.invoke(context, max_tokens=2)
+    assert "".join(map(text_of, held))
+
+
+def test_a_cancelled_task_frees_the_engine_and_the_loop_is_never_blocked(engine: BlendEngine, context: str) -> None:
+    llm = ChatBlend(engine=engine, max_tokens=1500, generation_kwargs={"min_new_tokens": 1500})
+
+    async def cancel() -> int:
+        ticks = 0
+        task = asyncio.create_task(llm.ainvoke(context))
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            ticks += 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return ticks
+
+    assert asyncio.run(cancel()) == 20
+    started = time.perf_counter()
+    ChatBlend(engine=engine).invoke(context, max_tokens=1)
+    assert time.perf_counter() - started < 2
+    assert not [t for t in threading.enumerate() if t.name == "cacheblend-stream" and t.is_alive()]
+
+
+def test_documents_as_blocks_are_chunks_as_they_are(engine: BlendEngine, chunks: dict[str, str], context: str) -> None:
+    llm = ChatBlend(engine=engine, max_tokens=TOKENS)
+    documents = [
+        Document("too short", id="tiny"),
+        Document(chunks["goat"], id="goat"),
+        Document(chunks["mara"]),
+        Document(""),
+    ]
+    content = [{"type": "text", "text": "Read:"}, *documents_to_blocks(documents), "\n\nWho lives there?"]
+    message = HumanMessage(content)
+    prompt = llm.blend_prompt([message])
+    assert [segment.text for segment in prompt.segments if isinstance(segment, Chunk)] == [
+        d.page_content for d in documents[:3]
+    ]
+    flat = llm.blend_prompt(
+        [HumanMessage("\n\n".join(["Read:", *(d.page_content for d in documents[:3]), "Who lives there?"]))]
+    )
+    assert engine.prompt_ids(prompt) == engine.prompt_ids(flat)
+    report = llm.invoke([message]).response_metadata["blend"]
+    assert (report["hits"], report["misses"]) == (2, 1)
+    # A string model writes messages as one text, and loses nothing of them.
+    llm = BlendLLM(engine=engine, max_tokens=TOKENS)
+    string = llm.blend_prompt([message])
+    assert chunk_ids(string) == ["tiny", "goat", None]
+    result = llm.generate_prompt([ChatPromptValue(messages=[message])])
+    assert result.generations[0][0].generation_info["blend"]["hits"] == 3
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [HumanMessage([{"type": "image", "url": "http://somewhere/a.png"}])],
+        [HumanMessage([{"type": "text-plain", "mime_type": "text/plain", "url": "http://somewhere/a.txt"}])],
+        [HumanMessage("x"), AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])],
+        [ToolMessage("found", tool_call_id="1")],
+        [],
+    ],
+)
+def test_messages_that_cannot_be_shown(engine: BlendEngine, messages: list[Any]) -> None:
+    with pytest.raises(PromptError):
+        ChatBlend(engine=engine).blend_prompt([*messages]) if messages else BlendLLM(engine=engine).invoke("")
+
+
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+)
+
+
+def test_a_template_that_is_particular_about_roles(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = STRICT
+    with BlendEngine(tiny, strict, **engine_settings(self_check=False)) as engine:
+        llm = ChatBlend(engine=engine, max_tokens=4)
+        prompt = llm.blend_prompt([SystemMessage("Be brief."), HumanMessage("Where?")])
+        assert prompt.segments == ["[user]Be brief.\n\nWhere?"]
+        history = [HumanMessage("Hello there."), AIMessage("Hi.")] * 3
+        kept = trim_messages(history, max_tokens=20, token_counter=llm, strategy="last", start_on="human")
+        assert kept and kept == history[-len(kept) :]
+        # What no template shows is counted by itself.
+        assert llm.get_num_tokens_from_messages([AIMessage("Hi.")]) == llm.get_num_tokens("Hi.") > 0
+
+
+def test_chat_needs_a_chat_template(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with BlendEngine(tiny, bare, **engine_settings(self_check=False)) as engine:
+        with pytest.raises(ConfigError, match="chat template"):
+            ChatBlend(engine=engine).invoke("hello")
+        tokenizer_error = "{{ raise_exception('only users here') }}"
+        bare.chat_template = tokenizer_error
+        with pytest.raises(PromptError, match="only users here"):
+            ChatBlend(engine=engine).invoke("hello")
+        bare.chat_template = "{{ messages[0]['content'][:5] }}"
+        with pytest.raises(PromptError, match="drops or changes"):
+            ChatBlend(engine=engine).invoke([HumanMessage(documents_to_blocks([Document("a text")]))])
+
+
+@KINDS
+def test_errors_of_the_engine_come_through(kind: Callable[..., BaseLanguageModel[Any]], engine: BlendEngine) -> None:
+    llm = kind(engine=engine)
+    with pytest.raises(CacheBlendError, match="window"):
+        llm.invoke("word " * 3000)
+    with pytest.raises(CacheBlendError, match="window"):
+        list(llm.stream("word " * 3000))
+    with pytest.raises(CacheBlendError, match="window"):
+        asyncio.run(llm.ainvoke("word " * 3000))
+
+
+def test_what_langchain_asks_about(engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=engine, temperature=0.5)
+    assert llm._llm_type == "cacheblend"
+    assert llm._identifying_params["temperature"] == 0.5
+    assert llm._identifying_params["blend_config"]["recompute_ratio"] == engine.blend.recompute_ratio
+    assert llm.get_num_tokens("Mara Lind") == len(engine.tokenizer("Mara Lind", add_special_tokens=False)["input_ids"])
+    assert llm._get_ls_params()["ls_model_name"] == llm.model
+    assert "engine" not in llm.model_dump()
+
+
+def test_a_model_by_its_folder(tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Any) -> None:
+    tiny.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    blend = BlendConfig(recompute_ratio=0.3)
+    llm = BlendLLM(model=tmp_path / "model", blend_config=blend, store=tmp_path / "kv", max_tokens=3)
+    assert llm.engine.blend.recompute_ratio == 0.3
+    assert llm.invoke("Hello there")
+    llm.engine.close()
+    assert (tmp_path / "kv").is_dir()
+
+
+@KINDS
+def test_a_copy_shares_the_engine_and_none_is_sent_elsewhere(kind: Any, engine: BlendEngine) -> None:
+    llm = kind(engine=engine, max_tokens=4, generation_kwargs={"repetition_penalty": 1.1})
+    copied = copy.deepcopy(llm)
+    assert copied.engine is engine and text_of(copied.invoke("Who?")) == text_of(llm.invoke("Who?"))
+    copied.generation_kwargs["repetition_penalty"] = 2.0
+    assert llm.generation_kwargs == {"repetition_penalty": 1.1}
+    with pytest.raises(ConfigError, match="write it down with"):
+        pickle.dumps(llm)

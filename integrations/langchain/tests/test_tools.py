@@ -1,0 +1,148 @@
+"""Tools: what the model is shown, how it is made to call one, what LangChain is told of its calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.output_parsers.openai_tools import PydanticToolsParser
+from langchain_core.tools import create_retriever_tool, tool
+from pydantic import BaseModel
+from transformers import LlamaForCausalLM
+
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.errors import ConfigError, PromptError
+from integrations.langchain.tests.asking import TOOL_TEMPLATE, chunk_ids
+from langchain_cacheblend import BlendVectorStore, ChatBlend
+
+
+@pytest.fixture
+def tool_engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
+    shows = copy.deepcopy(tokenizer)
+    shows.chat_template = TOOL_TEMPLATE
+    with BlendEngine(tiny, shows, **engine_settings(self_check=False)) as engine:
+        yield engine
+
+
+@tool
+def weather(city: str, days: int = 1) -> str:
+    """Say what the weather will be."""
+    return f"{city}: rain for {days} days"
+
+
+class Age(BaseModel):
+    """The age of a person."""
+
+    sure: bool
+
+
+def test_a_template_without_tools_is_said_to_have_none(engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=engine)
+    with pytest.raises(ConfigError, match="no tools"):
+        llm.bind_tools([weather])
+    with pytest.raises(ConfigError, match="no tools"):
+        llm.with_structured_output(Age, method="function_calling")
+    with pytest.raises(PromptError, match="no tools"):
+        llm.invoke("What is it?", tools=[weather])
+    assert llm._resolve_model_profile()["tool_calling"] is False
+
+
+def test_the_model_is_shown_the_tools_their_calls_and_results(tool_engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=tool_engine)
+    call = {"name": "weather", "args": {"city": "Oslo"}, "id": "1"}
+    messages = [HumanMessage("And Oslo?"), AIMessage("", tool_calls=[call]), ToolMessage("rain", tool_call_id="1")]
+    text = tool_engine.tokenizer.decode(tool_engine.prompt_ids(llm.blend_prompt(messages, tools=[weather])))
+    assert '"description": "Say what the weather will be."' in text
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
+    assert "<tool_response>\nrain\n</tool_response>" in text
+    assert llm.get_num_tokens_from_messages(messages, tools=[weather]) == len(
+        tool_engine.prompt_ids(llm.blend_prompt(messages, tools=[weather]))
+    )
+    none = llm.bind_tools([weather], tool_choice="none").invoke(messages, max_tokens=1)
+    assert none.usage_metadata["input_tokens"] == len(tool_engine.prompt_ids(llm.blend_prompt(messages)))
+
+
+async def test_a_call_that_has_to_be_made_fits_the_tool(tool_engine: BlendEngine) -> None:
+    # The bias ends what a random model would go on with for ever.
+    bias = {tuple(tool_engine.tokenizer(sign, add_special_tokens=False)["input_ids"]): 50.0 for sign in ('"', "}")}
+    llm = ChatBlend(engine=tool_engine, max_tokens=120, generation_kwargs={"sequence_bias": bias})
+    for choice in ("any", "weather", {"type": "function", "function": {"name": "weather"}}, True):
+        bound = llm.bind_tools([weather] if choice == "any" else [Age, weather], tool_choice=choice)
+        answer = bound.invoke("Rain?")
+        assert answer.response_metadata["finish_reason"] == "tool_calls"
+        assert answer.content == ""
+        (call,) = answer.tool_calls
+        if choice is not True:
+            assert call["name"] == "weather"
+            assert isinstance(weather.invoke(call["args"]), str)
+        pieces = list(bound.stream("Rain?"))
+        whole = sum(pieces[1:], start=pieces[0])
+        assert [(c["name"], c["args"]) for c in whole.tool_calls] == [(call["name"], call["args"])]
+        assert whole.content == ""
+        again = await bound.ainvoke("Rain?")
+        assert [(c["name"], c["args"]) for c in again.tool_calls] == [(call["name"], call["args"])]
+    structured = llm.with_structured_output(Age, method="function_calling")
+    assert isinstance(structured.invoke("Sure?"), Age)
+    assert isinstance((llm.bind_tools([Age], tool_choice="any") | PydanticToolsParser(tools=[Age])).invoke("?")[0], Age)
+    with pytest.raises(ConfigError, match="none of the tools weather"):
+        llm.bind_tools([weather], tool_choice="time")
+
+
+def test_without_having_to_the_answer_is_text(tool_engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=tool_engine, max_tokens=12)
+    bound = llm.bind_tools([weather])
+    answer = bound.invoke("Rain?")
+    assert answer.content
+    assert not answer.tool_calls
+    assert "".join(piece.text for piece in bound.stream("Rain?")) == answer.content
+
+
+def test_what_a_retrievers_tool_found_is_blended(
+    tool_engine: BlendEngine, embedding: Any, chunks: dict[str, str]
+) -> None:
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=tool_engine)
+    store.add_documents([Document(text, id=id) for id, text in chunks.items()])
+    llm = ChatBlend(engine=tool_engine, max_tokens=4, min_chunk_chars=10_000)
+    retrieve = create_retriever_tool(
+        store.as_retriever(search_kwargs={"k": 3}), "search", "Look it up.", response_format="content_and_artifact"
+    )
+    call = {"name": "search", "args": {"query": "goat"}, "id": "c1", "type": "tool_call"}
+    result = retrieve.invoke(call)
+    messages = [HumanMessage("Who?"), AIMessage("", tool_calls=[call]), result]
+    # Found by the artifact: nothing is looked for in the text here.
+    assert chunk_ids(llm.blend_prompt(messages)) == [document.id for document in result.artifact]
+    assert llm.invoke(messages).response_metadata["blend"]["hits"] == 3
+    # Without the artifact, and with one that is not in the text, there is only text.
+    for artifact in (None, [Document("Something else altogether.", id="x")]):
+        plain = ToolMessage(result.content, tool_call_id="c1", artifact=artifact)
+        assert chunk_ids(llm.blend_prompt([*messages[:2], plain])) == []
+
+
+async def test_a_call_that_max_tokens_cut_is_invalid_in_every_way_of_asking(tool_engine: BlendEngine) -> None:
+    for tokens in (1, 3, 8):
+        llm = ChatBlend(engine=tool_engine, temperature=0, max_tokens=tokens).bind_tools([weather], tool_choice="any")
+        streamed = None
+        async for chunk in llm.astream("Will it rain?"):
+            streamed = chunk if streamed is None else streamed + chunk
+        assert streamed is not None
+        for answer in (llm.invoke("Will it rain?"), streamed):
+            assert (answer.content, answer.tool_calls) == ("", [])
+            assert len(answer.invalid_tool_calls) == 1
+            assert answer.response_metadata["finish_reason"] == "length"
+        assert "raise max_tokens" in str(llm.invoke("Will it rain?").invalid_tool_calls[0]["error"])
+
+
+def test_a_tool_that_providers_run_is_refused(tool_engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=tool_engine)
+    for choice in (None, "any", "web_search"):
+        with pytest.raises(ConfigError, match=r"web_search.* is not a function"):
+            llm.bind_tools([{"type": "web_search"}], tool_choice=choice)
+        with pytest.raises(ConfigError, match=r"web_search.* is not a function"):
+            llm.invoke("What is new?", tools=[weather, {"type": "web_search"}], tool_choice=choice)

@@ -1,0 +1,349 @@
+"""Whatever way nodes come in, each is encoded behind what stands before it in its document, and behind nothing else."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import (
+    HierarchicalNodeParser,
+    MarkdownNodeParser,
+    SentenceSplitter,
+    SentenceWindowNodeParser,
+    get_leaf_nodes,
+)
+from llama_index.core.retrievers import AutoMergingRetriever
+from llama_index.core.schema import BaseNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine, EngineConfig
+from cacheblend_rag.errors import ConfigError
+from integrations.llama_index.tests.conftest import WordEmbedding
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
+
+NAMES = ["Mara", "Otto", "Lena", "Ada", "Ivo"]
+SPLITTER = SentenceSplitter(chunk_size=60, chunk_overlap=20)
+
+MakeEngine = Callable[..., BlendEngine]
+Keys = dict[tuple[str, str], str]
+
+
+def text_of(name: str, lines: int = 16) -> str:
+    return " ".join(f"{name} was at work on day {number} of the year." for number in range(lines))
+
+
+def some_documents(**changed: str) -> list[Document]:
+    """Documents d0 to d4; what is said of one can be changed."""
+    return [Document(text=changed.get(f"d{n}", text_of(name)), id_=f"d{n}") for n, name in enumerate(NAMES)]
+
+
+@pytest.fixture
+def make_engine(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[MakeEngine]:
+    engines: list[BlendEngine] = []
+
+    def make(**settings: Any) -> BlendEngine:
+        settings = engine_settings(**{"self_check": False, "separator": "\n\n"} | settings)
+        # The keys of what is in RAM alone differ from engine to engine.
+        engines.append(BlendEngine(model, tokenizer, store=tmp_path / str(len(engines)), **settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(params=["chroma", "simple"])
+def inner(request: pytest.FixtureRequest, chroma: ChromaVectorStore) -> BasePydanticVectorStore:
+    return chroma if request.param == "chroma" else SimpleVectorStore()
+
+
+def index_over(store: BlendVectorStore, nodes: Sequence[BaseNode], embedding: WordEmbedding) -> VectorStoreIndex:
+    context = StorageContext.from_defaults(vector_store=store)
+    return VectorStoreIndex(
+        list(nodes), storage_context=context, embed_model=embedding, transformations=[SPLITTER], insert_batch_size=2
+    )
+
+
+def keys(engine: BlendEngine, nodes: Sequence[BaseNode]) -> Keys:
+    """The store keys, digests of a text and of what it is encoded behind, of nodes that are known and have their KV."""
+    records = engine.records([node.node_id for node in nodes])
+    found = {(node.ref_doc_id or "", node.get_content()): r.key for node, r in zip(nodes, records, strict=True) if r}
+    assert len(found) == len(nodes)
+    assert all(engine._store.holds(list(found.values())))
+    return found
+
+
+def at_once(engine: BlendEngine, documents: Sequence[Document], parser: Any = SPLITTER) -> Keys:
+    """The keys of documents that are split and added in one call to an empty engine."""
+    nodes = parser(list(documents))
+    for node in nodes:
+        node.embedding = [1.0]
+    BlendVectorStore(SimpleVectorStore(), engine=engine).add(nodes)
+    return keys(engine, nodes)
+
+
+def nodes_in(index: VectorStoreIndex) -> list[BaseNode]:
+    return [each.node for each in index.as_retriever(similarity_top_k=999).retrieve("Who?")]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_batches_of_nodes_are_pieces_of_the_same_documents(
+    inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding, background: bool
+) -> None:
+    expected = at_once(make_engine(), some_documents())
+    assert len(expected) >= 5 * len(NAMES)
+    engine = make_engine()
+    store = BlendVectorStore(inner, engine=engine, background=background)
+    nodes = SPLITTER(some_documents())
+    index_over(store, nodes, embedding)
+    engine.flush()
+    assert keys(engine, nodes) == expected
+    assert [engine.document("d0"), engine.document("none")] == [[n.node_id for n in nodes if n.ref_doc_id == "d0"], []]
+    # Equal texts would be the same entry in all documents if they were encoded alone.
+    assert len(set(expected.values())) == len(expected)
+    alone = at_once(make_engine(context="none"), some_documents())
+    first = {name for name in expected if expected[name] == alone[name]}
+    assert len(first) == len(NAMES)
+
+
+def test_nodes_come_in_any_order(
+    inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding
+) -> None:
+    documents = some_documents()[:2]
+    expected = at_once(make_engine(), documents)
+    engine = make_engine()
+    store = BlendVectorStore(inner, engine=engine)
+    index = index_over(store, [], embedding)
+    nodes = SPLITTER(documents)
+    shuffled = random.Random(5).sample(nodes, len(nodes))
+    for node in shuffled:
+        index.insert_nodes([node])
+    for name in ("d0", "d1"):
+        assert engine.document(name) == [node.node_id for node in nodes if node.ref_doc_id == name]
+    # That a last one begins where it says is known when it comes with its predecessor.
+    store.encoder.encode(shuffled)
+    assert keys(engine, nodes) == expected
+
+
+@pytest.mark.parametrize("changed", ["front", "end"])
+def test_a_changed_document_is_read_again_and_no_other(
+    inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding, changed: str
+) -> None:
+    new = f"Nobody was there. {text_of('Otto')}" if changed == "front" else f"{text_of('Otto')} Then he went home."
+    documents, engine = some_documents(d1=new), make_engine()
+    store = BlendVectorStore(inner, engine=engine)
+    context = StorageContext.from_defaults(vector_store=store)
+    index = VectorStoreIndex.from_documents(
+        some_documents(), storage_context=context, embed_model=embedding, transformations=[SPLITTER]
+    )
+    before = keys(engine, nodes_in(index))
+    assert index.refresh_ref_docs(documents) == [False, True, False, False, False]
+    after = keys(engine, nodes_in(index))
+    assert after == at_once(make_engine(), documents)
+    assert {name: key for name, key in after.items() if name[0] != "d1"} == {
+        name: key for name, key in before.items() if name[0] != "d1"
+    }
+    gone = set(before.values()) - set(after.values())
+    assert (len(gone) > 4) == (changed == "front") and not any(engine._store.holds(list(gone)))
+    index.delete_ref_doc("d1", delete_from_docstore=True)
+    assert engine.document("d1") == []
+    rest = {name: key for name, key in after.items() if name[0] != "d1"}
+    assert keys(engine, nodes_in(index)) == rest
+    assert engine._store.stats().entries == len(rest)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_pipelines_with_workers_and_a_docstore(chroma: ChromaVectorStore, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store = BlendVectorStore(chroma, engine=engine)
+    # Neither needs what a process of its own would have to fetch.
+    parser, embedding = MarkdownNodeParser(), MockEmbedding(embed_dim=64)
+    pipeline = IngestionPipeline(
+        transformations=[parser, embedding],
+        vector_store=store,
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+    )
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
+    texts = {
+        f"d{n}": "\n\n".join(f"# Day {number}\n\n{name} was at work." for number in range(6))
+        for n, name in enumerate(NAMES)
+    }
+    changed = {name: text if name != "d3" else f"# Day none\n\n{text}" for name, text in texts.items() if name != "d0"}
+    for now in (texts, changed):
+        documents = [Document(text=text, id_=name) for name, text in now.items()]
+        pipeline.run(documents=documents, num_workers=2)
+        assert keys(engine, nodes_in(index)) == at_once(make_engine(), documents, parser)
+        assert engine._store.stats().entries == len(set(keys(engine, nodes_in(index)).values()))
+
+
+def test_an_index_that_was_there_already(
+    inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llama_index_cacheblend.warm as warm
+
+    # Fewer than a document has.
+    monkeypatch.setattr(warm, "_BATCH", 3)
+    index = VectorStoreIndex.from_documents(
+        some_documents(),
+        storage_context=StorageContext.from_defaults(vector_store=inner),
+        embed_model=embedding,
+        transformations=[SPLITTER],
+    )
+    engine, seen = make_engine(), []
+    result = warm_index(index, engine=engine, progress=lambda finished, total: seen.append((finished, total)))
+    assert keys(engine, nodes_in(index)) == at_once(make_engine(), some_documents())
+    assert seen == sorted(seen) and seen[-1] == (result.nodes, result.nodes)
+    assert warm_index(index, engine=engine).unchanged == result.encoded == result.nodes
+
+
+@pytest.mark.parametrize("how", ["add", "add later", "warm"])
+def test_levels_of_a_hierarchy_and_parents_from_a_docstore(
+    chroma: ChromaVectorStore, llm: BlendLLM, embedding: WordEmbedding, how: str
+) -> None:
+    parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[160, 80, 40], chunk_overlap=0)
+    nodes = parser.get_nodes_from_documents([Document(text=text_of("Mara", 30), id_="d0")])
+    leaves = get_leaf_nodes(nodes)
+    docstore = SimpleDocumentStore()
+    docstore.add_documents(nodes)
+    parents = None if how == "warm" else docstore
+    store = BlendVectorStore(chroma, engine=llm.engine, parents=parents)
+    context = StorageContext.from_defaults(vector_store=store, docstore=docstore)
+    at_first = leaves[:3] if how == "add later" else leaves
+    index = VectorStoreIndex(at_first, storage_context=context, embed_model=embedding)
+    index.insert_nodes(leaves[len(at_first) :])
+    if how == "warm":
+        assert warm_index(index, nodes=nodes).unchanged == len(leaves)
+    else:
+        result = warm_index(index, prune=True)
+        assert (result.nodes, result.unchanged, result.pruned) == (len(nodes), len(nodes), 0)
+    roots = [node.node_id for node in nodes if node.parent_node is None]
+    assert llm.engine.document("d0") == roots and len(roots) > 1
+    readings = llm.engine.places([node.node_id for node in nodes])
+    for node, reading in zip(nodes, readings, strict=True):
+        ids = [each.node_id for each in nodes if each.parent_node == node.parent_node]
+        assert reading is not None and llm.engine.document(reading) == ids
+    merging = AutoMergingRetriever(index.as_retriever(similarity_top_k=20), context, simple_ratio_thresh=0.1)
+    found = merging.retrieve("Mara")
+    assert {each.node_id for each in found} <= {node.node_id for node in nodes} - {node.node_id for node in leaves}
+    report = BlendSynthesizer(llm=llm).synthesize("Mara?", found).metadata["blend"]
+    assert (report["hits"], report["misses"]) == (len(found), 0)
+    index.delete_ref_doc("d0")
+    # What is left is the template's own words before the nodes.
+    assert llm.engine.ids() == [] and llm.engine._store.stats().entries == len(llm.engine.heads())
+
+
+def test_parents_that_the_docstore_lacks_are_said(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = HierarchicalNodeParser.from_defaults(chunk_sizes=[160, 40])([Document(text=text_of("Mara"), id_="d0")])
+    leaves = get_leaf_nodes(nodes)
+    for node in leaves:
+        node.embedding = [1.0]
+    engine = make_engine()
+    BlendVectorStore(SimpleVectorStore(), engine=engine, parents=SimpleDocumentStore()).add(leaves)
+    assert sorted(engine.ids()) == sorted(node.node_id for node in leaves)
+    assert "add all nodes to the docstore before their leaves" in caplog.text
+
+
+def test_sentences_are_read_in_order_and_windows_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    nodes = SentenceWindowNodeParser(window_size=1)([Document(text=text_of("Mara"), id_="d0")])
+    for node in nodes:
+        node.embedding = [1.0]
+    BlendVectorStore(SimpleVectorStore(), engine=engine).add(nodes)
+    assert engine.document("d0") == [node.node_id for node in nodes]
+    BlendVectorStore(SimpleVectorStore(), engine=engine, text_of=lambda node: node.metadata["window"]).add(nodes)
+    assert engine.document("d0") == [] and len(engine.ids()) == len(nodes)
+    # Where it is the text itself that is shown, it has its place.
+    BlendVectorStore(SimpleVectorStore(), engine=engine, text_of=lambda node: node.get_content()).add(nodes)
+    assert engine.document("d0") == [node.node_id for node in nodes]
+
+
+# Whose readers differ.
+
+
+def two_readers(secret: str) -> list[BaseNode]:
+    """A document of which every other node is not for everybody."""
+    nodes = SPLITTER([Document(text=text_of("Mara"), id_="d0")])
+    for number, node in enumerate(nodes):
+        node.metadata["reader"] = "all" if number % 2 else "few"
+        node.embedding = [1.0]
+        if number % 2 == 0:
+            node.set_content(secret)  # type: ignore[attr-defined]
+    return nodes
+
+
+@pytest.mark.parametrize("options", [{}, {"boundary": ["reader"]}, {"context": "none"}])
+def test_no_traces_are_left_across_a_boundary(make_engine: MakeEngine, options: dict[str, Any]) -> None:
+    seen = []
+    for secret in ("Mara sleeps.", "Mara dreams."):
+        engine, nodes = make_engine(), two_readers(secret)
+        BlendVectorStore(SimpleVectorStore(), engine=engine, **options).add(nodes)
+        open_to_all = [node for node in nodes if node.metadata["reader"] == "all"]
+        seen.append(keys(engine, open_to_all))
+        behind = [place for place in engine.places([node.node_id for node in open_to_all]) if place is not None]
+        assert len(behind) == (0 if "context" in options else len(open_to_all))
+    assert (seen[0] == seen[1]) == bool(options)
+
+
+def test_filters_that_are_no_boundary_are_warned_of_once(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def asked(store: BlendVectorStore, *names: str) -> list[str]:
+        caplog.clear()
+        for filters in (MetadataFilters(filters=[MetadataFilter(key=name, value="x") for name in names]), None):
+            store.query(VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1, filters=filters))
+        return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+    engine = make_engine()
+    store = BlendVectorStore(SimpleVectorStore(), engine=engine, boundary=["reader"])
+    store.add(two_readers("Mara sleeps."))
+    assert asked(store, "reader", "ref_doc_id", "document_id") == []
+    [first] = asked(store, "reader", "page")
+    assert "filtered by 'page'" in first and "boundary=['page']" in first and "context='none'" in first
+    assert len(asked(store, "page", "year")) == 1
+    for other in (
+        BlendVectorStore(SimpleVectorStore(), engine=engine, context="none"),
+        BlendVectorStore(SimpleVectorStore(), engine=make_engine(context="none")),
+    ):
+        assert asked(other, "page") == []
+
+
+async def test_asynchronous_queries_are_watched_too(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    store = BlendVectorStore(SimpleVectorStore(), engine=make_engine())
+    filters = MetadataFilters(filters=[MetadataFilter(key="page", value=1)])
+    await store.aquery(VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1, filters=filters))
+    assert "filtered by 'page'" in caplog.text
+
+
+def test_options_that_mean_nothing(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="context='off'"):
+        BlendVectorStore(SimpleVectorStore(), engine=make_engine(), context="off")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="boundary='reader'"):
+        BlendVectorStore(SimpleVectorStore(), engine=make_engine(), boundary="reader")
+
+
+# What stands between chunks.
+
+
+def test_the_models_own_engine_joins_chunks_as_prompts_do(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def separator(config: EngineConfig | None = None) -> str:
+        llm = BlendLLM(model, tokenizer=tokenizer, config=config)
+        llm.engine.close()
+        return llm.engine.config.separator
+
+    assert separator() == separator(EngineConfig(ttl_s=60)) == "\n\n"
+    assert [separator(EngineConfig(separator=given)) for given in ("", "\n")] == ["", "\n"]
+    monkeypatch.setenv("CACHEBLEND_SEPARATOR", " | ")
+    assert separator() == " | "

@@ -1,0 +1,160 @@
+"""What people copy runs as it is written, on real MiniLM and Chroma: the examples and the README's starter script."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from cacheblend_lab.reference import demo_documents, demo_questions
+from integrations.llama_index.tests.conftest import WordEmbedding
+
+ROOT = Path(__file__).parents[3]
+READMES = [ROOT / "README.md", ROOT / "integrations" / "llama_index" / "README.md"]
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def answers(out: str) -> list[tuple[str, str]]:
+    """What was answered, and what was expected."""
+    return re.findall(r"^  (.*)  \(expected: (.*)\)$", out, re.MULTILINE)
+
+
+def test_the_query_engine_answers_and_every_chunk_hits(tmp_path: Path) -> None:
+    out = run("llama_index_query_engine.py", tmp_path)
+    hits = re.findall(r"^  (\d+) of (\d+) chunks hit", out, re.MULTILINE)
+    assert len(hits) == 4
+    assert all(hit == total == "12" for hit, total in hits)
+    assert len(answers(out)) == 4
+    assert all(answer == expected for answer, expected in answers(out))
+
+
+def test_objects_have_the_form_that_was_asked_for(tmp_path: Path) -> None:
+    out = run("llama_index_structured.py", tmp_path)
+    trades = re.findall(r"^  Work\(trade='([a-z ]+)'\), 4 of 4 chunks hit$", out, re.MULTILINE)
+    assert len(trades) == 2
+    assert set(trades) <= {"glass painter", "linen tester", "paper cutter", "wool trader"}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=["project", "package"])
+def test_the_starter_script_of_the_readme(
+    readme: Path,
+    chroma: ChromaVectorStore,
+    embedding: WordEmbedding,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Where the script keeps KV.
+    monkeypatch.chdir(tmp_path)
+    diffs = re.findall(r"```diff\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    (diff,) = [diff for diff in diffs if "llama_index_cacheblend" in diff]
+    lines = diff.splitlines()
+    added, removed = ([line[1:] for line in lines if line.startswith(sign)] for sign in "+-")
+    # What is taken out is put back changed: the model, and one argument of the query engine.
+    assert len(removed) == 2
+    assert len(added) - len(removed) == 3
+    before, after = removed[1], next(line for line in added if line.startswith("query_engine"))
+    assert after == before.replace("llm=llm)", 'llm=llm, response_mode="blend")')
+    script = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    script = script.replace("Qwen/Qwen2.5-7B-Instruct", "reference")
+    names: dict[str, Any] = {
+        "ChromaVectorStore": ChromaVectorStore,
+        "StorageContext": StorageContext,
+        "VectorStoreIndex": VectorStoreIndex,
+        "collection": chroma._collection,
+        "documents": [Document(text="\n".join(document.chunks)) for document in demo_documents()[:3]],
+    }
+    settings = Settings._embed_model
+    Settings.embed_model = embedding
+    try:
+        exec(compile(script, str(readme), "exec"), names)
+    finally:
+        Settings._embed_model = settings
+    response = names["query_engine"].query(demo_questions()[0].text)
+    assert response.response
+    assert response.metadata["blend"]["hits"] == len(response.source_nodes) > 0
+    names["llm"].engine.close()
+
+
+def test_the_ingestion_encodes_what_is_new_and_deletes_what_is_old(tmp_path: Path) -> None:
+    out = run("llama_index_ingestion.py", tmp_path)
+    runs = [
+        tuple(map(int, each))
+        for each in re.findall(r": (\d+) chunks are new, (\d+) are in the store, (\d+) have KV", out)
+    ]
+    assert len(runs) == 4
+    assert all(there == known for _, there, known in runs)
+    (first, all_of_them, _), (again, *_), (changed, _, _), (less, left, _) = runs
+    assert first == all_of_them
+    assert (again, less) == (0, 0)
+    assert 0 < changed < first
+    assert left < all_of_them
+    # The chunk that changed is encoded, and those behind it in its document.
+    [(encoded, warmed, there)] = re.findall(r"warming: (\d+) of (\d+) chunks were encoded, (\d+) were there", out)
+    assert int(warmed) == left == int(encoded) + int(there)
+    assert 1 <= int(encoded) < 10
+    assert "4 of 4 chunks hit" in out
+
+
+@pytest.fixture
+def fastapi_example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    spec = importlib.util.spec_from_file_location("llama_index_fastapi", EXAMPLES / "llama_index_fastapi.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Pydantic looks up annotations in the module that it knows by this name.
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_endpoint_streams_answers_from_what_is_there_now(fastapi_example: ModuleType, tmp_path: Path) -> None:
+    from fastapi.testclient import TestClient
+
+    question = demo_questions()[0]
+
+    def ask(client: TestClient) -> tuple[list[str], dict[str, Any]]:
+        with client.stream("POST", "/ask", json={"question": question.text}) as response:
+            assert response.status_code == 200
+            *pieces, end = [json.loads(line) for line in response.iter_lines()]
+        return [piece["text"] for piece in pieces], end
+
+    with TestClient(fastapi_example.make_app(tmp_path)) as client:
+        assert ask(client)[1]["sources"] == []
+        for each in demo_documents()[:3]:
+            assert client.put(f"/documents/{each.title}", json={"text": "\n".join(each.chunks)}).status_code == 204
+        pieces, end = ask(client)
+        assert len(pieces) > 1
+        assert end["ttft_s"] > 0
+        assert end["hits"] + end["misses"] == len(end["sources"]) >= 3
+        old = end["sources"][0]
+        assert client.put(f"/documents/{old}", json={"text": "Nothing is left of it."}).status_code == 204
+        assert client.delete(f"/documents/{end['sources'][-1]}").status_code == 204
+        gone = end["sources"][-1]
+    # The process ended, and another one begins.
+    with TestClient(fastapi_example.make_app(tmp_path)) as client:
+        _, end = ask(client)
+        assert gone not in end["sources"]
+        assert end["misses"] == 0

@@ -1,0 +1,335 @@
+"""A stale answer is impossible: any sequence of calls on an index over Chroma, and of changes behind its back, against a model.
+
+After every step a question is put to the whole index. The model must have been given the live texts, from KV of just these texts
+behind just what stands before them in their documents now, and say what it says where all of them were added a moment ago; and
+KV that no node stands for must be gone.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import chromadb
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode, TransformComponent
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.chunk import BlendPrompt, Chunk, text_hash
+from cacheblend_rag.engine import GenerationResult
+from integrations.llama_index.tests.conftest import WordEmbedding
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
+
+# No text is part of another one, so that it can be looked for in a prompt.
+LINES = ["Mara bakes bread.", "Otto paints ships.", "Lena dives deep.", "Ada counts stars.", "Ivo mends clocks."]
+QUESTION = "Who does what?"
+# Nothing is recomputed, so that every bit of KV counts.
+REUSE = engine_settings(recompute_ratio=0.0, selector="none", self_check=False, separator="\n\n")
+
+DOCUMENTS = st.sampled_from(["d0", "d1", "d2"])
+TEXTS = st.lists(st.sampled_from(LINES), min_size=1, max_size=2).map("\n".join)
+PLACES = st.integers(0, 9)
+# Lines of an old and a new text of a document may stand beside each other; so far apart none overlap.
+PLACE = 100
+
+
+class Lines(TransformComponent):
+    """Makes a node of each line; a document's nodes keep their ids when it is updated."""
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
+        return [node for document in nodes for node in nodes_of(document.node_id, document.get_content())]
+
+
+def nodes_of(document: str, text: str) -> list[BaseNode]:
+    return [
+        TextNode(
+            id_=f"{document}/{number}",
+            text=line,
+            start_char_idx=PLACE * number,
+            relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document)},
+        )
+        for number, line in enumerate(text.split("\n"))
+    ]
+
+
+class Watched:
+    """An engine whose prompts and answers are kept."""
+
+    def __init__(self, model: Any, tokenizer: Any, store: Path | None = None) -> None:
+        self.engine = BlendEngine(model, tokenizer, store=store, **REUSE)
+        self.llm = BlendLLM(engine=self.engine, max_new_tokens=6)
+        self.asked: list[tuple[BlendPrompt, GenerationResult]] = []
+        generate = self.engine.generate
+
+        def noting(prompt: BlendPrompt, *args: Any, **kwargs: Any) -> GenerationResult:
+            result = generate(prompt, *args, **kwargs)
+            self.asked.append((prompt, result))
+            return result
+
+        self.engine.generate = noting  # type: ignore[method-assign]
+
+    def answer(self, nodes: Any) -> tuple[BlendPrompt, GenerationResult]:
+        """Return the prompt and what came of it."""
+        BlendSynthesizer(llm=self.llm).synthesize(QUESTION, nodes)
+        return self.asked.pop()
+
+    def answer_anew(self, prompt: BlendPrompt, names: dict[str, Chunk]) -> GenerationResult:
+        """Return what comes of a prompt where these chunks, and no others, were just added."""
+        self.engine.delete(self.engine.ids())
+        self.engine.add(names.values())
+        segments = [
+            (each if names.get(str(each.id), each).text == each.text else Chunk(each.text))
+            if isinstance(each, Chunk)
+            else each
+            for each in prompt.segments
+        ]
+        return self.engine.generate(BlendPrompt(segments=segments), 6)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """An index over Chroma, another program that writes to the same collection, and what there should be."""
+
+    def __init__(self, model: Any, tokenizer: Any, naive: Watched, context: Literal["document", "none"]) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.naive, self.context = model, tokenizer, naive, context
+        self.client = chromadb.EphemeralClient()
+        self.collection = self.client.create_collection(f"machine-{uuid.uuid4().hex}")
+        self.folder = Path(tempfile.mkdtemp())
+        # In the collection: the document and the text of each node.
+        self.live: dict[str, tuple[str, str]] = {}
+        # In the engine: the chunk of each name.
+        self.names: dict[str, Chunk] = {}
+        # Those of them that were added; the others were met in a prompt.
+        self.owned: set[str] = set()
+        # KV in RAM alone, of texts that came under another text's name.
+        self.in_ram: set[str] = set()
+        self.open()
+
+    def open(self) -> None:
+        self.watched = Watched(self.model, self.tokenizer, self.folder / "kv")
+        self.engine = self.watched.engine
+        chroma = ChromaVectorStore(chroma_collection=self.collection)
+        self.store = BlendVectorStore(chroma, engine=self.engine, context=self.context)
+        self.embedding = WordEmbedding(model_name="words")
+        self.index = VectorStoreIndex.from_vector_store(
+            self.store, embed_model=self.embedding, transformations=[Lines()]
+        )
+        # What this process knows: the text of each document, and whose the nodes are that it added.
+        self.documents: dict[str, str] = {}
+        self.added: dict[str, str] = {}
+        self.in_ram.clear()
+
+    # What the index is asked to do.
+
+    def _added(self, document: str, text: str) -> None:
+        for node in nodes_of(document, text):
+            self.live[node.node_id] = (document, node.get_content())
+            self.names[node.node_id] = self._chunk(node.node_id)
+            self.added[node.node_id] = document
+            self.owned.add(node.node_id)
+
+    def _chunk(self, node_id: str) -> Chunk:
+        document, text = self.live[node_id]
+        if self.context == "none":
+            return Chunk(text, node_id)
+        return Chunk(text, node_id, document=document, start=PLACE * int(node_id.split("/")[1]))
+
+    def _gone(self, node_ids: set[str], whole: str | None = None) -> None:
+        """Take nodes away, all names of a `whole` document, and what prompts brought of documents that nothing was added of."""
+        touched = {node_id.split("/")[0] for node_id in node_ids & self.names.keys()} | {whole}
+        for node_id in node_ids:
+            for there in (self.live, self.names, self.added):
+                there.pop(node_id, None)
+        self.owned -= {node_id for node_id in self.owned if node_id in node_ids or node_id.split("/")[0] == whole}
+        ended = touched - {node_id.split("/")[0] for node_id in self.owned}
+        self.names = {id: chunk for id, chunk in self.names.items() if id.split("/")[0] not in ended}
+
+    def _of(self, document: str) -> set[str]:
+        there = {node_id for node_id, (owner, _) in self.live.items() if owner == document}
+        return there | {node_id for node_id, owner in self.added.items() if owner == document}
+
+    @rule(document=DOCUMENTS, text=TEXTS)
+    def insert(self, document: str, text: str) -> None:
+        self.index.insert(Document(text=text, id_=document))
+        self.documents[document] = text
+        self._added(document, text)
+        self.check()
+
+    @rule(document=DOCUMENTS, text=TEXTS)
+    def update(self, document: str, text: str) -> None:
+        self.index.update_ref_doc(Document(text=text, id_=document))
+        self._gone(self._of(document), document)
+        self.documents[document] = text
+        self._added(document, text)
+        self.check()
+
+    @rule(texts=st.dictionaries(DOCUMENTS, TEXTS, min_size=1))
+    def refresh(self, texts: dict[str, str]) -> None:
+        self.index.refresh_ref_docs([Document(text=text, id_=document) for document, text in texts.items()])
+        for document, text in texts.items():
+            before = self.documents.get(document)
+            if before == text:
+                continue
+            if before is not None:
+                self._gone(self._of(document), document)
+            self.documents[document] = text
+            self._added(document, text)
+        self.check()
+
+    @rule(document=DOCUMENTS)
+    def delete(self, document: str) -> None:
+        self.index.delete_ref_doc(document, delete_from_docstore=True)
+        self._gone(self._of(document), document)
+        self.check()
+
+    @precondition(lambda self: self.live)
+    @rule(place=PLACES)
+    def delete_a_node(self, place: int) -> None:
+        self.index.delete_nodes([node_id := self._at(place)])
+        self._gone({node_id})
+        self.check()
+
+    @rule()
+    def clear(self) -> None:
+        self.store.clear()
+        self._gone({*self.live, *self.added})
+        self.check()
+
+    @rule(prune=st.booleans())
+    def warm(self, prune: bool) -> None:
+        warm_index(self.index, prune=prune)
+        if prune:
+            self.names.clear()
+            self.owned.clear()
+        self.names.update({node_id: self._chunk(node_id) for node_id in self.live})
+        self.owned |= self.live.keys()
+        self.added.update({node_id: document for node_id, (document, _) in self.live.items()})
+        self.check()
+
+    @rule()
+    def reopen(self) -> None:
+        self.engine.close()
+        self.open()
+        self.check()
+
+    # What others do to the collection.
+
+    def _at(self, place: int) -> str:
+        return sorted(self.live)[place % len(self.live)]
+
+    @precondition(lambda self: self.live)
+    @rule(place=PLACES, line=st.sampled_from(LINES))
+    def change_behind_its_back(self, place: int, line: str) -> None:
+        node_id = self._at(place)
+        self.collection.update(ids=[node_id], documents=[line], embeddings=[self.embedding.get_text_embedding(line)])
+        self.live[node_id] = (self.live[node_id][0], line)
+        self.check()
+
+    @precondition(lambda self: self.live)
+    @rule(place=PLACES)
+    def delete_behind_its_back(self, place: int) -> None:
+        self.collection.delete(ids=[node_id := self._at(place)])
+        del self.live[node_id]
+        self.check()
+
+    @rule(document=DOCUMENTS, text=TEXTS)
+    def add_behind_its_back(self, document: str, text: str) -> None:
+        nodes = [node for node in nodes_of(document, text) if node.node_id not in self.live]
+        for node in nodes:
+            node.embedding = self.embedding.get_text_embedding(node.get_content())
+            self.live[node.node_id] = (document, node.get_content())
+        if nodes:
+            ChromaVectorStore(chroma_collection=self.collection).add(nodes)
+        self.check()
+
+    # What must be true then.
+
+    def check(self) -> None:
+        nodes = self.index.as_retriever(similarity_top_k=50).retrieve(QUESTION)
+        assert {each.node_id: each.text for each in nodes} == {id: text for id, (_, text) in self.live.items()}
+        if nodes:
+            self._check_answer(nodes)
+        self.engine.flush()
+        records = {record.id: record for record in self.engine.records(self.engine.ids()) if record is not None}
+        assert {id: record.text_hash for id, record in records.items()} == {
+            id: text_hash(chunk.text) for id, chunk in self.names.items()
+        }
+        anew = {record.id: record.key for record in self.naive.engine.records(list(self.names)) if record is not None}
+        assert not nodes or {id: record.key for id, record in records.items()} == anew
+        # No text that nobody stands for has KV.
+        keys = {record.key for record in records.values()}
+        alone = {line for line in LINES if self.engine._store.holds([self._key(line)]) == [True]}
+        assert {line for line in alone if self._key(line) not in keys} <= self.in_ram
+        held = sum(self.engine._store.holds(list(keys)))
+        # The template's own words before the nodes are nobody's text.
+        others = len(self.in_ram) + len(self.engine.heads())
+        assert held <= self.engine._store.stats().entries <= held + others
+        # What was encoded behind something that is gone is a miss; all that was retrieved since has KV.
+        assert all(
+            self.engine._store.holds([record.key]) == [True]
+            for id, record in records.items()
+            if self.context == "none" or self.live.get(id, ("", ""))[1] == self.names[id].text
+        )
+
+    def _check_answer(self, nodes: Any) -> None:
+        stored = {chunk.text for chunk in self.names.values()}
+        prompt, result = self.watched.answer(nodes)
+        text = self.tokenizer.decode(self.engine.prompt_ids(prompt))
+        shown = {line for line in LINES if line in text}
+        assert shown == {each.text for each in nodes}
+        for chunk in result.report.chunks:
+            live, named = self.live[str(chunk.id)][1], self.names.get(str(chunk.id))
+            # What is in RAM alone may have been dropped.
+            assert self.context == "document" or chunk.hit == (live in stored) or (chunk.hit and live in self.in_ram)
+            if named is not None and named.text != live:
+                assert chunk.hit or "not the one that was added" in str(chunk.reason)
+                self.in_ram.add(live)
+            elif not chunk.hit:
+                self.names.setdefault(str(chunk.id), Chunk(live, str(chunk.id)))
+        assert self.naive.answer_anew(prompt, self.names).token_ids == result.token_ids
+
+    def _key(self, line: str) -> str:
+        return self.engine._assembler.key(self.engine._assembler.tokenize(line))
+
+    def teardown(self) -> None:
+        self.engine.close()
+        self.client.delete_collection(self.collection.name)
+        shutil.rmtree(self.folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "examples", "steps"),
+    [(0, 8, 12), *(pytest.param(part, 40, 40, marks=pytest.mark.full) for part in range(1, 11))],
+)
+@pytest.mark.parametrize("context", ["document", "none"])
+def test_no_answer_is_stale(
+    model: Any,
+    tokenizer: Any,
+    tmp_path: Path,
+    context: Literal["document", "none"],
+    part: int,
+    examples: int,
+    steps: int,
+) -> None:
+    # In a folder as well, since the keys of what is in RAM alone are its own.
+    naive = Watched(model, tokenizer, tmp_path)
+    run_state_machine_as_test(
+        seed(part)(lambda: IndexMachine(model, tokenizer, naive, context)),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    naive.engine.close()

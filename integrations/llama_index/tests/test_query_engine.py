@@ -1,0 +1,193 @@
+"""Query engines over 200 nodes: each form of call says what the model says, and calls do not disturb each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.vector_stores import SimpleVectorStore
+
+from cacheblend_lab.reference import load_model, load_tokenizer
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine
+from integrations.llama_index.tests.conftest import EVERY_ROW, EventLog, WordEmbedding
+from integrations.llama_index.tests.corpus import corpus
+from llama_index_cacheblend import BlendLLM, BlendVectorStore, install
+
+TOP_K = 8
+
+
+def blended_index(llm: BlendLLM, embedding: WordEmbedding) -> VectorStoreIndex:
+    store = BlendVectorStore(SimpleVectorStore(stores_text=True), engine=llm.engine)
+    return VectorStoreIndex(
+        corpus().fresh_nodes(),
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=embedding,
+    )
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[BlendLLM]:
+    engine = BlendEngine(load_model(), load_tokenizer(), **engine_settings(recompute_ratio=1.0, selector="hkvd"))
+    yield BlendLLM(engine=engine, max_new_tokens=24)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference_index(reference: BlendLLM, embedding: WordEmbedding) -> VectorStoreIndex:
+    return blended_index(reference, embedding)
+
+
+def own_answer(llm: BlendLLM, ids: list[int]) -> list[int]:
+    """The model's own generate, which knows nothing of us."""
+    with torch.no_grad():
+        output = llm.engine.model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),
+            max_new_tokens=llm.max_new_tokens,
+            do_sample=False,
+        )
+    return output[0, len(ids) :].tolist()
+
+
+async def ask(engine: Any, question: str, form: str) -> tuple[str, Any]:
+    """The answer and the response, in one of the four forms."""
+    response = await engine.aquery(question) if form.startswith("async") else engine.query(question)
+    if form == "streaming":
+        return "".join(response.response_gen), response
+    if form == "async streaming":
+        return "".join([piece async for piece in response.async_response_gen()]), response
+    return str(response), response
+
+
+@pytest.mark.parametrize("form", ["sync", "async", "streaming", "async streaming"])
+@pytest.mark.parametrize("ratio", [1.0, pytest.param(EVERY_ROW, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [3, pytest.param(30, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+async def test_every_form_answers_as_the_model_itself_and_as_compact_mode(
+    reference: BlendLLM,
+    reference_index: VectorStoreIndex,
+    events: EventLog,
+    form: str,
+    ratio: float,
+    count: int,
+) -> None:
+    install()
+    llm = BlendLLM(
+        engine=reference.engine,
+        max_new_tokens=reference.max_new_tokens,
+        generation_kwargs={"blend_config": reference.engine.blend.replace(recompute_ratio=ratio)},
+    )
+    options = {"llm": llm, "similarity_top_k": TOP_K, "streaming": "streaming" in form}
+    blend = reference_index.as_query_engine(response_mode="blend", **options)
+    compact = reference_index.as_query_engine(**options)
+    tokenizer = llm.engine.tokenizer
+    for question in corpus().questions[:: len(corpus().questions) // count]:
+        events.events.clear()
+        expected, plain = await ask(compact, question.text, form)
+        said, response = await ask(blend, question.text, form)
+        theirs, ours = [event.response.raw for event in events.of(LLMChatEndEvent)]
+        start = events.of(LLMChatStartEvent)[-1]
+        ids = llm.engine.prompt_ids(start.additional_kwargs["blend_prompt"])
+        assert ours["token_ids"] == own_answer(llm, ids) == theirs["token_ids"]
+        assert said == expected == tokenizer.decode(ours["token_ids"], skip_special_tokens=True)
+        # What a user would count: the prompt's text as the chat template writes it, and the text of the answer.
+        plain_messages = [{"role": each.role.value, "content": each.content} for each in start.messages]
+        text = tokenizer.apply_chat_template(plain_messages, tokenize=False, add_generation_prompt=True)
+        assert ours["usage"] == {
+            "prompt_tokens": len(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            "completion_tokens": len(ours["token_ids"]),
+            "total_tokens": len(ids) + len(ours["token_ids"]),
+        }
+        assert theirs["usage"] == ours["usage"]
+        nodes = [(each.node.node_id, each.score) for each in response.source_nodes]
+        assert nodes == [(each.node.node_id, each.score) for each in plain.source_nodes]
+        assert len(nodes) == TOP_K
+        assert all(isinstance(score, float) for _, score in nodes)
+        report = response.metadata["blend"]
+        assert (report["hits"], report["misses"]) == (TOP_K, 0)
+        assert [chunk["id"] for chunk in report["chunks"]] == [name for name, _ in nodes]
+
+
+def test_the_reference_model_answers_when_it_is_given_what_it_needs(reference: BlendLLM) -> None:
+    right = 0
+    questions = corpus().questions[::5]
+    for question in questions:
+        nodes = [node for node in corpus().nodes if node.node_id in question.support]
+        context = "\n\n".join(node.text for node in nodes)
+        text = reference.complete(
+            f"<|user|>\nAnswer the question from the context only.\n\n{context}\n\nQuestion: {question.text}\n<|assistant|>\n"
+        ).text
+        right += question.answer in text
+    assert right >= len(questions) - 1
+
+
+class Reversed(BaseNodePostprocessor):
+    """Reranks: the last comes first."""
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        return nodes[::-1]
+
+
+def test_postprocessors_reorder_and_replace_what_is_read(
+    make_llm: Callable[..., BlendLLM], embedding: WordEmbedding, events: EventLog
+) -> None:
+    install()
+    llm = make_llm()
+    index = blended_index(llm, embedding)
+    question = corpus().questions[0].text
+    options = {"llm": llm, "similarity_top_k": 4}
+    in_order = index.as_query_engine(response_mode="blend", **options).query(question)
+    # The title stands in the metadata of each node, and takes the place of its text.
+    replaced = [Reversed(), MetadataReplacementPostProcessor(target_metadata_key="title")]
+    for postprocessors, hits in (([Reversed()], 4), (replaced, 0)):
+        events.events.clear()
+        compact = index.as_query_engine(node_postprocessors=postprocessors, **options).query(question)
+        blend = index.as_query_engine(node_postprocessors=postprocessors, response_mode="blend", **options).query(
+            question
+        )
+        theirs, ours = [event.response.raw for event in events.of(LLMChatEndEvent)]
+        assert ours["token_ids"] == theirs["token_ids"]
+        assert str(blend) == str(compact)
+        names = [each.node.node_id for each in blend.source_nodes]
+        assert names == [each.node.node_id for each in in_order.source_nodes][::-1]
+        report = blend.metadata["blend"]
+        assert [chunk["id"] for chunk in report["chunks"]] == names
+        assert report["hits"] == hits
+        assert all(
+            ("not the one that was added" in (chunk["reason"] or "")) == (not hits) for chunk in report["chunks"]
+        )
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+async def test_eight_questions_at_once(
+    make_llm: Callable[..., BlendLLM], embedding: WordEmbedding, rounds: int
+) -> None:
+    install()
+    llm = make_llm(recompute_ratio=0.2, max_new_tokens=8)
+    index = blended_index(llm, embedding)
+    engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=4)
+    streaming = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=4, streaming=True)
+    questions = [question.text for question in corpus().questions[:8]]
+    alone = [str(engine.query(question)) for question in questions]
+    assert len(set(alone)) > 4
+    unread: list[Any] = []
+    for number in range(rounds):
+        cancelled = asyncio.ensure_future(engine.aquery(questions[number % 8]))
+        unread = [*unread[-3:], await streaming.aquery(questions[number % 8]), streaming.query(questions[0])]
+        together = asyncio.gather(*(engine.aquery(question) for question in questions))
+        await asyncio.sleep(0.002 * (number % 5))
+        cancelled.cancel()
+        assert [str(each) for each in await asyncio.wait_for(together, 60)] == alone
+        with suppress(asyncio.CancelledError):
+            assert str(await cancelled) == alone[number % 8]

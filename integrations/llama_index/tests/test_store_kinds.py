@@ -1,0 +1,396 @@
+"""Chroma, Qdrant and LlamaIndex's own store, each wrapped: whatever an index or a pipeline does to them, nodes and KV agree."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+import qdrant_client
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import MarkdownNodeParser, SentenceSplitter, SentenceWindowNodeParser
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.schema import MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
+from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryMode
+from llama_index.vector_stores.chroma import ChromaVectorStore
+from llama_index.vector_stores.qdrant import QdrantVectorStore
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.errors import ConfigError
+from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
+
+KINDS = ["chroma", "qdrant", "simple"]
+
+
+def node_id(number: int) -> str:
+    """An id that Qdrant takes, which wants UUIDs."""
+    return str(uuid.UUID(int=number + 1))
+
+
+def some_nodes(embedding: WordEmbedding, texts: list[str] = FACTS) -> list[TextNode]:
+    return [
+        TextNode(
+            id_=node_id(number),
+            text=text,
+            metadata={"side": number % 2},
+            embedding=embedding.get_text_embedding(text),
+            relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=f"d{number % 2}")},
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+IDS = [node_id(number) for number in range(len(FACTS))]
+
+
+def make_inner(kind: str, asynchronous: bool) -> BasePydanticVectorStore:
+    if kind == "simple":
+        return SimpleVectorStore()
+    name = f"kinds-{uuid.uuid4().hex}"
+    if kind == "chroma":
+        return ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection(name))
+    # Clients in memory share nothing, so that a store has one of the two. They warn of an index that only a server makes.
+    if asynchronous:
+        return QdrantVectorStore(name, aclient=qdrant_client.AsyncQdrantClient(":memory:"), index_doc_id=False)
+    return QdrantVectorStore(name, client=qdrant_client.QdrantClient(":memory:"), index_doc_id=False)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def store(kind: str, asynchronous: bool, llm: BlendLLM) -> BlendVectorStore:
+    return BlendVectorStore(make_inner(kind, asynchronous), engine=llm.engine)
+
+
+@pytest.fixture
+def call(asynchronous: bool) -> Callable[..., Any]:
+    """Calls a method of a store, an index or a pipeline, or its asynchronous form."""
+
+    async def method(target: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not asynchronous:
+            return getattr(target, name)(*args, **kwargs)
+        return await getattr(target, "async_add" if name == "add" else f"a{name}")(*args, **kwargs)
+
+    return method
+
+
+async def held(store: BlendVectorStore, asynchronous: bool) -> set[str]:
+    """Ids that the inner store holds."""
+    query = VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99)
+    try:
+        result = await store.aquery(query) if asynchronous else store.query(query)
+    except ValueError as error:
+        # What Qdrant says of a collection that nothing was added to.
+        if "not found" not in str(error):
+            raise
+        return set()
+    return set(result.ids or [])
+
+
+def known(engine: BlendEngine) -> set[str]:
+    """Ids that the engine knows, each with its KV."""
+    engine.flush()
+    records = [record for record in engine.records(engine.ids()) if record is not None]
+    assert all(engine._store.holds([record.key for record in records]))
+    return set(engine.ids())
+
+
+async def test_every_way_to_add_and_delete(
+    store: BlendVectorStore, kind: str, call: Callable[..., Any], asynchronous: bool, embedding: WordEmbedding
+) -> None:
+    engine = store.engine
+    side = MetadataFilters(filters=[MetadataFilter(key="side", value=0)])
+    assert await call(store, "add", some_nodes(embedding)) == IDS
+    assert await held(store, asynchronous) == known(engine) == set(IDS)
+    await call(store, "delete", "d1")
+    assert await held(store, asynchronous) == known(engine) == {IDS[0], IDS[2], IDS[4]}
+    await call(store, "delete_nodes", [IDS[4], node_id(99)])
+    assert await held(store, asynchronous) == known(engine) == {IDS[0], IDS[2]}
+    await call(store, "delete_nodes", filters=side)
+    assert await held(store, asynchronous) == known(engine) == set()
+    await call(store, "add", some_nodes(embedding))
+    await call(store, "clear")
+    assert await held(store, asynchronous) == known(engine) == set()
+    assert engine._store.stats().entries == 0
+    await call(store, "add", some_nodes(embedding)[:1])
+    await call(store, "add", some_nodes(embedding, ["Another text."]))
+    assert await held(store, asynchronous) == known(engine) == {IDS[0]}
+    assert engine._store.stats().entries == 1
+    if kind != "simple":
+        nodes = await store.aget_nodes([IDS[0]]) if asynchronous else store.get_nodes([IDS[0]])
+        assert [node.get_content() for node in nodes] == ["Another text."]
+
+
+async def test_deleting_without_ids_forgets_what_a_store_may_take_for_all(
+    store: BlendVectorStore, kind: str, call: Callable[..., Any], asynchronous: bool, embedding: WordEmbedding
+) -> None:
+    await call(store, "add", some_nodes(embedding))
+    if kind == "chroma":
+        with pytest.raises(ValueError, match="non-empty"):
+            await call(store, "delete_nodes")
+        assert len(await held(store, asynchronous)) == 5
+    else:
+        await call(store, "delete_nodes")
+        assert await held(store, asynchronous) == set()
+    assert known(store.engine) == set()
+
+
+async def test_documents_of_an_index(
+    store: BlendVectorStore, call: Callable[..., Any], asynchronous: bool, llm: BlendLLM, embedding: WordEmbedding
+) -> None:
+    index = VectorStoreIndex(
+        [], storage_context=StorageContext.from_defaults(vector_store=store), embed_model=embedding
+    )
+    documents = [Document(text=text, id_=f"d{number}") for number, text in enumerate(FACTS)]
+    assert await call(index, "refresh_ref_docs", documents) == [True] * 5
+    synthesizer = BlendSynthesizer(llm=llm)
+
+    async def ask() -> tuple[set[str], dict[str, Any]]:
+        retriever = index.as_retriever(similarity_top_k=9)
+        nodes = await (retriever.aretrieve("Mara?") if asynchronous else asyncio.to_thread(retriever.retrieve, "Mara?"))
+        response = await synthesizer.asynthesize("Mara?", nodes)
+        return {each.text for each in nodes}, response.metadata["blend"]
+
+    texts = set(FACTS)
+    changed = Document(text="Mara Lindell was born in Lisbon.", id_="d0")
+    for name, argument, gone, come in [
+        ("update_ref_doc", changed, FACTS[0], changed.text),
+        ("refresh_ref_docs", [changed, Document(text="Otto sails.", id_="d2")], FACTS[2], "Otto sails."),
+        ("delete_ref_doc", "d1", FACTS[1], None),
+    ]:
+        keep = {"delete_from_docstore": True} if name == "delete_ref_doc" else {}
+        await call(index, name, argument, **keep)
+        texts = texts - {gone} | ({come} if come else set())
+        found, report = await ask()
+        assert found == texts
+        assert (report["hits"], report["misses"]) == (len(texts), 0)
+        assert await held(store, asynchronous) == known(store.engine)
+        # The template's own words before the nodes have KV too.
+        assert store.engine._store.stats().entries == len(texts) + len(store.engine.heads())
+
+
+@pytest.mark.parametrize("strategy", list(DocstoreStrategy))
+async def test_pipeline(
+    store: BlendVectorStore,
+    call: Callable[..., Any],
+    asynchronous: bool,
+    embedding: WordEmbedding,
+    strategy: DocstoreStrategy,
+) -> None:
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=24, chunk_overlap=0), embedding],
+        vector_store=store,
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=strategy,
+    )
+    first = [Document(text=" ".join(FACTS), id_="long"), Document(text="Lena dives.", id_="short")]
+    nodes = await call(pipeline, "run", documents=first)
+    assert len(nodes) > 2
+    assert await held(store, asynchronous) == known(store.engine) == {node.node_id for node in nodes}
+    assert await call(pipeline, "run", documents=first) == []
+    second = await call(pipeline, "run", documents=[Document(text="Mara bakes.", id_="long")])
+    live = {node.node_id for node in second}
+    if strategy == DocstoreStrategy.DUPLICATES_ONLY:
+        live |= {node.node_id for node in nodes}
+    if strategy == DocstoreStrategy.UPSERTS:
+        live |= {node.node_id for node in nodes if node.ref_doc_id == "short"}
+    assert await held(store, asynchronous) == known(store.engine) == live
+    assert store.engine._store.stats().entries == len(live)
+
+
+# Forks of asynchronous pipelines: from Python 3.12 on they are warned of in a process with threads, which is LlamaIndex's choice.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+async def test_pipeline_with_workers(llm: BlendLLM, asynchronous: bool, call: Callable[..., Any]) -> None:
+    store = BlendVectorStore(make_inner("chroma", asynchronous), engine=llm.engine)
+    # A parser that needs nothing which a process of its own would have to fetch.
+    pipeline = IngestionPipeline(
+        transformations=[MarkdownNodeParser(), MockEmbedding(embed_dim=64)], vector_store=store
+    )
+    documents = [
+        Document(text="\n\n".join(f"# {fact}\n\n{fact}" for fact in FACTS[number:]), id_=f"d{number}")
+        for number in range(3)
+    ]
+    nodes = await call(pipeline, "run", documents=documents, num_workers=2)
+    assert len(nodes) == 5 + 4 + 3
+    assert await held(store, asynchronous) == known(llm.engine) == {node.node_id for node in nodes}
+
+
+def test_a_store_is_not_sent_to_another_process(llm: BlendLLM) -> None:
+    with pytest.raises(ConfigError, match="holds the model"):
+        pickle.dumps(BlendVectorStore(SimpleVectorStore(), engine=llm.engine))
+
+
+@pytest.mark.parametrize(("kind", "asynchronous"), [("chroma", False), ("simple", False)])
+async def test_queries_of_every_mode(store: BlendVectorStore, kind: str, embedding: WordEmbedding) -> None:
+    store.add(some_nodes(embedding))
+    modes = [VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR]
+    if kind == "simple":
+        modes += [VectorStoreQueryMode.LINEAR_REGRESSION, VectorStoreQueryMode.LOGISTIC_REGRESSION]
+    for mode in modes:
+        query = VectorStoreQuery(
+            query_embedding=embedding.get_query_embedding("harbour office"), similarity_top_k=2, mode=mode
+        )
+        options = {"mmr_threshold": 0.5} if mode == VectorStoreQueryMode.MMR else {}
+        ours, theirs = store.query(query, **options), store.inner.query(query, **options)
+        assert ours.ids == theirs.ids
+        assert ours.similarities is not None and theirs.similarities is not None
+        assert list(ours.similarities) == pytest.approx(list(theirs.similarities), abs=1e-4)
+        assert len(ours.ids or []) == 2
+
+
+def test_hybrid_queries(llm: BlendLLM, embedding: WordEmbedding) -> None:
+    words: dict[str, int] = {}
+
+    def sparse(texts: list[str]) -> tuple[list[list[int]], list[list[float]]]:
+        indices = [
+            sorted({words.setdefault(word.strip("."), len(words)) for word in text.lower().split()}) for text in texts
+        ]
+        return indices, [[1.0] * len(each) for each in indices]
+
+    inner = QdrantVectorStore(
+        "hybrid",
+        client=qdrant_client.QdrantClient(":memory:"),
+        index_doc_id=False,
+        enable_hybrid=True,
+        sparse_doc_fn=sparse,
+        sparse_query_fn=sparse,
+    )
+    store = BlendVectorStore(inner, engine=llm.engine)
+    store.add(some_nodes(embedding))
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
+    for mode in ["hybrid", "sparse", "default"]:
+        nodes = index.as_retriever(vector_store_query_mode=mode, similarity_top_k=2).retrieve("harbour office")
+        report = BlendSynthesizer(llm=llm).synthesize("Who?", nodes).metadata["blend"]
+        assert {each.node_id for each in nodes} == {IDS[3], IDS[4]}
+        assert report["hits"] == 2
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30)
+# JSON, in which stores keep metadata, has no infinity: its text changes in the store, and is encoded when it is retrieved.
+FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
+VALUE = st.one_of(TEXT, st.integers(-(2**31), 2**31), FLOATS, st.none())
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=TEXT,
+    metadata=st.dictionaries(st.text("abcdef", min_size=1, max_size=4), VALUE, max_size=3),
+    excluded=st.lists(st.text("abcdef", min_size=1, max_size=4), max_size=2),
+    template=st.sampled_from(["{metadata_str}\n\n{content}", "{content}", "<{content}> [{metadata_str}]"]),
+    line=st.sampled_from(["{key}: {value}", "{value}"]),
+    separator=st.sampled_from(["\n", "; "]),
+)
+def test_what_is_encoded_is_what_is_retrieved(llm: BlendLLM, **parts: Any) -> None:
+    node = TextNode(
+        id_=IDS[0],
+        text=parts["text"],
+        metadata=parts["metadata"],
+        excluded_llm_metadata_keys=parts["excluded"],
+        text_template=parts["template"],
+        metadata_template=parts["line"],
+        metadata_separator=parts["separator"],
+    )
+    for kind in KINDS:
+        store = BlendVectorStore(make_inner(kind, False), engine=llm.engine)
+        index = VectorStoreIndex(
+            [], storage_context=StorageContext.from_defaults(vector_store=store), embed_model=MockEmbedding(embed_dim=8)
+        )
+        index.insert_nodes([node])
+        [found] = index.as_retriever().retrieve("Mara?")
+        shown = found.node.get_content(MetadataMode.LLM).strip()
+        [record] = llm.engine.records(IDS[:1])
+        assert (record is not None) == bool(shown)
+        assert record is None or record.text_hash == text_hash(shown)
+        store.clear()
+        assert llm.engine.ids() == []
+
+
+def test_what_a_postprocessor_will_show_can_be_encoded(llm: BlendLLM, embedding: WordEmbedding) -> None:
+    window = MetadataReplacementPostProcessor(target_metadata_key="window")
+
+    def shown(node: Any) -> str:
+        return str(node.metadata["window"])
+
+    store = BlendVectorStore(make_inner("chroma", False), engine=llm.engine, text_of=shown)
+    index = VectorStoreIndex.from_documents(
+        [Document(text=" ".join(FACTS))],
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        transformations=[SentenceWindowNodeParser.from_defaults(window_size=1)],
+        embed_model=embedding,
+    )
+    nodes = window.postprocess_nodes(index.as_retriever(similarity_top_k=2).retrieve("Otto Brandt"))
+    report = BlendSynthesizer(llm=llm).synthesize("Where?", nodes).metadata["blend"]
+    assert any(len(each.text) > len(FACTS[2]) for each in nodes)
+    assert report["hits"] == 2
+
+
+def test_kv_stays_while_another_node_or_tenant_has_the_text(
+    kind: str, model: Any, tokenizer: Any, tmp_path: Path, embedding: WordEmbedding
+) -> None:
+    def tenant(name: str) -> BlendVectorStore:
+        engine = BlendEngine(model, tokenizer, store=tmp_path, tenant=name)
+        return BlendVectorStore(make_inner(kind, False), engine=engine, context="none")
+
+    ours, theirs = tenant("ours"), tenant("theirs")
+    twice = some_nodes(embedding, ["The same text."] * 3)
+    # Both of one side, so that their texts are equal.
+    for store in (ours, theirs):
+        store.add([twice[0], twice[2]])
+    [key] = {record.key for record in ours.engine.records(ours.engine.ids()) if record is not None}
+    ours.delete_nodes([IDS[0]])
+    assert ours.engine._store.holds([key]) == [True]
+    ours.delete_nodes([IDS[2]])
+    assert ours.engine._store.holds([key]) == [False]
+    assert known(theirs.engine) == {IDS[0], IDS[2]}
+    ours.engine.close()
+    theirs.engine.close()
+
+
+def test_an_index_is_persisted_and_loaded(llm: BlendLLM, embedding: WordEmbedding, tmp_path: Path) -> None:
+    store = BlendVectorStore(SimpleVectorStore(), engine=llm.engine)
+    index = VectorStoreIndex.from_documents(
+        [Document(text=text, id_=f"d{number}") for number, text in enumerate(FACTS)],
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=embedding,
+    )
+    index.storage_context.persist(str(tmp_path))
+    again = BlendVectorStore(SimpleVectorStore.from_persist_dir(str(tmp_path)), engine=llm.engine)
+    context = StorageContext.from_defaults(persist_dir=str(tmp_path), vector_store=again)
+    loaded = load_index_from_storage(context, embed_model=embedding)
+    assert loaded.refresh_ref_docs([Document(text=FACTS[0], id_="d0"), Document(text="New.", id_="d1")]) == [
+        False,
+        True,
+    ]
+    nodes = loaded.as_retriever(similarity_top_k=9).retrieve("Mara?")
+    assert {each.text for each in nodes} == {*FACTS, "New."} - {FACTS[1]}
+    assert known(llm.engine) == {each.node_id for each in nodes}
+
+
+@pytest.fixture(autouse=True)
+def _no_collections_left() -> Iterator[None]:
+    yield
+    client = chromadb.EphemeralClient()
+    for collection in client.list_collections():
+        if collection.name.startswith("kinds-"):
+            client.delete_collection(collection.name)

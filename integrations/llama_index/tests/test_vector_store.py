@@ -1,0 +1,412 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
+from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryResult
+from llama_index.vector_stores.chroma import ChromaVectorStore
+from pydantic import Field
+
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.errors import ConfigError
+from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
+
+MakeLLM = Callable[..., BlendLLM]
+
+
+def some_nodes(embedding: WordEmbedding, texts: list[str] = FACTS) -> list[TextNode]:
+    """Nodes n0, n1, ... of which the even ones belong to document d0 and the odd ones to d1."""
+    return [
+        TextNode(
+            id_=f"n{number}",
+            text=text,
+            metadata={"side": number % 2},
+            embedding=embedding.get_text_embedding(text),
+            relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=f"d{number % 2}")},
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def engine(llm: BlendLLM) -> BlendEngine:
+    return llm.engine
+
+
+@pytest.fixture(params=["chroma", "simple"])
+def inner(request: pytest.FixtureRequest, chroma: ChromaVectorStore) -> BasePydanticVectorStore:
+    return chroma if request.param == "chroma" else SimpleVectorStore()
+
+
+@pytest.fixture
+def store(inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEmbedding) -> BlendVectorStore:
+    store = BlendVectorStore(inner, engine=engine)
+    assert store.add(some_nodes(embedding)) == ["n0", "n1", "n2", "n3", "n4"]
+    return store
+
+
+def held(store: BlendVectorStore) -> set[str]:
+    """Ids that the inner store holds."""
+    query = VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99)
+    return set(store.query(query).ids or [])
+
+
+def known(engine: BlendEngine, misses: Collection[str] = ()) -> set[str]:
+    """Ids that the engine knows, all but these with their KV."""
+    records = [record for record in engine.records(engine.ids()) if record is not None]
+    held = engine._store.holds([record.key for record in records])
+    assert {record.id for record, there in zip(records, held, strict=True) if not there} == set(misses)
+    return set(engine.ids())
+
+
+def test_adding_encodes_what_the_model_sees(store: BlendVectorStore, engine: BlendEngine) -> None:
+    assert held(store) == known(engine) == {"n0", "n1", "n2", "n3", "n4"}
+    record = engine.records(["n0"])[0]
+    assert record is not None
+    assert record.text_hash == text_hash(f"side: 0\n\n{FACTS[0]}")
+
+
+def test_it_looks_like_the_inner_store(store: BlendVectorStore, inner: BasePydanticVectorStore) -> None:
+    assert store.stores_text == inner.stores_text
+    assert store.is_embedding_query == inner.is_embedding_query
+    assert store.client is inner.client
+    assert store.inner is inner
+    assert store.class_name() == "BlendVectorStore"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+async def test_deleting_forgets(
+    store: BlendVectorStore, engine: BlendEngine, embedding: WordEmbedding, asynchronous: bool
+) -> None:
+    keys = {record.id: record.key for record in engine.records(engine.ids()) if record is not None}
+    side = MetadataFilters(filters=[MetadataFilter(key="side", value=0)])
+
+    async def call(name: str, *args: Any, **kwargs: Any) -> None:
+        if asynchronous:
+            await getattr(store, f"a{name}")(*args, **kwargs)
+        else:
+            getattr(store, name)(*args, **kwargs)
+
+    await call("delete", "d1")
+    assert held(store) == known(engine) == {"n0", "n2", "n4"}
+    await call("delete_nodes", ["n4", "unknown"])
+    assert held(store) == known(engine) == {"n0", "n2"}
+    await call("delete", "no such document")
+    await call("delete_nodes", ["n0"], filters=side)
+    # What stood behind it is encoded again when it is retrieved.
+    assert held(store) == known(engine, misses=["n2"]) == {"n2"}
+    await call("clear")
+    assert held(store) == known(engine) == set()
+    await call("clear")
+    assert not any(engine._store.holds(list(keys.values())))
+    if asynchronous:
+        await store.async_add(some_nodes(embedding))
+        result = await store.aquery(VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99))
+        assert set(result.ids or []) == known(engine) == set(keys)
+    else:
+        store.add(some_nodes(embedding))
+        assert held(store) == known(engine) == set(keys)
+
+
+async def test_deleting_by_filter_alone(store: BlendVectorStore, engine: BlendEngine) -> None:
+    store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=1)]))
+    assert held(store) == known(engine) == {"n0", "n2", "n4"}
+    store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=7)]))
+    await store.adelete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=0)]))
+    assert held(store) == known(engine) == set()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+async def test_a_new_text_under_an_old_id_replaces_text_and_kv(
+    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, asynchronous: bool
+) -> None:
+    store = BlendVectorStore(chroma, engine=engine)
+    store.add(some_nodes(embedding))
+    old = engine.records(["n0"])[0]
+    changed = some_nodes(embedding, ["Mara Lindell was born in Lisbon.", FACTS[1], "Someone else."])
+    if asynchronous:
+        await store.async_add(changed)
+    else:
+        store.add(changed)
+    new = engine.records(["n0"])[0]
+    assert old is not None
+    assert new is not None
+    nodes = {node.node_id: node for node in store.get_nodes()}
+    assert len(nodes) == 5
+    assert nodes["n0"].get_content() == "Mara Lindell was born in Lisbon."
+    assert new.text_hash == text_hash(nodes["n0"].get_content(MetadataMode.LLM))
+    assert engine._store.holds([old.key, new.key]) == [False, True]
+
+
+def test_the_same_nodes_again_are_not_encoded_again(
+    store: BlendVectorStore, engine: BlendEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    add = engine.add
+    monkeypatch.setattr(engine, "add", lambda *args, **kwargs: results.append(add(*args, **kwargs)))
+    store.add(some_nodes(embedding))
+    assert (results[0].encoded, results[0].unchanged) == (0, 5)
+    assert held(store) == known(engine)
+
+
+def test_deletion_works_after_a_restart(tmp_path: Path, make_llm: MakeLLM, embedding: WordEmbedding) -> None:
+    import chromadb
+
+    settings = chromadb.Settings(anonymized_telemetry=False)
+
+    def opened() -> BlendVectorStore:
+        collection = chromadb.PersistentClient(str(tmp_path / "chroma"), settings).get_or_create_collection("facts")
+        return BlendVectorStore(
+            ChromaVectorStore(chroma_collection=collection), engine=make_llm(store=tmp_path / "kv").engine
+        )
+
+    first = opened()
+    first.add(some_nodes(embedding))
+    first.engine.close()
+    second = opened()
+    assert known(second.engine) == {"n0", "n1", "n2", "n3", "n4"}
+    second.delete("d0")
+    assert held(second) == known(second.engine) == {"n1", "n3"}
+    second.clear()
+    assert known(second.engine) == set()
+
+
+def test_simple_store_is_persisted_with_the_index(
+    tmp_path: Path, engine: BlendEngine, embedding: WordEmbedding
+) -> None:
+    context = StorageContext.from_defaults(vector_store=BlendVectorStore(SimpleVectorStore(), engine=engine))
+    index = VectorStoreIndex.from_documents(
+        [Document(text=text, id_=f"d{number}") for number, text in enumerate(FACTS)],
+        storage_context=context,
+        embed_model=embedding,
+    )
+    index.storage_context.persist(tmp_path)
+    kept = SimpleVectorStore.from_namespaced_persist_dir(str(tmp_path))["default"]
+    loaded = StorageContext.from_defaults(persist_dir=str(tmp_path), vector_store=BlendVectorStore(kept, engine=engine))
+    again = load_index_from_storage(loaded, embed_model=embedding)
+    assert isinstance(again, VectorStoreIndex)
+    again.delete_ref_doc("d0", delete_from_docstore=True)
+    assert held(again.vector_store) == known(engine)  # type: ignore[arg-type]
+    assert len(known(engine)) == len(FACTS) - 1
+
+
+def test_documents_of_an_index_are_updated_and_deleted(
+    inner: BasePydanticVectorStore, llm: BlendLLM, embedding: WordEmbedding
+) -> None:
+    store = BlendVectorStore(inner, engine=llm.engine)
+    documents = [Document(text=text, id_=f"d{number}") for number, text in enumerate(FACTS)]
+    index = VectorStoreIndex.from_documents(
+        documents, storage_context=StorageContext.from_defaults(vector_store=store), embed_model=embedding
+    )
+    synthesizer = BlendSynthesizer(llm=llm)
+
+    def ask(question: str) -> tuple[str, dict[str, Any]]:
+        nodes = index.as_retriever(similarity_top_k=2).retrieve(question)
+        response = synthesizer.synthesize(question, nodes)
+        return nodes[0].text, response.metadata["blend"]
+
+    assert ask("Where was Mara Lindell born?")[1]["hits"] == 2
+    index.update_ref_doc(Document(text="Mara Lindell was born in Lisbon.", id_="d0"))
+    text, report = ask("Where was Mara Lindell born?")
+    assert text == "Mara Lindell was born in Lisbon."
+    assert report["hits"] == 2
+    assert held(store) == known(llm.engine)
+    index.delete_ref_doc("d1")
+    assert len(held(store)) == len(FACTS) - 1
+    assert held(store) == known(llm.engine)
+
+
+def test_ingestion_pipeline(chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding) -> None:
+    store = BlendVectorStore(chroma, engine=engine)
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=64, chunk_overlap=0), embedding], vector_store=store
+    )
+    nodes = pipeline.run(documents=[Document(text=" ".join(FACTS * 4), id_="d")])
+    assert len(nodes) > 1
+    assert held(store) == known(engine) == {node.node_id for node in nodes}
+
+
+def test_nodes_without_text_are_stored_but_not_encoded(
+    store: BlendVectorStore, engine: BlendEngine, embedding: WordEmbedding
+) -> None:
+    blank = TextNode(id_="n0", text=" \n", embedding=embedding.get_text_embedding("blank"))
+    store.add([blank])
+    assert "n0" in held(store)
+    assert not engine.contains("n0")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_node_beyond_the_window_is_stored_without_kv(
+    inner: BasePydanticVectorStore,
+    engine: BlendEngine,
+    embedding: WordEmbedding,
+    caplog: pytest.LogCaptureFixture,
+    background: bool,
+) -> None:
+    store = BlendVectorStore(inner, engine=engine, background=background)
+    store.add(some_nodes(embedding))
+    long = TextNode(id_="n0", text="word " * 2000, embedding=embedding.get_text_embedding("long"))
+    added = store.add([TextNode(id_="new", text="New.", embedding=embedding.get_text_embedding("new")), long])
+    store.flush()
+    assert added == ["new", "n0"]
+    assert held(store) == {"n0", "n1", "n2", "n3", "n4", "new"}
+    # What n0 stood for before is gone too, and what was encoded behind it.
+    assert known(engine, misses=["n2", "n4"]) == {"n1", "n2", "n3", "n4", "new"}
+    assert "node n0 is stored without KV: chunk 'n0' has 4000 tokens" in caplog.text
+
+
+def test_what_the_inner_store_refuses_is_not_kept(
+    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding
+) -> None:
+    store = BlendVectorStore(chroma, engine=engine)
+    store.add(some_nodes(embedding))
+    bad = TextNode(id_="bad", text="Its embedding is too short.", embedding=[1.0, 2.0])
+    with pytest.raises(Exception, match="dimension"):
+        store.add([bad])
+    assert held(store) == known(engine)
+
+
+def test_kv_that_finds_no_room_keeps_no_node_out(
+    chroma: ChromaVectorStore,
+    make_llm: MakeLLM,
+    embedding: WordEmbedding,
+    model: Any,
+    tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = BlendEngine(model, tokenizer, **engine_settings(ram_bytes=1, self_check=False))
+    llm = BlendLLM(engine=engine, max_new_tokens=8)
+    store = BlendVectorStore(chroma, engine=engine)
+    with caplog.at_level(logging.WARNING):
+        store.add(some_nodes(embedding))
+    assert "computed at query time" in caplog.text
+    assert len(held(store)) == 5
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
+    nodes = index.as_retriever(similarity_top_k=3).retrieve("Where was Mara Lindell born?")
+    assert BlendSynthesizer(llm=llm).synthesize("Where was Mara?", nodes).metadata["blend"]["misses"] == 3
+    engine.close()
+
+
+def test_progress(
+    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BlendVectorStore(chroma, engine=engine, show_progress=True).add(some_nodes(embedding))
+    assert "Encoding chunks: 100%" in capsys.readouterr().err
+
+
+def test_only_vector_stores_are_wrapped(engine: BlendEngine, chroma: ChromaVectorStore) -> None:
+    with pytest.raises(ConfigError, match="ChromaVectorStore"):
+        BlendVectorStore(chroma.client, engine=engine)
+    store = BlendVectorStore(chroma, engine=engine)
+    with pytest.raises(ConfigError, match=r"already; use it as it is, or .*BlendVectorStore\(store.inner, ...\)"):
+        BlendVectorStore(store, engine=engine)
+    with pytest.raises(ConfigError, match="parents is a StorageContext; give a docstore"):
+        BlendVectorStore(chroma, engine=engine, parents=StorageContext.from_defaults())  # type: ignore[arg-type]
+
+
+def test_the_engine_is_the_models_or_that_of_the_settings(
+    llm: BlendLLM, chroma: ChromaVectorStore, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "_llm", None)
+    with pytest.raises(ConfigError, match="it is not said which engine"):
+        BlendVectorStore(chroma)
+    with pytest.raises(ConfigError, match="engine='reference' is a str, which computes no KV"):
+        BlendVectorStore(chroma, engine="reference")  # type: ignore[arg-type]
+    given = BlendVectorStore(chroma, engine=llm)
+    assert given.add(some_nodes(embedding)) and len(known(llm.engine)) == 5
+    monkeypatch.setattr(Settings, "_llm", llm)
+    assert BlendVectorStore(chroma).engine is given.engine is llm.engine
+
+
+class Unlisted(BasePydanticVectorStore):
+    """A store with the least that LlamaIndex asks for: it cannot list its nodes or delete them one by one."""
+
+    stores_text: bool = True
+    nodes: dict[str, BaseNode] = Field(default_factory=dict)
+
+    @property
+    def client(self) -> None:
+        return None
+
+    def add(self, nodes: Any, **kwargs: Any) -> list[str]:
+        self.nodes.update({node.node_id: node for node in nodes})
+        return [node.node_id for node in nodes]
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        self.nodes = {key: node for key, node in self.nodes.items() if node.ref_doc_id != ref_doc_id}
+
+    def clear(self) -> None:
+        self.nodes = {}
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        return VectorStoreQueryResult(nodes=list(self.nodes.values()), ids=list(self.nodes))
+
+
+def test_stores_that_cannot_list_their_nodes(engine: BlendEngine, embedding: WordEmbedding) -> None:
+    store = BlendVectorStore(Unlisted(), engine=engine)
+    store.add(some_nodes(embedding))
+    store.add(some_nodes(embedding)[:2])
+    store.delete("d1")
+    assert held(store) == known(engine) == {"n0", "n2", "n4"}
+    store.clear()
+    assert held(store) == known(engine) == set()
+
+
+def test_what_a_store_cannot_do_is_its_own_error(
+    engine: BlendEngine, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = BlendVectorStore(Unlisted(), engine=engine)
+    store.add(some_nodes(embedding))
+    with pytest.raises(NotImplementedError):
+        store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=1)]))
+    assert "cannot say which nodes" in caplog.text
+    assert len(known(engine)) == 5
+
+
+def test_nodes_added_in_the_background_are_encoded_by_the_flush(
+    inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEmbedding
+) -> None:
+    store = BlendVectorStore(inner, engine=engine, background=True, show_progress=True)
+    assert store.add(some_nodes(embedding)) == ["n0", "n1", "n2", "n3", "n4"]
+    assert set(engine.ids()) == {"n0", "n1", "n2", "n3", "n4"}
+    store.delete("d1")
+    store.flush()
+    assert held(store) == known(engine) == {"n0", "n2", "n4"}
+    assert engine._store.stats().entries == 3
+
+
+def test_nodes_that_the_inner_store_refuses_are_not_encoded_in_the_background(
+    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlendVectorStore(chroma, engine=engine, background=True)
+
+    def refuse(*args: Any, **kwargs: Any) -> list[str]:
+        raise OSError("no room")
+
+    monkeypatch.setattr(ChromaVectorStore, "add", refuse)
+    with pytest.raises(OSError, match="no room"):
+        store.add(some_nodes(embedding))
+    store.flush()
+    assert engine.ids() == []
+    assert engine._store.stats().entries == 0
+
+
+def test_adding_searches_nothing(
+    inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(type(inner), "query", refuse)
+    BlendVectorStore(inner, engine=engine).add(some_nodes(embedding))

@@ -1,0 +1,240 @@
+"""Two replicas behind a front, on a real cluster over a real Redis, against one engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cacheblend_rag import BlendEngine, BlendPrompt, EngineConfig
+from cacheblend_rag.errors import ConfigError
+from cacheblend_ray import build_app
+from cacheblend_ray.nearness import name_number
+from cacheblend_ray.rows import Columns
+from cacheblend_ray.warmer import Warmer, WarmJob
+from cacheblend_serve import ServedEngine
+from integrations.ray.tests.conftest import (
+    CHAT,
+    SETTINGS,
+    RedisServer,
+    documents_of,
+    events,
+    put,
+    question,
+    served,
+    shared_in,
+    workers,
+)
+from integrations.serve.tests.conftest import serving
+
+
+@pytest.fixture(scope="module")
+def settings(redis_of_ray: RedisServer) -> dict[str, Any]:
+    return shared_in(redis_of_ray, 2)
+
+
+@pytest.fixture(scope="module")
+def client(
+    cluster: None, model: str, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    args = {
+        "model": model,
+        "store": str(tmp_path_factory.mktemp("replicas")),
+        "settings": SETTINGS | {"drain_s": 5},
+        "min_replicas": 2,
+        "max_replicas": 2,
+        "num_cpus": 0.5,
+        "stats_s": 0.5,
+    }
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            # As settings are exported where `serve run` is called, of which the machines that answer know nothing.
+            for name in ("remote", "names"):
+                patch.setenv(f"CACHEBLEND_{name.upper()}", settings[name])
+            client = stack.enter_context(served(args))
+        yield client
+
+
+@pytest.fixture(scope="module")
+def one(model: str) -> Iterator[httpx.Client]:
+    """A server with one engine."""
+    with (
+        BlendEngine.from_pretrained(model, config=EngineConfig(**SETTINGS)) as engine,
+        serving(engine) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_replicas_answer_as_one_engine(client: httpx.Client, one: httpx.Client) -> None:
+    documents = documents_of(16)
+    put(client, documents)
+    put(one, documents)
+    seen: set[str] = set()
+    # Alone, so that each goes to where it belongs; which replica that is, is as random as their names.
+    for names in [(f"doc-{number}",) for number in range(16)] + [("doc-0", "doc-3"), ("doc-5", "doc-1")]:
+        asked = question(*names)
+        ours, alone = client.post(CHAT, json=asked), one.post(CHAT, json=asked)
+        assert ours.status_code == alone.status_code == 200, ours.text
+        assert ours.json()["choices"] == alone.json()["choices"]
+        assert ours.json()["usage"] == alone.json()["usage"]
+        seen.add(ours.headers["x-cacheblend-replica"])
+        assert ours.headers["x-cacheblend-routed"] == "near"
+    assert len(seen) == 2
+    assert client.get("/v1/models").json()["data"][0]["id"] == one.get("/v1/models").json()["data"][0]["id"]
+    assert client.get("/readyz").status_code == 200
+
+
+def test_a_document_goes_to_the_replica_that_has_it(client: httpx.Client) -> None:
+    put(client, documents_of(6))
+    for number in range(6):
+        replies = [client.post(CHAT, json=question(f"doc-{number}", report=True)) for _ in range(4)]
+        assert len({reply.headers["x-cacheblend-replica"] for reply in replies}) == 1
+        assert {chunk["tier"] for reply in replies for chunk in reply.json()["blend"][0]["chunks"]} == {"ram"}
+
+
+def test_a_delete_counts_for_all_at_once(client: httpx.Client) -> None:
+    for round in range(4):
+        name = f"gone-{round}"
+        put(client, [{"document": name, "chunks": ["The gate is shut.", "Nobody has the key."]}])
+        assert client.post(CHAT, json=question(name)).status_code == 200
+        client.delete(f"/v1/documents/{name}").raise_for_status()
+        assert client.post(CHAT, json=question(name)).status_code == 404
+        # Asked of any replica, since it names nothing.
+        for _ in range(6):
+            assert name not in {each["id"] for each in client.get("/v1/documents").json()["data"]}
+
+
+def test_answers_are_streamed(client: httpx.Client) -> None:
+    put(client, documents_of(1))
+    whole = client.post(CHAT, json=question("doc-0", tokens=24)).json()["choices"][0]["message"]["content"]
+    times: list[float] = []
+    text = ""
+    with client.stream("POST", CHAT, json=question("doc-0", stream=True, tokens=24)) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for event in events(response):
+            times.append(time.monotonic())
+            text += event["choices"][0]["delta"].get("content") or ""
+    assert text == whole
+    assert len(times) > 8
+
+
+def test_who_leaves_ends_the_answer(client: httpx.Client) -> None:
+    put(client, documents_of(1))
+    with client.stream("POST", CHAT, json=question("doc-0", stream=True, tokens=1500)) as response:
+        next(events(response))
+    started = time.monotonic()
+    client.post(CHAT, json=question("doc-0", tokens=2)).raise_for_status()
+    assert time.monotonic() - started < 5
+
+
+def test_errors_are_those_of_a_server(client: httpx.Client, one: httpx.Client) -> None:
+    for path, body in [
+        (CHAT, question("nowhere")),
+        (CHAT, {"messages": []}),
+        (CHAT, question(n=3)),
+        ("/v1/nothing", {}),
+    ]:
+        ours, alone = client.post(path, json=body), one.post(path, json=body)
+        assert (ours.status_code, ours.json()) == (alone.status_code, alone.json())
+    assert client.post(CHAT, content=b"{" * 9_000_000).status_code == 413
+    assert client.get("/v1/models", headers={"host": "elsewhere.example"}).status_code == 403
+
+
+def test_an_engine_of_frameworks_is_served(client: httpx.Client, one: httpx.Client) -> None:
+    put(client, documents_of(2))
+    put(one, documents_of(2))
+    with ServedEngine(str(client.base_url)) as ours, ServedEngine(str(one.base_url)) as alone:
+        ids = ours.document("doc-1")
+        assert ids == alone.document("doc-1")
+        answers = [engine.generate(BlendPrompt("Read.", ids, "Which gate?"), 8) for engine in (ours, alone)]
+        assert answers[0].text == answers[1].text
+        assert answers[0].report.misses == 0
+        assert "".join(ours.stream(BlendPrompt("Read.", ids, "Which gate?"), 8)) == answers[1].text
+
+
+def test_what_was_warmed_is_served(client: httpx.Client, model: str, settings: dict[str, Any]) -> None:
+    documents = [{"document": f"warm/{each['document']}", "chunks": each["chunks"]} for each in documents_of(6)]
+    worker = Warmer(WarmJob(model, None, EngineConfig(**settings), Columns(), 256))
+    done = worker({name: [each[name] for each in documents] for name in ("document", "chunks")})
+    assert set(done["error"]) == {""}
+    for each in documents:
+        reply = client.post(CHAT, json=question(each["document"], report=True)).json()
+        assert (reply["blend"][0]["hits"], reply["blend"][0]["misses"]) == (4, 0)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
+def test_a_replica_that_is_killed_in_the_middle_of_a_stream(kills: int, client: httpx.Client) -> None:
+    """Every request is answered, or refused with a reason; those that had not begun are answered by another."""
+    put(client, documents_of(4))
+    whole = [client.post(CHAT, json=question(f"doc-{number}")).json()["choices"] for number in range(4)]
+    for _ in range(kills):
+        wrong: list[str] = []
+        cut: list[str] = []
+
+        def ask(number: int, wrong: list[str] = wrong) -> None:
+            try:
+                reply = client.post(CHAT, json=question(f"doc-{number % 4}"))
+                is_right = reply.status_code == 200 and reply.json()["choices"] == whole[number % 4]
+                if not is_right and not (reply.status_code == 503 and reply.json()["error"]["message"]):
+                    wrong.append(reply.text)
+            except httpx.HTTPError as error:
+                wrong.append(repr(error))
+
+        asking = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        with client.stream("POST", CHAT, json=question("doc-0", stream=True, tokens=1500)) as response:
+            told = events(response)
+            next(told)
+            for each in asking:
+                each.start()
+            victims = workers("ray::ServeReplica:default:Replica")
+            assert len(victims) >= 1
+            os.kill(_serving(victims, response), signal.SIGKILL)
+            cut += [event["error"]["message"] for event in told if "error" in event]
+        for each in asking:
+            each.join()
+        assert wrong == []
+        assert len(cut) == 1 and cut[0]
+        # Another takes its place, and knows what it knew.
+        until = time.monotonic() + 60
+        while len(workers("ray::ServeReplica:default:Replica")) < 2 and time.monotonic() < until:
+            time.sleep(0.2)
+        for number in range(4):
+            assert client.post(CHAT, json=question(f"doc-{number}")).json()["choices"] == whole[number]
+
+
+def _serving(victims: list[int], response: httpx.Response) -> int:
+    """Return the process that streams: the one that has the folder of the replica that the reply names."""
+    for pid in victims:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                found = re.search(r"replica-(\d+)\.lock$", str(link.readlink()))
+            except OSError:
+                continue
+            if found is not None:
+                home = f"{socket.gethostname()}/{found[1]}"
+                if f"{name_number(home):016x}"[:8] == response.headers["x-cacheblend-replica"]:
+                    return pid
+    raise AssertionError(f"none of {victims} has the folder of {response.headers['x-cacheblend-replica']}")
+
+
+def test_wrong_arguments_are_told(cluster: None) -> None:
+    for args, said in [
+        ({"modle": "reference"}, "modle"),
+        ({"max_replicas": 2}, "remote"),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas"),
+        ({"settings": {"pages_s": 60}}, "pages_s"),
+        ({"settings": {"ratio": 1}}, "ratio"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            build_app(args)

@@ -1,0 +1,329 @@
+"""What a server's engine does, beside the engine itself: names, prompts and answers are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
+from cacheblend_rag.chat.answer import Deadline, Ending, EndWhenSet
+from cacheblend_rag.chat.catalog import catalog_of
+from cacheblend_rag.chat.grammar import Guide
+from cacheblend_rag.engine import AnyLibrary
+from cacheblend_rag.errors import (
+    AnswerTimeoutError,
+    BackendError,
+    CacheBlendError,
+    ConfigError,
+    PromptError,
+    PromptTooLongError,
+    UnknownChunkError,
+)
+from cacheblend_rag.pml import Schemas
+from cacheblend_serve.auth import KeyFile, Owner
+from cacheblend_serve.client.engine import ServedEngine
+from integrations.serve.tests.conftest import engine_of, serving
+
+PIECE = partial(Chunk, document="mara", source="mara.txt", owner="shelf")
+STORY = [
+    PIECE("Mara Lind was born in Oslo and moved north.\n", "born", start=0),
+    PIECE("She works at the harbour as a rope maker.\n", "works", start=44),
+    Chunk("A striped goat called Pim lives there too.\n", "goat", owner="shelf"),
+]
+HEAD = FixedText("Answer the question from the context only.\n\n")
+PROMPT = BlendPrompt(HEAD, ["works", "goat", Chunk("Nobody else is there.\n")], "\nQuestion: Who works?")
+TOKENS = 12
+
+
+def test_answers_are_those_of_the_engine(engine: BlendEngine, served: ServedEngine) -> None:
+    served.add(STORY)
+    expected = engine.generate(PROMPT, TOKENS)
+    answer = served.generate(PROMPT, TOKENS)
+    assert answer.text == expected.text
+    assert (answer.finish_reason, answer.report.output_tokens) == ("length", TOKENS)
+    assert [chunk.id for chunk in answer.report.chunks] == ["works", "goat", None]
+    assert answer.report.hits >= 2
+    stream = served.stream(PROMPT, TOKENS)
+    assert "".join(stream) == expected.text == stream.result().text
+    others = [BlendPrompt(HEAD, ["goat"], f"\nQuestion: {number}?") for number in range(4)]
+    texts = [engine.generate(other, TOKENS).text for other in others]
+    assert [each.text for each in served.generate_many(others, TOKENS)] == texts
+    assert [each.text for each in asyncio.run(served.agenerate_many(others, TOKENS))] == texts
+
+
+def test_settings_of_a_call_reach_the_engine(engine: BlendEngine, served: ServedEngine) -> None:
+    served.add(STORY)
+    full = BlendConfig(enabled=False)
+    assert served.generate(PROMPT, TOKENS, blend=full).report.selector == "full"
+    ratio = served.check_blend(BlendConfig(recompute_ratio=0.5))
+    assert ratio.recompute_ratio == 0.5
+    assert served.generate(PROMPT, TOKENS, blend=ratio).text == engine.generate(PROMPT, TOKENS, blend=ratio).text
+    drawn = served.generate(PROMPT, TOKENS, do_sample=True, temperature=2.0, top_k=3, top_p=0.9)
+    assert drawn.report.output_tokens == TOKENS
+    greedy = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    assert served.generate(PROMPT, TOKENS, **greedy).text == engine.generate(PROMPT, TOKENS).text
+
+
+def test_stop_strings_end_an_answer(engine: BlendEngine, served: ServedEngine) -> None:
+    served.add(STORY)
+    whole = engine.generate(PROMPT, 24).text
+    stop = whole[len(whole) // 2 :][:3]
+    ending = Ending((stop,))
+    answer = ending.read(served.generate(PROMPT, 24, stopping_criteria=ending.criteria(served.tokenizer)))
+    assert (answer.text, answer.finish_reason) == (whole[: whole.index(stop)], "stop")
+    assert served.generate(PROMPT, 24, stop_strings=[stop]).text == answer.text
+
+
+def test_a_grammar_holds_an_answer(served: ServedEngine) -> None:
+    guide = Guide(served, 'start: "yes" | "no"')
+    assert served.generate(PROMPT_OF_TEXT, 8, logits_processor=[guide]).text in ("yes", "no")
+
+
+PROMPT_OF_TEXT = BlendPrompt(segments=["Is it so?"])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_beams": 4}, "num_beams"),
+        ({"logits_processor": [MinNewTokensLengthLogitsProcessor(1, 4, [0])]}, "MinNewTokensLengthLogitsProcessor"),
+        ({"stopping_criteria": [object()]}, "object"),
+    ],
+    ids=["option", "processor", "criterion"],
+)
+def test_what_cannot_be_sent_is_refused(served: ServedEngine, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"{named} cannot be sent to a server"):
+        served.generate(PROMPT_OF_TEXT, 4, **options)
+
+
+def test_names_are_those_of_the_engine(engine: BlendEngine, served: ServedEngine) -> None:
+    steps: list[tuple[int, int]] = []
+    revision = served.revision
+    result = served.add(STORY, progress=lambda done, total: steps.append((done, total)))
+    assert (result.encoded, result.named, result.unchanged) == (3, 3, 0)
+    assert steps[-1] == (3, 3)
+    assert served.add(STORY).unchanged == 3
+    asked = ["works", "nobody", "goat"]
+    libraries: list[AnyLibrary] = [engine, served]
+    told = [
+        (
+            library.ids(),
+            library.records(asked),
+            library.places(asked),
+            library.document("mara"),
+            library.contains("goat"),
+            library.contains("nobody"),
+            library.prompt_ids(PROMPT),
+            [(span.start, span.stop, span.position) for span in library.prompt_layout(PROMPT).chunks],
+            library.changes(),
+            library.revision,
+            library.namespace,
+            library.window,
+            library.config.context,
+        )
+        for library in libraries
+    ]
+    assert told[0] == told[1]
+    assert served.revision > revision
+    assert served.estimate([Chunk("Something new.", "new")]).chunks == 1
+    served.flush()
+    served.prefetch(["goat"]).wait()
+    assert (served.model_name, served.end_ids, served.blend) == (engine.model_name, engine.end_ids, engine.blend)
+
+
+def test_what_is_deleted_is_gone(engine: BlendEngine, served: ServedEngine) -> None:
+    served.add(STORY)
+    shelf = served.collection("shelf", True, lambda ids: set())
+    assert sorted(shelf.ids()) == ["born", "goat", "works"]
+    assert shelf.ids(["mara.txt"]) == ["born", "works"]
+    # What a vector store loses behind our back is not noticed at a server.
+    assert shelf.notice() == 0
+    with shelf.filling():
+        served.add([Chunk("Later.", "later", owner="shelf")])
+    assert served.delete(["goat"]) == 1
+    shelf.forget([], ["mara.txt"])
+    assert engine.ids() == ["later"]
+    assert served.delete_document("mara") == 0
+
+
+def test_chunks_that_cannot_be_served_are_named(engine: BlendEngine, served: ServedEngine) -> None:
+    long = Chunk("word " * 3000, "long")
+    refused: list[tuple[str | None, str]] = []
+    result = served.add([*STORY, long], on_refused=lambda chunk, error: refused.append((chunk.id, str(error))))
+    assert result.named == 3
+    [(id, why)] = refused
+    assert (id, "long" in engine.ids()) == ("long", False)
+    assert "tokens" in why
+    with pytest.raises(PromptError, match="tokens"):
+        served.add([long])
+
+
+def test_half_a_character_is_refused_where_it_is(engine: BlendEngine, served: ServedEngine) -> None:
+    refused: list[str | None] = []
+    half = Chunk("Half of one: \ud83d", "half")
+    served.add([*STORY, half], on_refused=lambda chunk, error: refused.append(chunk.id))
+    assert (refused, len(engine.ids())) == (["half"], 3)
+    for prompt in (BlendPrompt(segments=[half.text]), BlendPrompt("", [half], "?")):
+        with pytest.raises(PromptError, match="UTF-16"):
+            served.generate(prompt, 4)
+
+
+def test_lines_of_all_kinds_come_through(served: ServedEngine) -> None:
+    refused: list[str] = []
+    strange = Chunk("one\u2028two\u0085three\x0b " + "word " * 3000, "strange\u2028\u2029name")
+    served.add([strange], on_refused=lambda chunk, error: refused.append(str(error)))
+    assert "strange" in refused[0]
+
+
+def test_answers_at_the_same_time_are_decoded_together(served: ServedEngine) -> None:
+    served.add(STORY)
+    prompts = [BlendPrompt(HEAD, ["goat"], f"\nQuestion: {number}?") for number in range(6)]
+    assert max(each.report.batch_size for each in served.generate_many(prompts, 40)) > 1
+
+
+def test_a_busy_server_is_asked_again(engine: BlendEngine) -> None:
+    with serving(engine, requests=1) as address, ServedEngine(address) as served:
+        prompts = [BlendPrompt(segments=[f"Number {number}:"]) for number in range(3)]
+        assert len(served.generate_many(prompts, 30)) == 3
+
+
+def test_a_busy_server_is_asked_for_as_long_as_the_answer_may_take(engine: BlendEngine) -> None:
+    with serving(engine, requests=1) as address, ServedEngine(address) as served, ServedEngine(address) as other:
+        stream = served.stream(BlendPrompt(segments=["Number:"]), 1500)
+        next(stream)
+        started, ending = time.monotonic(), Ending((), Deadline(0.5))
+        with pytest.raises(BackendError, match=r"busy|at once|requests"):
+            other.generate(PROMPT_OF_TEXT, 4, stopping_criteria=ending.criteria(other.tokenizer))
+        assert time.monotonic() - started < 20
+        stream.close()
+
+
+def test_chunks_go_in_several_requests(
+    engine: BlendEngine, served: ServedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_serve.client.engine._BATCH", 2)
+    steps: list[tuple[int, int]] = []
+    assert served.add(STORY, progress=lambda done, total: steps.append((done, total))).named == 3
+    assert steps == sorted(steps) and steps[-1] == (3, 3)
+    found = served.records(["born", "nobody", "works", "goat"])
+    assert [record is not None for record in found] == [True, False, True, True]
+    assert served.delete(["born", "works", "goat"]) == 3
+
+
+def test_a_document_is_replaced_in_one_request(
+    engine: BlendEngine, served: ServedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.add(STORY)
+    assert served.add(STORY[:1], whole=True).named == 1
+    assert sorted(engine.ids()) == ["born", "goat"]
+    assert engine.document("mara") == ["born"]
+    monkeypatch.setattr("cacheblend_serve.client.engine._BATCH", 2)
+    with pytest.raises(ConfigError, match="3 chunks are more than one request"):
+        served.add(STORY, whole=True)
+    assert sorted(engine.ids()) == ["born", "goat"]
+
+
+def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
+    with pytest.raises(AttributeError, match="profile: that takes an engine of this process"):
+        served.profile()
+    with pytest.raises(AttributeError, match="nothing that an engine has"):
+        served.misspelt  # noqa: B018
+
+
+def test_chunks_are_added_in_the_background(engine: BlendEngine, served: ServedEngine) -> None:
+    job = served.add(STORY, background=True)
+    assert job.result(60).named == 3
+    assert job.progress == (3, 3)
+    assert sorted(engine.ids()) == ["born", "goat", "works"]
+    assert served.generate(PROMPT, 4).report.hits >= 2
+
+
+def test_stored_chunks_are_found_in_plain_text(served: ServedEngine) -> None:
+    served.add(STORY)
+    text = f"Context:\n{STORY[1].text}\nand {STORY[2].text}\nWho?"
+    prompt = catalog_of(served).prompt(served, [text])
+    assert [part.id for part in prompt.segments if isinstance(part, Chunk)] == ["works", "goat"]
+    served.delete(["goat"])
+    prompt = catalog_of(served).prompt(served, [text])
+    assert [part.id for part in prompt.segments if isinstance(part, Chunk)] == ["works"]
+
+
+def test_errors_are_the_engines(served: ServedEngine) -> None:
+    with pytest.raises(UnknownChunkError, match="nobody"):
+        served.generate(BlendPrompt("", ["nobody"], "?"), 4)
+    with pytest.raises(UnknownChunkError, match="nobody"):
+        list(served.stream(BlendPrompt("", ["nobody"], "?"), 4))
+    with pytest.raises(PromptTooLongError, match="tokens"):
+        served.generate(BlendPrompt(segments=["word " * 3000]), 4)
+    with pytest.raises(ConfigError, match="selector"):
+        served.generate(PROMPT_OF_TEXT, 4, blend=BlendConfig(selector="nonsense"))
+    with pytest.raises(ConfigError, match="positions"):
+        served.generate(BlendPrompt(segments=["a", "b"], positions=[0, 5]), 4)
+    with pytest.raises(ConfigError, match="engine of this process"):
+        Schemas(served)
+
+
+def test_an_answer_that_takes_too_long_is_an_error(served: ServedEngine) -> None:
+    ending = Ending((), Deadline(0.05))
+    with pytest.raises(AnswerTimeoutError, match="not finished"):
+        served.generate(PROMPT_OF_TEXT, 500, stopping_criteria=ending.criteria(served.tokenizer))
+
+
+def written(engine: BlendEngine) -> float:
+    return engine.metrics.registry.get_sample_value("cacheblend_output_tokens_total") or 0.0
+
+
+def test_who_closes_a_stream_ends_the_answer(engine: BlendEngine, served: ServedEngine) -> None:
+    before = written(engine)
+    stream = served.stream(PROMPT_OF_TEXT, 900)
+    next(stream)
+    stream.close()
+    with pytest.raises(CacheBlendError, match="ended before it was whole"):
+        stream.result()
+    unwanted = threading.Event()
+    unwanted.set()
+    with pytest.raises(CacheBlendError, match="ended before it was whole"):
+        served.generate(PROMPT_OF_TEXT, 900, stopping_criteria=[EndWhenSet(unwanted)])
+    # Its turn comes when theirs are over.
+    served.generate(PROMPT_OF_TEXT, 1)
+    assert written(engine) - before < 900
+
+
+def test_a_key_is_its_tenants(tiny: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    keys = {name: file.add(Owner(name, name)) for name in ("left", "right")}
+    with engine_of(tiny) as engine, serving(engine, keys=tmp_path / "keys.json") as address:
+        with pytest.raises(ConfigError, match="CACHEBLEND_SERVER_KEY"):
+            ServedEngine(address)
+        monkeypatch.setenv("CACHEBLEND_SERVER_KEY", keys["left"])
+        with ServedEngine(address) as left, ServedEngine(f"{address}/v1/", keys["right"]) as right:
+            left.add(STORY)
+            assert (len(left.ids()), right.ids()) == (3, [])
+            assert left.namespace != right.namespace
+            with pytest.raises(UnknownChunkError):
+                right.generate(PROMPT, 4)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "why"),
+    [
+        ("http://127.0.0.1:1", BackendError, "cannot be asked"),
+        ("127.0.0.1:8000", ConfigError, "is no address"),
+        ("http://user:word@127.0.0.1:8000", ConfigError, "is no address"),
+    ],
+)
+def test_an_address_where_nobody_is(url: str, kind: type[CacheBlendError], why: str) -> None:
+    with pytest.raises(kind, match=why):
+        ServedEngine(url)
+
+
+def test_a_server_of_another_kind(address: str) -> None:
+    with pytest.raises(BackendError, match="no server of cacheblend-rag"):
+        ServedEngine(f"{address}/elsewhere")

@@ -1,0 +1,253 @@
+"""Answers over HTTP are the engine's, whole and in pieces, with what was asked of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.chat.catalog import catalog_of
+from cacheblend_rag.chat.render import render_chat
+from integrations.langchain.tests.asking import TOOL_TEMPLATE
+from integrations.serve.tests.conftest import CHUNKS, Serve
+
+QUESTION = [{"role": "user", "content": "Where was Mara born?"}]
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    reply = client.post("/v1/chat/completions", json={"messages": QUESTION, **GREEDY, **body})
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def events(client: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> list[Any]:
+    with client.stream("POST", path, json={"stream": True, **body}) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def direct(engine: BlendEngine, *chunks: Chunk, tokens: int = 12) -> Any:
+    """What the engine answers itself to the question with chunks before it."""
+    content = [part for chunk in chunks for part in (chunk, "\n\n")] + [QUESTION[0]["content"]]
+    parts = render_chat(engine.tokenizer, [{"role": "user", "content": content}])
+    return engine.generate(catalog_of(engine).prompt(engine, parts), tokens, do_sample=False)
+
+
+def test_an_answer_is_the_engines(engine: BlendEngine, serve: Serve) -> None:
+    engine.add(Chunk(text, id) for id, text in CHUNKS.items())
+    client = serve(engine)
+    wanted = direct(engine, *(Chunk(text, id) for id, text in CHUNKS.items()))
+    assert wanted.report.hits == 3
+    by_id = ask(client, documents=list(CHUNKS))
+    (choice,) = by_id["choices"]
+    assert choice["message"] == {"role": "assistant", "content": wanted.text, "refusal": None}
+    assert (choice["finish_reason"], by_id["object"]) == ("length", "chat.completion")
+    cached = sum(chunk.tokens for chunk in wanted.report.chunks)
+    assert by_id["usage"] == {
+        "prompt_tokens": wanted.report.prompt_tokens,
+        "completion_tokens": 12,
+        "total_tokens": wanted.report.prompt_tokens + 12,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    # By their texts, in a message, or found where they stand in one: the same prompt.
+    texts = "\n\n".join([*CHUNKS.values(), str(QUESTION[0]["content"])])
+    inline = [part for id in CHUNKS for part in ({"type": "document", "id": id}, {"type": "text", "text": "\n\n"})]
+    for body in (
+        {"documents": [{"id": id, "text": text} for id, text in CHUNKS.items()]},
+        {"messages": [{"role": "user", "content": texts}]},
+        {"messages": [{"role": "user", "content": [*inline, {"type": "text", "text": QUESTION[0]["content"]}]}]},
+    ):
+        reply = ask(client, **body)
+        assert reply["choices"][0]["message"]["content"] == wanted.text
+        assert reply["usage"] == by_id["usage"]
+    report = ask(client, documents=list(CHUNKS), report=True)["blend"][0]
+    assert report["hits"] == 3 and [chunk["id"] for chunk in report["chunks"]] == list(CHUNKS)
+
+
+def test_a_stream_has_the_same_answer(engine: BlendEngine, serve: Serve) -> None:
+    engine.add(Chunk(text, id) for id, text in CHUNKS.items())
+    client = serve(engine)
+    body = {"messages": QUESTION, "documents": list(CHUNKS), **GREEDY}
+    whole = ask(client, documents=list(CHUNKS))
+    found = events(client, **body, stream_options={"include_usage": True})
+    assert {event["object"] for event in found} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in found}) == 1
+    assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert found[-1]["choices"] == [] and found[-1]["usage"] == whole["usage"]
+    *pieces, end = (event["choices"][0] for event in found[:-1])
+    assert "".join(piece["delta"].get("content", "") for piece in pieces) == whole["choices"][0]["message"]["content"]
+    assert [piece["finish_reason"] for piece in pieces] == [None] * len(pieces)
+    assert (end["delta"], end["finish_reason"]) == ({}, "length")
+    assert all(event["choices"] for event in events(client, **body))
+
+
+def test_completions_of_one_prompt_and_several(engine: BlendEngine, serve: Serve) -> None:
+    client = serve(engine)
+    prompts = ["Where was Mara born?", "She works at the harbour."]
+    wanted = [engine.generate(BlendPrompt(prompt), 8, do_sample=False).text for prompt in prompts]
+    for prompt, texts in ((prompts[0], wanted[:1]), (prompts, wanted)):
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 8}
+        reply = client.post("/v1/completions", json=body).json()
+        assert reply["object"] == "text_completion"
+        assert [choice["text"] for choice in reply["choices"]] == texts
+        spoken = [""] * len(texts)
+        for event in events(client, "/v1/completions", **body):
+            (choice,) = event["choices"]
+            spoken[choice["index"]] += choice["text"]
+        assert spoken == texts
+    ids = list(engine.prompt_ids(BlendPrompt(prompts[0])))
+    reply = client.post("/v1/completions", json={"prompt": ids, "temperature": 0, "max_tokens": 8}).json()
+    assert reply["choices"][0]["text"] == wanted[0]
+    assert reply["usage"]["prompt_tokens"] == len(ids)
+    engine.add([Chunk(CHUNKS["mara"], "mara")])
+    named = client.post(
+        "/v1/completions", json={"prompt": "Where?", "documents": ["mara"], "max_tokens": 2, "temperature": 0}
+    )
+    segments = [ChunkRef("mara"), "\n\n", "Where?"]
+    assert (
+        named.json()["choices"][0]["text"] == engine.generate(BlendPrompt(segments=segments), 2, do_sample=False).text
+    )
+
+
+def test_stop_strings_and_lengths(serve: Serve) -> None:
+    client = serve()
+    text = ask(client, max_tokens=30)["choices"][0]["message"]["content"]
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    cut = ask(client, max_tokens=30, stop=[stop, "never said"])["choices"][0]
+    assert cut["message"]["content"] == text[: text.index(stop)]
+    assert cut["finish_reason"] == "stop"
+    limited = serve(output_tokens=3)
+    assert ask(limited, max_tokens=30)["usage"]["completion_tokens"] == 3
+    assert ask(limited, max_tokens=None, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "said"),
+    [
+        (
+            json.dumps({"messages": QUESTION, "document": ["a"]}),
+            {},
+            "document is not known here, did you mean documents?",
+        ),
+        (json.dumps({"messages": QUESTION, "temprature": 0.5}), {}, "did you mean temperature?"),
+        ('{"messages": [{"role"', {}, "the request is not JSON"),
+        (json.dumps({"messages": QUESTION}), {"Content-Type": "text/plain"}, "Content-Type: application/json"),
+    ],
+)
+def test_what_was_meant_otherwise_is_refused(serve: Serve, content: str, headers: dict[str, str], said: str) -> None:
+    reply = serve().post(
+        "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"} | headers
+    )
+    assert reply.status_code == 400
+    assert said in reply.json()["error"]["message"]
+
+
+def test_an_answer_goes_on_behind_its_end_where_that_is_asked(
+    engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = serve(engine)
+    token = engine.tokenizer.encode(ask(client, max_tokens=1)["choices"][0]["message"]["content"])[0]
+    monkeypatch.setattr(engine.model.generation_config, "eos_token_id", token)
+    assert ask(client, max_tokens=20)["choices"][0]["finish_reason"] == "stop"
+    on = ask(client, max_tokens=20, ignore_eos=True)
+    assert (on["usage"]["completion_tokens"], on["choices"][0]["finish_reason"]) == (20, "length")
+    prompt = engine.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    body = {"prompt": [prompt] * 3, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    together = client.post("/v1/completions", json=body).json()
+    assert [choice["finish_reason"] for choice in together["choices"]] == ["length"] * 3
+    assert together["usage"]["completion_tokens"] == 60
+    form = {"messages": QUESTION, "ignore_eos": True, "response_format": {"type": "json_object"}}
+    refused = client.post("/v1/chat/completions", json=form)
+    assert refused.status_code == 400
+    assert "ignore_eos" in refused.text
+
+
+def test_a_seed_repeats_a_draw_in_any_company(engine: BlendEngine, serve: Serve) -> None:
+    client = serve(engine)
+
+    def drawn(seed: int, **more: Any) -> str:
+        reply = ask(client, temperature=1.0, seed=seed, max_tokens=20, **more)
+        return str(reply["choices"][0]["message"]["content"])
+
+    first = drawn(7)
+    assert first == drawn(7)
+    assert len({drawn(seed) for seed in range(4)}) == 4
+    assert drawn(7, top_k=1) == ask(client, max_tokens=20)["choices"][0]["message"]["content"]
+    prompt = engine.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    body = {"prompt": [prompt] * 3, "temperature": 1.0, "seed": 7, "max_tokens": 20}
+    together = client.post("/v1/completions", json=body).json()
+    assert [choice["text"] for choice in together["choices"]] == [first] * 3
+
+
+def test_answers_of_a_schema_and_calls_of_tools(engine: BlendEngine, serve: Serve) -> None:
+    engine.tokenizer.chat_template = TOOL_TEMPLATE
+    client = serve(engine)
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}}
+    said = json.loads(ask(client, response_format=asked, max_tokens=60)["choices"][0]["message"]["content"])
+    assert said["city"] in ("Oslo", "Rome") and 1 <= said["days"] <= 9
+
+    tool = {"type": "function", "function": {"name": "weather", "description": "Say it.", "parameters": schema}}
+    body = {"tools": [tool], "tool_choice": "required", "max_tokens": 80}
+    (choice,) = ask(client, **body)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather" and json.loads(call["function"]["arguments"])["city"] in (
+        "Oslo",
+        "Rome",
+    )
+    streamed = [event["choices"][0] for event in events(client, messages=QUESTION, temperature=0, **body)]
+    (spoken,) = [each for choice in streamed for each in choice["delta"].get("tool_calls", [])]
+    assert spoken["function"] == call["function"]
+    assert streamed[-1]["finish_reason"] == "tool_calls"
+    # The call and its result are shown to the model.
+    turns = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": call["id"], "content": "rain"})
+    more = ask(client, messages=turns, tools=[tool])
+    assert more["usage"]["prompt_tokens"] > ask(client, tools=[tool])["usage"]["prompt_tokens"]
+    assert ask(client, tools=[tool], tool_choice="none")["choices"][0]["finish_reason"] == "length"
+
+
+def test_openais_own_client(engine: BlendEngine, serve: Serve) -> None:
+    engine.add(Chunk(text, id) for id, text in CHUNKS.items())
+    wanted = direct(engine, *(Chunk(text, id) for id, text in CHUNKS.items())).text
+    address = f"{serve(engine).base_url}/v1"
+    with openai.OpenAI(base_url=address, api_key="none") as client:
+        (model,) = client.models.list().data
+        body: Any = {"model": model.id, "messages": QUESTION, **GREEDY, "extra_body": {"documents": list(CHUNKS)}}
+        reply = client.chat.completions.create(**body)
+        assert reply.choices[0].message.content == wanted
+        assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
+        assert reply.usage.prompt_tokens_details.cached_tokens
+        pieces = client.chat.completions.create(**body, stream=True)
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == wanted
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            client.chat.completions.create(**(body | {"model": "other"}))
+        with pytest.raises(openai.BadRequestError, match="n=2 is not supported here"):
+            client.chat.completions.create(**body, n=2)
+        with pytest.raises(openai.BadRequestError, match=r"min_p=0\.1 is not supported here"):
+            client.chat.completions.create(**(body | {"extra_body": {"min_p": 0.1}}))
+        # As many clients say that they say nothing.
+        nothing = dict.fromkeys(("stream", "stream_options", "tools", "n", "min_p", "ignore_eos"))
+        reply = client.chat.completions.create(**(body | {"extra_body": nothing | body["extra_body"]}))
+        assert reply.choices[0].message.content == wanted
+
+
+async def test_openais_asynchronous_client(engine: BlendEngine, serve: Serve) -> None:
+    wanted = direct(engine).text
+    async with openai.AsyncOpenAI(base_url=f"{serve(engine).base_url}/v1", api_key="none") as client:
+        body: Any = {"model": engine.model_name, "messages": QUESTION, **GREEDY}
+        reply = await client.chat.completions.create(**body)
+        assert reply.choices[0].message.content == wanted
+        pieces = await client.chat.completions.create(**body, stream=True)
+        assert "".join([piece.choices[0].delta.content or "" async for piece in pieces]) == wanted

@@ -1,0 +1,103 @@
+"""What answers behind the server: chosen by name, and not always there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+from fastapi.testclient import TestClient
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.cli.app import app
+from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.engine import BlendEngine, ChunkLibrary
+from cacheblend_rag.errors import BackendError, StoreError
+from cacheblend_serve.app import make_app
+from cacheblend_serve.backend import Asked, Wanted
+from cacheblend_serve.inprocess import EngineBackend, open_backend
+from cacheblend_serve.settings import ServeConfig
+from integrations.serve.tests.conftest import engine_of
+
+HERE = "http://127.0.0.1"
+
+
+def test_a_backend_that_is_not_installed_is_refused_with_those_that_are() -> None:
+    said = CliRunner().invoke(app, ["serve", "--backend", "vlm"])
+    assert said.exit_code == 2
+    assert "there is no backend 'vlm'; installed are engine" in said.stderr
+
+
+@pytest.mark.parametrize("options", [["--backend-url", "http://127.0.0.1:1"], ["--", "--enforce-eager"]])
+def test_the_engine_takes_nothing_that_is_for_a_server(options: list[str]) -> None:
+    said = CliRunner().invoke(app, ["serve", "--backend", "engine", *options])
+    assert said.exit_code == 2
+    assert "computes in this process" in said.stderr
+
+
+def test_the_engine_is_opened_with_the_settings_that_are_wanted(tmp_path: Path) -> None:
+    config, blend = EngineConfig(tenant="mara", separator="\n"), BlendConfig(recompute_ratio=0.25)
+    with open_backend(Wanted("reference", tmp_path / "kv", config, blend)) as backend:
+        engine = backend.library(None)
+        assert isinstance(engine, BlendEngine)
+        assert (engine.config.tenant, engine.config.separator, engine.blend.recompute_ratio) == ("mara", "\n", 0.25)
+        assert backend.library("mara") is engine
+        other = backend.library("dorla")
+        assert other is backend.library("dorla")
+        assert other.config.tenant == "dorla"
+
+
+def test_a_folder_that_is_wanted_is_not_replaced_by_memory(
+    tiny: LlamaForCausalLM, engine: BlendEngine, tmp_path: Path
+) -> None:
+    wanted = Wanted("reference", tmp_path / "kv", EngineConfig(), BlendConfig())
+    with pytest.raises(StoreError, match="in RAM nothing that is stored would outlive this process"):
+        wanted.check_store(engine)
+    replace(wanted, store=None).check_store(engine)
+    with engine_of(tiny, store=tmp_path / "kv") as over_folder:
+        wanted.check_store(over_folder)
+
+
+def test_there_are_threads_for_more_than_the_requests_that_are_answered(engine: BlendEngine) -> None:
+    with TestClient(make_app(EngineBackend(engine), ServeConfig(requests=100)), base_url=HERE) as client:
+        assert client.portal is not None
+        assert client.portal.call(anyio.to_thread.current_default_thread_limiter).total_tokens > 100
+
+
+class Elsewhere(EngineBackend):
+    """One whose model answers in another process."""
+
+    makes_pages = False
+
+
+def test_pages_that_cannot_be_made_are_refused_before_there_is_an_answer(engine: BlendEngine) -> None:
+    with TestClient(make_app(Elsewhere(engine), ServeConfig(pages_s=60.0)), base_url=HERE) as client:
+        reply = client.post("/v1/completions", json={"prompt": "Who?", "max_tokens": 2, "keep": True})
+    assert reply.status_code == 400 and "leave keep out" in reply.text
+    assert not engine.metrics.registry.get_sample_value("cacheblend_output_tokens_total")
+
+
+class Lost(EngineBackend):
+    """One whose model is elsewhere, and gone."""
+
+    def is_ready(self) -> bool:
+        return False
+
+    async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        raise BackendError("the machine at 10.0.0.7 has ended")
+        yield ""
+
+
+def test_clients_are_told_to_come_again_while_the_backend_is_gone(engine: BlendEngine) -> None:
+    with TestClient(make_app(Lost(engine)), base_url=HERE) as client:
+        assert (client.get("/readyz").status_code, client.get("/readyz").json()) == (503, {"status": "failing"})
+        assert client.get("/healthz").status_code == 200
+        reply = client.post("/v1/completions", json={"prompt": "Who?"})
+    assert reply.status_code == 503
+    assert reply.headers["Retry-After"]
+    # Where it is stands in the log only.
+    assert "10.0.0.7" not in reply.text

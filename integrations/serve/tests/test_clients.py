@@ -1,0 +1,185 @@
+"""What talks to OpenAI talks to the server as it is, whatever computes behind it: clients of three packages.
+
+vLLM has an environment of its own; ``VLLM_PYTHON``, which ``make check-vllm`` sets, is that environment's Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import openai
+import pytest
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnablePassthrough
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+from llama_index.core import VectorStoreIndex
+from llama_index.core.schema import TextNode
+from llama_index.llms.openai_like import OpenAILike
+
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine
+from integrations.llama_index.tests.conftest import WordEmbedding
+from integrations.serve.tests.conftest import serving
+from integrations.serve.tests.process import LEAST, VLLM, ServerProcess
+
+CHUNKS = [
+    "Mara Lindell was born in Oslo, and moved to the north coast when she was still a child.",
+    "She works for the harbour office as a rope maker, and repairs the sails of the fishing boats.",
+    "Otto Brandt was born in Lisbon. He paints ships, and lives in the street behind the harbour office.",
+]
+QUESTION = "Where was Mara Lindell born?"
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
+
+
+def unkept() -> dict[str, Any]:
+    """Return HTTP clients that keep no connection open, for nobody would close those of ChatOpenAI's own."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return {"http_client": httpx.Client(limits=limits), "http_async_client": httpx.AsyncClient(limits=limits)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_open() -> Iterator[None]:
+    yield
+    # A connection that is still open is told of here, and not in somebody else's test.
+    gc.collect()
+
+
+@contextmanager
+def by_engine() -> Iterator[str]:
+    settings = engine_settings(self_check=False, separator="\n\n")
+    with BlendEngine.from_pretrained("reference", **settings) as engine, serving(engine) as address:
+        yield address
+
+
+@contextmanager
+def by_vllm(folder: Path) -> Iterator[str]:
+    options = ["--model", "reference", "--store", str(folder / "kv")]
+    with ServerProcess(folder / "log", *VLLM, *options, *LEAST, python=VLLM_PYTHON) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module", params=["engine", "vllm"])
+def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "vllm" and not VLLM_PYTHON:
+        pytest.skip("vLLM is installed in an environment of its own (make check-vllm)")
+    with by_engine() if request.param == "engine" else by_vllm(tmp_path_factory.mktemp("vllm")) as address:
+        items = [{"id": f"c{number}", "text": text} for number, text in enumerate(CHUNKS)]
+        assert httpx.post(f"{address}/v1/chunks", json={"chunks": items}, timeout=60).status_code == 200
+        yield address
+
+
+class _Chat:
+    """What LangChain's suites are told of ChatOpenAI in front of the server."""
+
+    address: ClassVar[str]
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _serve(cls, address: str) -> None:
+        cls.address = address
+
+    @pytest.fixture(autouse=True)
+    def _quick(self, request: pytest.FixtureRequest) -> None:
+        if "benchmark" in request.fixturenames:
+            request.getfixturevalue("benchmark").disabled = True
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        own = {"model": "reference", "base_url": f"{self.address}/v1", "api_key": "none", "max_tokens": 12}
+        return own | {"temperature": 0, "stream_usage": True} | unkept()
+
+    # The shipped model's chat template has no tools, and its strings would not end where JSON is asked for.
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return False
+
+
+class TestChatOpenAI(_Chat, ChatModelIntegrationTests):
+    """LangChain's integration tests."""
+
+
+def test_openai_is_answered(address: str) -> None:
+    asked: dict[str, Any] = {
+        "model": "reference",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 16,
+    }
+    asked |= {"temperature": 0, "extra_body": {"documents": ["c0", "c1"]}}
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        reply = client.chat.completions.create(**asked)
+        assert reply.usage.prompt_tokens_details.cached_tokens > 25
+        whole = reply.choices[0].message.content
+        pieces = [each.choices[0].delta.content or "" for each in client.chat.completions.create(**asked, stream=True)]
+        assert "".join(pieces) == whole != ""
+        assert len(pieces) > 4
+
+    async def cancelled() -> str | None:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(**asked | {"max_tokens": 500}, stream=True)
+            await anext(aiter(stream))
+            await stream.close()
+            return (await client.chat.completions.create(**asked)).choices[0].message.content
+
+    assert asyncio.run(cancelled()) == whole
+
+
+def test_a_langchain_chain_is_served_from_stored_chunks(address: str) -> None:
+    own: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": "none", "max_tokens": 16, **unkept()}
+    llm = ChatOpenAI(model="reference", temperature=0, **own)
+    prompt = ChatPromptTemplate.from_template(
+        "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
+    )
+    found = "\n\n".join(Document(text).page_content for text in CHUNKS)
+    chain = {"context": lambda _: found, "question": RunnablePassthrough()} | prompt
+    message = llm.invoke(chain.invoke(QUESTION))
+    # As it is, since the chunks are found where they stand in the message.
+    assert message.usage_metadata["input_token_details"]["cache_read"] > 40
+    whole = (chain | llm | StrOutputParser()).invoke(QUESTION)
+    pieces = list((chain | llm | StrOutputParser()).stream(QUESTION))
+    assert "".join(pieces) == whole == message.content
+    assert len(pieces) > 3
+    beside = llm.invoke(QUESTION, extra_body={"documents": ["c0", "c1"]})
+    assert beside.usage_metadata["input_token_details"]["cache_read"] > 25
+
+
+def test_a_llama_index_query_engine_is_served_from_stored_chunks(address: str) -> None:
+    llm = OpenAILike(
+        model="reference",
+        api_base=f"{address}/v1",
+        api_key="none",
+        is_chat_model=True,
+        context_window=4096,
+        max_tokens=16,
+        temperature=0,
+        http_client=unkept()["http_client"],
+    )
+    nodes = [TextNode(id_=f"n{number}", text=text) for number, text in enumerate(CHUNKS)]
+    index = VectorStoreIndex(nodes, embed_model=WordEmbedding(model_name="words"))
+    whole = index.as_query_engine(llm=llm, similarity_top_k=2).query(QUESTION)
+    stream = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True).query(QUESTION)
+    assert "".join(stream.response_gen) == str(whole) != ""
+    raw = llm.complete("\n\n".join([*CHUNKS, QUESTION])).raw
+    assert raw.usage.prompt_tokens_details.cached_tokens > 40

@@ -1,0 +1,505 @@
+"""What a server lets in, what it says to the rest, and that nobody sees what is another's."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import http.client
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.cli.app import app
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_serve.asker import Server
+from cacheblend_serve.auth import KeyFile, Owner
+from cacheblend_serve.cli import _server
+from cacheblend_serve.errors import explained
+from cacheblend_serve.guarded import Guarded
+from cacheblend_serve.inprocess import EngineBackend
+from cacheblend_serve.limits import Gate, Overload, Rates
+from cacheblend_serve.live import EventStream, Whole
+from cacheblend_serve.settings import ServeConfig
+from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, process_of
+
+MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
+SHORT = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3}
+LONG = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500}
+TOOL = {"type": "function", "function": {"name": "weather"}}
+JSON = {"Content-Type": "application/json"}
+
+
+def error(reply: httpx.Response, status: int) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    found = reply.json()["error"]
+    assert found.keys() == {"message", "type", "param", "code"}
+    assert "Traceback" not in reply.text and "/cacheblend_rag/" not in reply.text
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({}, 400, "messages: Field required"),
+        ({"messages": []}, 400, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "ghost", "content": "x"}]}, 400, "message 0 has the role 'ghost'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content of the type 'image_url'"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            400,
+            "message 0 has a tool call that cannot be read",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": {"id": "x"}}]},
+            400,
+            "message 0 has tool_calls={'id': 'x'}, which is no list",
+        ),
+        (SHORT | {"tools": [TOOL], "tool_choice": {"function": "x"}}, 400, "names none of the tools weather"),
+        (SHORT | {"stop": ["x"] * 17}, 400, "at most 16 items"),
+        (SHORT | {"documents": ["x"] * 1001}, 400, "at most 1000 items"),
+        (SHORT | {"n": 2}, 400, "n=2 is not supported here"),
+        (SHORT | {"logprobs": True}, 400, "logprobs=True is not supported here"),
+        (SHORT | {"cache_salt": "x"}, 400, "cache_salt is the server's own"),
+        (SHORT | {"kv_transfer_params": {}}, 400, "kv_transfer_params is the server's own"),
+        (SHORT | {"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        (SHORT | {"stop": [""]}, 400, "a stop string is empty"),
+        (SHORT | {"documents": [{}]}, 400, "a document has neither id nor text"),
+        (SHORT | {"documents": ["nobody"]}, 404, "nobody"),
+        (SHORT | {"model": "other"}, 404, "the model 'other' is not served here"),
+        (SHORT | {"recompute_ratio": 2.0}, 400, "recompute_ratio=2.0 must be from 0 to 1"),
+        (SHORT | {"response_format": {"type": "poem"}}, 400, "is not known"),
+        (SHORT | {"tools": [{"type": "code_interpreter"}]}, 400, "is not a function with a name"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "tokens"),
+    ],
+)
+def test_what_cannot_be_answered_is_said(tiny_client: httpx.Client, body: Any, status: int, said: str) -> None:
+    assert said in error(tiny_client.post("/v1/chat/completions", json=body), status)["message"]
+    # In a stream too: nothing has been sent by then.
+    assert said in error(tiny_client.post("/v1/chat/completions", json=body | {"stream": True}), status)["message"]
+
+
+def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
+    error(tiny_client.get("/v1/nothing"), 404)
+    error(tiny_client.get("/v1/chat/completions"), 405)
+    error(tiny_client.post("/v1/chat/completions", content=b"{not json"), 400)
+    error(tiny_client.post("/v1/completions", json={"prompt": [-1, 3]}), 400)
+    error(tiny_client.post("/v1/completions", json={"prompt": ["x"] * 65}), 400)
+    error(tiny_client.post("/v1/chunks/delete", json={"ids": ["x"] * 10_001}), 400)
+    error(tiny_client.get("/v1/documents/nobody"), 404)
+    assert tiny_client.get("/healthz").json() == {"status": "alive"}
+    assert tiny_client.get("/readyz").json() == {"status": "ready"}
+
+
+def test_json_that_is_nested_too_deeply_and_half_characters(tiny_client: httpx.Client) -> None:
+    deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    found = error(tiny_client.post("/v1/chat/completions", content=deep, headers=JSON), 400)
+    assert "nested too deeply" in found["message"]
+    content = [{"type": "document", "id": "mara", "text": "half of \ud83d"}]
+    half = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 1})
+    found = error(tiny_client.post("/v1/chat/completions", content=half, headers=JSON), 400)
+    assert "half of a UTF-16 pair" in found["message"]
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = (
+    "messages",
+    "documents",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "tools",
+    "tool_choice",
+    "response_format",
+)
+
+
+@given(body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=5), content=json_values)
+def test_no_body_breaks_it(tiny_client: httpx.Client, body: dict[str, Any], content: Any) -> None:
+    whole = {"messages": [{"role": "user", "content": content}], **body, "max_tokens": 1}
+    reply = tiny_client.post("/v1/chat/completions", json=whole)
+    assert reply.status_code in (200, 400, 404), reply.text
+
+
+@pytest.fixture(scope="module")
+def tiny_client(tiny: Any) -> Any:
+    from integrations.serve.tests.conftest import engine_of, serving
+
+    with engine_of(tiny) as engine, serving(engine) as address, httpx.Client(base_url=address, timeout=60) as client:
+        yield client
+
+
+def test_large_bodies_are_refused_before_they_are_read(serve: Serve) -> None:
+    client = serve(body_bytes=2000)
+    large = {"messages": [{"role": "user", "content": "x" * 3000}]}
+    assert "larger than the 2000 bytes" in error(client.post("/v1/chat/completions", json=large), 413)["message"]
+
+    def pieces() -> Any:
+        # Without a length in its headers.
+        for _ in range(100):
+            yield b"x" * 100
+
+    # The connection may be closed under the rest of the body.
+    with suppress(httpx.TransportError):
+        assert client.post("/v1/chat/completions", content=pieces()).status_code == 413
+    assert client.post("/v1/chat/completions", json=SHORT).status_code == 200
+
+
+def connection_to(client: httpx.Client) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=20)
+
+
+def test_a_request_has_to_arrive_in_time(serve: Serve) -> None:
+    client = serve(body_s=0.3)
+    with closing(connection_to(client)) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders(b'{"prompt": ')
+        reply = connection.getresponse()
+        assert reply.status == 408 and reply.headers["Connection"] == "close"
+        assert "did not arrive within 0.3 s" in json.loads(reply.read())["error"]["message"]
+    # An answer may take longer than that.
+    assert client.post("/v1/chat/completions", json=LONG | {"max_tokens": 300}).status_code == 200
+
+
+def test_who_may_not_ask_is_told_before_the_body_is_read(serve: Serve, tmp_path: Path) -> None:
+    KeyFile(tmp_path / "keys.json").add(Owner("acme", "mine"))
+    with closing(connection_to(serve(keys=tmp_path / "keys.json"))) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders()
+        assert connection.getresponse().status == 401
+
+
+def test_without_keys_it_answers_by_the_names_of_this_machine_only(serve: Serve, tmp_path: Path) -> None:
+    client = serve()
+    for host in ("127.0.0.1", "localhost", "LOCALHOST:8000", "[::1]:8000", "[::1]"):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+    for host in ("rebound.example", "rebound.example:8000", "localhost.example", "127.0.0.1.example", ""):
+        for path in ("/v1/models", "/healthz"):
+            assert "answers as 127.0.0.1" in error(client.get(path, headers={"Host": host}), 403)["message"]
+    key = KeyFile(tmp_path / "keys.json").add(Owner("acme", "mine"))
+    client = serve(keys=tmp_path / "keys.json", key=key)
+    assert client.get("/v1/models", headers={"Host": "rag.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_who_reads_nothing_keeps_no_place(is_stream: bool) -> None:
+    left = threading.Event()
+
+    async def make() -> dict[str, int]:
+        return {"answer": 42}
+
+    async def events() -> AsyncGenerator[dict[str, int], None]:
+        yield {"answer": 42}
+
+    async def wait_for_ever(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    response = EventStream(events(), 0.05, explained, left.set) if is_stream else Whole(make, 0.05, explained, left.set)
+    await asyncio.wait_for(response({"type": "http"}, wait_for_ever, wait_for_ever), 20)
+    assert left.is_set()
+
+
+def test_keys_and_tenants(engine: BlendEngine, serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    keys = {tenant: KeyFile(file).add(Owner(tenant, tenant, is_admin=tenant == "acme")) for tenant in ("acme", "other")}
+    text = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not any(key in text for key in keys.values())
+    client = serve(engine, keys=file)
+    for header in ("", "Bearer", "Bearer nonsense", f"Basic {keys['acme']}", f"Bearer {keys['acme'][:-1]}"):
+        found = error(client.post("/v1/chat/completions", json=SHORT, headers={"Authorization": header}), 401)
+        assert found["code"] == "invalid_api_key"
+    assert client.get("/healthz").status_code == 200
+
+    def as_(tenant: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {keys[tenant]}"}
+
+    chunks = [{"id": id, "text": text} for id, text in CHUNKS.items()]
+    assert client.post("/v1/chunks", json={"chunks": chunks}, headers=as_("acme")).json()["encoded"] == 3
+    # What another tenant has is as what nobody has: not listed, not named, not found in messages, not deleted.
+    assert client.get("/v1/chunks", headers=as_("other")).json()["data"] == []
+    unknown = client.post("/v1/chat/completions", json=SHORT | {"documents": ["mara"]}, headers=as_("other"))
+    nobodys = client.post("/v1/chat/completions", json=SHORT | {"documents": ["nobody"]}, headers=as_("other"))
+    assert error(unknown, 404)["message"].replace("mara", "nobody") == error(nobodys, 404)["message"]
+    plain = SHORT | {"messages": [{"role": "user", "content": f"{CHUNKS['mara']}\n\nWhere?"}], "report": True}
+    reports = {
+        tenant: client.post("/v1/chat/completions", json=plain, headers=as_(tenant)).json()["blend"][0]
+        for tenant in keys
+    }
+    assert (reports["acme"]["hits"], reports["other"]["hits"]) == (1, 0)
+    assert client.post("/v1/chunks/delete", json={"ids": list(CHUNKS)}, headers=as_("other")).json() == {"deleted": 0}
+    assert len(client.get("/v1/chunks", headers=as_("acme")).json()["data"]) == 3
+    # Only an administrator's key sees the figures of all.
+    figures = {tenant: client.get("/metrics", headers=as_(tenant)).text for tenant in keys}
+    assert 'cacheblend_store_names{tenant="other"}' in figures["acme"] and 'tenant="acme"' in figures["acme"]
+    assert "tenant=" not in figures["other"] and "cacheblend_store_names 0.0" in figures["other"]
+    # A key that is taken back is gone with the next request.
+    KeyFile(file).remove("other")
+    error(client.get("/v1/models", headers=as_("other")), 401)
+    assert client.get("/v1/models", headers=as_("acme")).status_code == 200
+
+
+def test_the_commands_for_keys(tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.json")
+
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["keys", *arguments])
+
+    made = run("add", file, "--name", "first", "--tenant", "acme", "--per-minute", "5")
+    assert made.exit_code == 0
+    key = made.output.strip()
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    assert KeyFile(Path(file)).owner(key) == Owner("acme", "first", 5, digest=digest)
+    again = run("add", file, "--name", "first", "--tenant", "other")
+    assert again.exit_code == 2 and "has a key called 'first' already" in again.output
+    assert re.search(r"first\W+acme\W+5", run("list", file).output)
+    assert run("remove", file, "second").exit_code == 2
+    assert run("remove", file, "first").exit_code == 0
+    assert "0 keys" in run("list", file).output
+    (tmp_path / "keys.json").write_text("[]")
+    assert "is no file of keys" in run("list", file).output
+    with pytest.raises(ConfigError, match="so that the server needs keys"):
+        ServeConfig(host="0.0.0.0")
+
+
+def test_keys_that_are_made_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    names = [f"key {number}" for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        # Each as another process would, with an object of its own.
+        made = list(pool.map(lambda name: KeyFile(file).add(Owner("acme", name)), names))
+    found = [KeyFile(file).owner(key) for key in made]
+    assert [owner and owner.name for owner in found] == names
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]
+
+
+def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    KeyFile(file).add(Owner("acme", "mine"))
+    [written] = json.loads(file.read_text())["keys"]
+    file.write_text(json.dumps({"keys": [written, written | {"digest": "0" * 64, "tenant": "other"}]}))
+    with pytest.raises(ConfigError, match="has several keys called 'mine'"):
+        KeyFile(file).check()
+
+
+def test_nobody_is_let_in_while_the_keys_cannot_be_read(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.json"
+    key = KeyFile(file).add(Owner("acme", "mine"))
+    client = serve(keys=file, key=key)
+    whole = file.read_text()
+    file.write_text("[]")
+    refused = client.get("/v1/models")
+    assert str(file) not in error(refused, 503)["message"] and refused.headers["Retry-After"]
+    assert any(str(file) in record.getMessage() for record in caplog.records)
+    file.write_text(whole)
+    assert client.get("/v1/models").status_code == 200
+
+
+def test_too_many_of_one_key(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    key = KeyFile(file).add(Owner("acme", "slow", per_minute=3))
+    client = serve(keys=file, key=key)
+    for _ in range(3):
+        assert client.get("/v1/models").status_code == 200
+    refused = client.get("/v1/models")
+    assert error(refused, 429)["code"] == "rate_limit_exceeded"
+    assert 1 <= int(refused.headers["retry-after"]) <= 21
+
+
+@given(per_minute=st.integers(1, 100), waits=st.lists(st.floats(0, 30), max_size=60))
+def test_a_minute_never_holds_more_than_twice_the_rate(per_minute: int, waits: list[float]) -> None:
+    now = 0.0
+    rates = Rates(lambda: now)
+    let_in: list[float] = []
+    for wait in waits:
+        now += wait
+        try:
+            rates.take("a", per_minute)
+            let_in.append(now)
+        except Overload as overload:
+            later = now + overload.retry_after_s + 1e-6
+            with_wait = Rates(lambda later=later: later)  # type: ignore[misc]
+            with_wait._left = dict(rates._left)
+            with_wait.take("a", per_minute)
+        assert sum(each > now - 60 for each in let_in) <= 2 * per_minute
+
+
+def test_each_prompt_takes_a_place(serve: Serve) -> None:
+    many = {"prompt": ["Who?"] * 3, "max_tokens": 1}
+    refused = error(serve(requests=2).post("/v1/completions", json=many), 400)
+    assert "has 3 prompts, and this server answers 2 at the same time" in refused["message"]
+    gate = Gate(3)
+    with gate.pass_through(2):
+        with pytest.raises(Overload, match="2 requests are being answered"), gate.pass_through(2):
+            pass
+        with gate.pass_through():
+            pass
+        with pytest.raises(PromptError), gate.pass_through(4):
+            pass
+    with gate.pass_through(3):
+        pass
+
+
+def test_no_more_at_once_than_there_is_room(serve: Serve) -> None:
+    client = serve(requests=1)
+    with client.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True}) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        refused = client.post("/v1/chat/completions", json=SHORT)
+        assert error(refused, 503)["code"] == "overloaded"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert client.get("/healthz").status_code == 200
+    # Who leaves makes room: the answer is not written to its end.
+    began = time.monotonic()
+    while client.post("/v1/chat/completions", json=SHORT).status_code == 503:
+        assert time.monotonic() - began < 20
+        time.sleep(0.02)
+
+
+def test_a_client_that_goes_away_ends_its_answer(engine: BlendEngine, serve: Serve) -> None:
+    client = serve(engine)
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/chat/completions", json=LONG, timeout=0.2)
+    began = time.monotonic()
+    while any(thread.name == "cacheblend-stream" for thread in threading.enumerate()):
+        assert time.monotonic() - began < 20
+        time.sleep(0.02)
+    # The answer that was given up is in the figures, with what it had of its tokens.
+    counted = engine.metrics.registry.get_sample_value("cacheblend_output_tokens_total")
+    assert counted is not None and counted < 1500
+
+
+def test_an_answer_that_takes_too_long(serve: Serve) -> None:
+    client = serve(timeout_s=0.05)
+    assert "not finished after timeout=0.05 s" in error(client.post("/v1/chat/completions", json=LONG), 504)["message"]
+    with client.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True}) as reply:
+        text = "".join(reply.iter_text())
+    assert "not finished after timeout" in text
+
+
+def test_a_gate_that_closes_waits_for_those_inside() -> None:
+    gate = Gate(2)
+    inside, leave = threading.Event(), threading.Event()
+
+    def go_through() -> None:
+        with gate.pass_through():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=go_through)
+    thread.start()
+    inside.wait()
+    assert gate.is_open and not gate.drain(0.05) and not gate.is_open
+    with pytest.raises(Overload, match="about to stop"), gate.pass_through():
+        pass
+    leave.set()
+    thread.join()
+    assert gate.drain(5)
+
+
+def test_who_is_told_to_stop_lets_nobody_in_and_told_again_waits_for_nobody() -> None:
+    gate = Gate(1)
+    server = _server(uvicorn.Config(app, log_level="error"), gate)
+    server.handle_exit(signal.SIGTERM, None)
+    assert (gate.is_open, server.should_exit, server.force_exit) == (False, True, False)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.force_exit
+
+
+def test_a_second_signal_ends_it_at_once(tiny: Any, tmp_path: Path) -> None:
+    with process_of(tiny, tmp_path) as server:
+        process, url = server.process, httpx.URL(server.url)
+        address = url.host, url.port or 0
+        # A request that never arrives would be waited for.
+        with socket.create_connection(address) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+            # Once this is answered, that request has begun, and signals are heard.
+            assert httpx.get(url.join("/healthz")).is_success
+            process.send_signal(signal.SIGTERM)
+            while _is_listened_at(address):
+                time.sleep(0.02)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(15) == -signal.SIGTERM
+
+
+def _is_listened_at(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_what_goes_wrong_inside_is_told_to_the_log_only(
+    engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = serve(engine)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the secret of /home/somebody")
+
+    monkeypatch.setattr(engine, "stream", broken)
+    found = error(client.post("/v1/chat/completions", json=SHORT), 500)
+    number = re.search(r"request (\w{12})", found["message"])
+    assert number is not None and "secret" not in found["message"]
+    assert any(number[1] in record.getMessage() and "secret" in str(record.exc_info) for record in caplog.records)
+
+
+def test_whoever_is_cut_off_by_a_server_that_stops_is_told_so(tiny: LlamaForCausalLM) -> None:
+    async def forever(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def cut_off() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        scope = {"type": "http", "path": "/healthz", "headers": [(b"host", b"localhost")]}
+        task = asyncio.ensure_future(Guarded(forever, server)(scope, receive, send))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return sent
+
+    with engine_of(tiny) as engine:
+        server = Server(EngineBackend(engine), ServeConfig())
+        start, body = asyncio.run(cut_off())
+    assert start["status"] == 503
+    assert "was not finished" in json.loads(body["body"])["error"]["message"]

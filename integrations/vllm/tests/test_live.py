@@ -1,0 +1,322 @@
+"""vLLM behind stored KV, against transformers behind the same KV."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
+
+from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+from vllm_cacheblend import kv_transfer_config, spool_params, tokens_prompt, transfer_params
+from vllm_cacheblend.library import VLLMLibrary
+
+from cacheblend_lab.training.corpus import eval_examples
+from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.engine.prefix import PrefixPiece, StoredPrefix
+from cacheblend_rag.store import KVStore, open_store
+from integrations.vllm.tests.conftest import FORM, WEIGHTS, Asked, Corpus, is_right, segments
+
+pytestmark = pytest.mark.timeout(900)
+
+# Few enough for requests to be put off while others are answered.
+BLOCKS = {32: 64, 128: 24}
+Ask = Callable[..., list[Any]]
+
+
+def started(corpus: Corpus, block_size: int, **options: Any) -> LLM:
+    """Return vLLM over the corpus' store."""
+    return LLM(
+        str(WEIGHTS),
+        dtype="float32",
+        max_model_len=1920,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        block_size=block_size,
+        num_gpu_blocks_override=BLOCKS[block_size],
+        max_num_seqs=16,
+        max_logprobs=-1,
+        disable_log_stats=False,
+        kv_transfer_config=kv_transfer_config(corpus.engine.card(), corpus.store, ram_bytes=0, spool=corpus.spool),
+        **options,
+    )
+
+
+@pytest.fixture(scope="module", params=sorted(BLOCKS))
+def llm(request: pytest.FixtureRequest, corpus: Corpus) -> Iterator[LLM]:
+    model = started(corpus, request.param)
+    yield model
+    model.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def ask(llm: LLM) -> Ask:
+    return asker(llm)
+
+
+def asker(llm: LLM) -> Ask:
+    """Return a function that answers prompts behind stored KV or without it, under a salt (with {}, each its own) or none."""
+    number = count()
+
+    def answer(
+        prefixes: Sequence[StoredPrefix], *, stored: bool = True, salt: str | None = "own", **options: Any
+    ) -> list[Any]:
+        prompts, params = [], []
+        for prefix in prefixes:
+            prompt = tokens_prompt(prefix)
+            if salt != "own":
+                del prompt["cache_salt"]
+                prompt |= {} if salt is None else {"cache_salt": salt.format(next(number))}
+            prompts.append(prompt)
+            extra = {"kv_transfer_params": transfer_params(prefix)} if stored else None
+            params.append(SamplingParams(temperature=0, extra_args=extra, **{"max_tokens": 48, **options}))
+        return list(llm.generate(prompts, params, use_tqdm=False))
+
+    return answer
+
+
+def ids_of(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def full(corpus: Corpus, prefix: StoredPrefix) -> list[int]:
+    """Return what transformers answers after a full prefill."""
+    prompt = BlendPrompt(segments=[prefix.token_ids])
+    return list(corpus.engine.generate(prompt, max_new_tokens=48).token_ids)
+
+
+def test_answers_are_those_of_transformers_behind_the_same_kv(corpus: Corpus, ask: Ask) -> None:
+    prefixes = [corpus.prefix(each) for each in corpus.asked]
+    outputs = []
+    # Under salts of their own, and so few at a time that none is put off: what is cached is what was stored.
+    for first in range(0, len(prefixes), 4):
+        outputs += ask(prefixes[first : first + 4], logprobs=-1, salt="number {}")
+    right = {"vllm": 0, "engine": 0}
+    worst = 0.0
+    for asked, prefix, output in zip(corpus.asked, prefixes, outputs, strict=True):
+        ids, logits = corpus.expected(asked)
+        assert ids_of(output) == ids
+        given = output.outputs[0].logprobs[0]
+        wanted = logits.double().log_softmax(-1)
+        worst = max(worst, *(abs(each.logprob - float(wanted[token])) for token, each in given.items()))
+        right["vllm"] += is_right(asked, output.outputs[0].text)
+        right["engine"] += is_right(asked, corpus.engine.tokenizer.decode(ids, skip_special_tokens=True))
+        # Not a block more, not a token less.
+        assert output.num_cached_tokens == prefix.num_stored
+        assert prefix.num_stored == len(prefix.token_ids) - len(corpus.text_behind(asked))
+    print(f"\n{len(outputs)} questions: largest difference of a log probability {worst:.2e}, right {right}")
+    assert worst < 1e-4
+    assert right["vllm"] >= right["engine"] > 0.8 * len(outputs)
+
+
+def test_a_prompt_without_stored_kv_is_what_it_is_without_the_connector(corpus: Corpus, ask: Ask) -> None:
+    prefixes = [corpus.prefix(each) for each in corpus.asked[:8]]
+    expected = [full(corpus, prefix) for prefix in prefixes]
+    assert [ids_of(each) for each in ask(prefixes, stored=False, salt="plain")] == expected
+    # Beside requests behind stored KV of the same tokens, under a salt of their own.
+    blended = ask(prefixes)
+    assert [ids_of(each) for each in ask(prefixes, stored=False, salt=None)] == expected
+    assert [ids_of(each) for each in blended] == [corpus.expected(each)[0] for each in corpus.asked[:8]]
+    assert [ids_of(each) for each in blended] != expected
+
+
+def test_without_a_salt_vllm_itself_takes_one_for_the_other(corpus: Corpus, ask: Ask) -> None:
+    """The control: this is what the salt is for."""
+    prefixes = [corpus.prefix(each) for each in corpus.asked[8:16]]
+    expected = [full(corpus, prefix) for prefix in prefixes]
+    ask(prefixes, salt="control")
+    assert [ids_of(each) for each in ask(prefixes, stored=False, salt="control")] != expected
+
+
+def test_what_vllm_has_and_what_the_store_has_are_put_together(corpus: Corpus, llm: LLM, ask: Ask) -> None:
+    asked = corpus.asked[16]
+    prefix = corpus.prefix(asked)
+    block = llm.llm_engine.vllm_config.cache_config.block_size
+    # The most blocks that are stored whole, and the beginning of another.
+    blocks = (prefix.num_stored - 4) // block
+    assert blocks
+    cut = StoredPrefix(prefix.token_ids[: blocks * block + 3], prefix.pieces, prefix.namespace, "")
+    [begun] = ask([cut], salt="both", max_tokens=1)
+    assert begun.num_cached_tokens == len(cut.token_ids) - 1
+    [output] = ask([prefix], salt="both")
+    assert output.num_cached_tokens == prefix.num_stored
+    assert ids_of(output) == corpus.expected(asked)[0]
+
+
+def test_where_a_chunk_is_missing_the_prefix_ends(corpus: Corpus, ask: Ask) -> None:
+    asked = corpus.asked[17]
+    prefix = corpus.prefix(asked)
+    place = len(prefix.pieces) // 2
+    unknown = PrefixPiece("0" * 40, 0, prefix.pieces[place].count)
+    pieces = (*prefix.pieces[:place], unknown, *prefix.pieces[place + 1 :])
+    [output] = ask([StoredPrefix(prefix.token_ids, pieces, prefix.namespace, "")], salt="missing")
+    assert output.num_cached_tokens == sum(each.count for each in prefix.pieces[:place])
+    # What was there is stored KV, what follows it is computed behind that.
+    known = StoredPrefix(prefix.token_ids, prefix.pieces[:place], prefix.namespace, "")
+    assert ids_of(output) == ids_of(ask([known], salt="missing too")[0])
+
+
+@pytest.mark.parametrize("fault", ["of other tokens", "of another tenant", "unreadable"])
+def test_what_cannot_be_served_is_computed(corpus: Corpus, ask: Ask, fault: str) -> None:
+    prefix = corpus.prefix(corpus.asked[18])
+    expected = full(corpus, prefix)
+    one, other = prefix.pieces[1], prefix.pieces[2]
+    pieces = {
+        "of other tokens": (prefix.pieces[0], PrefixPiece(other.key, 0, one.count), *prefix.pieces[2:]),
+        "of another tenant": prefix.pieces,
+        "unreadable": (PrefixPiece("no key", 0, 1),),
+    }[fault]
+    namespace = "f" * 32 if fault == "of another tenant" else prefix.namespace
+    [output] = ask([StoredPrefix(prefix.token_ids, pieces, namespace, "")], salt=fault)
+    assert ids_of(output) == expected
+
+
+def test_a_file_that_goes_after_it_was_found_is_computed(corpus: Corpus, ask: Ask) -> None:
+    asked = corpus.asked[19]
+    prefix = corpus.prefix(asked)
+    expected = full(corpus, prefix)
+    key = prefix.pieces[3].key
+    [path] = [path for path in corpus.store.rglob("*.safetensors") if key in path.name]
+    path.unlink()
+    [output] = ask([prefix], salt="gone")
+    assert ids_of(output) == expected
+    # Whoever misses it drops its entry: it is stored anew for the tests that follow.
+    id = next(id for id in corpus.engine.ids() if corpus.engine.records([id])[0].key == key)
+    with corpus.without_document_of(id):
+        pass
+
+
+def test_a_prompt_of_paragraphs_is_loaded_whole(corpus: Corpus, ask: Ask) -> None:
+    """Its layers are large enough for threads to load them."""
+    [example, *_] = eval_examples(1, seed=5)
+    engine = corpus.engine
+    chunks = [
+        Chunk(text, f"{document.title}-{number}", document=document.title, start=1000 * number)
+        for document in example.documents
+        for number, text in enumerate(document.chunks)
+    ]
+    engine.add(chunks)
+    for number, question in enumerate(example.questions):
+        ids = [str(chunk.id) for chunk in chunks]
+        random.Random(number).shuffle(ids)
+        asked = Asked(question, BlendPrompt(segments=segments(FORM, ids[:10], question.text)))
+        prefix = corpus.prefix(asked)
+        assert prefix.num_stored > 900
+        [output] = ask([prefix])
+        assert output.num_cached_tokens == prefix.num_stored
+        assert ids_of(output) == corpus.expected(asked)[0]
+
+
+def test_put_off_requests_are_answered_alike(corpus: Corpus, llm: LLM, ask: Ask) -> None:
+    def put_off() -> int:
+        return sum(int(each.value) for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
+
+    before = put_off()
+    prefixes = [corpus.prefix(each) for each in corpus.asked[:24]]
+    outputs = ask(prefixes, salt="put off", ignore_eos=True, max_tokens=96)
+    assert put_off() > before
+    for asked, output in zip(corpus.asked, outputs, strict=False):
+        ids, _ = corpus.expected(asked)
+        assert ids_of(output)[: len(ids)] == ids
+
+
+def test_the_same_text_in_two_documents_is_two_things(corpus: Corpus, ask: Ask) -> None:
+    """The tokens are the same, and so the salt must tell them apart."""
+    named = [Chunk(f"{name} is a tailor.", f"{name}-0", document=name, start=0) for name in ("Mara Tolvin", "Bel Ruxo")]
+    corpus.engine.add(
+        [*named, *(Chunk("She lives in Oakford.", f"{each.id}-1", document=each.document, start=99) for each in named)]
+    )
+    found = []
+    for each in named:
+        asked = Asked(
+            corpus.asked[0].question,
+            BlendPrompt(segments=segments(FORM, [f"{each.id}-1"], f"Where does {each.document} live?")),
+        )
+        other = Asked(asked.question, BlendPrompt(segments=segments(FORM, [f"{each.id}-1"], "Who lives in Oakford?")))
+        found.append([corpus.prefix(asked), corpus.prefix(other)])
+        assert [ids_of(output) for output in ask(found[-1])] == [corpus.expected(asked)[0], corpus.expected(other)[0]]
+    one, other = found[0][1], found[1][1]
+    assert one.token_ids == other.token_ids
+    assert one.salt != other.salt
+    with_one, with_other = (corpus.engine.tokenizer.decode(ids_of(output)) for output in ask([one, other]))
+    assert with_one != with_other
+
+
+def test_a_deleted_chunk_is_served_no_more(corpus: Corpus, ask: Ask) -> None:
+    asked = corpus.asked[20]
+    prefix = corpus.prefix(asked)
+    expected = full(corpus, prefix)
+    id = next(segment.id for segment in asked.prompt.segments[1:] if hasattr(segment, "id"))
+    ask([prefix])
+    with corpus.without_document_of(id):
+        # Whoever asks with what was known before gets the tokens computed.
+        [output] = ask([prefix], salt="deleted")
+        assert ids_of(output) == expected
+        assert output.num_cached_tokens < prefix.num_stored
+
+
+def library_of(corpus: Corpus, llm: LLM, store: KVStore) -> VLLMLibrary:
+    """Return a library of chunks that vLLM encodes."""
+
+    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
+        params = [
+            SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": spool_params(name)})
+            for name, _ in prompts
+        ]
+        llm.generate(
+            [{"prompt_token_ids": list(ids), "cache_salt": salt} for _, ids in prompts], params, use_tqdm=False
+        )
+
+    engine = corpus.engine
+    return VLLMLibrary(engine.card(), engine.tokenizer, store, corpus.spool, warm, config=engine.config)
+
+
+def check_encoding(corpus: Corpus, llm: LLM, folder: Path) -> None:
+    """Have vLLM encode documents, and compare what is stored with what the engine has stored."""
+    documents = list(dict.fromkeys(chunk.document for chunk in corpus.chunks))[:6]
+    chunks = [chunk for chunk in corpus.chunks if chunk.document in documents]
+    store = open_store(folder, 1 << 28)
+    with library_of(corpus, llm, store) as library:
+        assert library.add(chunks).encoded == len(chunks)
+        ids = [chunk.id for chunk in chunks if chunk.id is not None]
+        records, known = library.records(ids), corpus.engine.records(ids)
+        assert records == known
+        worst = 0.0
+        theirs = open_store(corpus.store, 1 << 28)
+        for record in records:
+            assert record is not None
+            here, there = store.open(record.key), theirs.open(record.key)
+            assert here is not None
+            assert there is not None
+            for layer in range(here.num_layers):
+                for part, other in zip(here.layer(layer), there.layer(layer), strict=True):
+                    worst = max(worst, float((part - other).abs().max()))
+        theirs.close()
+        print(f"\n{len(chunks)} chunks encoded by vLLM: largest difference of a number {worst:.2e}")
+        assert worst < 1e-3
+        assert not list(corpus.spool.iterdir())
+    store.close()
+
+
+def test_what_vllm_encodes_is_what_the_engine_encodes(corpus: Corpus, llm: LLM, tmp_path: Path) -> None:
+    check_encoding(corpus, llm, tmp_path / "kv")
+
+
+def test_two_ranks_take_their_heads(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Left to itself, vLLM gives each rank a NUMA node of its own, of which small machines have one.
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    model = started(corpus, 32, tensor_parallel_size=2)
+    try:
+        check_encoding(corpus, model, tmp_path / "kv")
+        asked = corpus.asked[:8]
+        outputs = asker(model)([corpus.prefix(each) for each in asked])
+        assert [ids_of(each) for each in outputs] == [corpus.expected(each)[0] for each in asked]
+    finally:
+        model.llm_engine.engine_core.shutdown()

@@ -1,0 +1,112 @@
+"""Replicas with vLLM behind a front of Ray Serve, over a real Redis, against one engine over the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
+pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+
+from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.engine import BlendEngine
+from integrations.ray.tests.conftest import (
+    CHAT,
+    RedisServer,
+    cluster,
+    documents_of,
+    put,
+    question,
+    redis_of_ray,
+    served,
+    shared_in,
+    workers,
+)
+from integrations.serve.tests.process import LEAST
+from integrations.vllm.tests.conftest import WEIGHTS, engine_answer, wait_until_gone
+
+__all__ = ["cluster", "redis_of_ray"]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def shared(redis_of_ray: RedisServer) -> dict[str, Any]:
+    return shared_in(redis_of_ray)
+
+
+@pytest.fixture(scope="module")
+def client(cluster: None, shared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    args = {
+        "backend": "vllm",
+        "arguments": LEAST[1:],
+        "store": str(tmp_path_factory.mktemp("replicas")),
+        "settings": shared,
+        "min_replicas": 2,
+        "max_replicas": 2,
+        "stats_s": 0.5,
+    }
+    with served(args) as client:
+        yield client
+
+
+def test_replicas_answer_as_one_engine_over_the_same_store(client: httpx.Client, shared: dict[str, Any]) -> None:
+    documents = documents_of(12)
+    put(client, documents)
+    config = EngineConfig(separator="\n\n", dtype="float32", **shared)
+    seen: set[str] = set()
+    with BlendEngine.from_pretrained(WEIGHTS, config=config) as engine:
+        for names in [(each["document"],) for each in documents] + [("doc-0", "doc-3"), ("doc-5", "doc-1")]:
+            body = question(*names, tokens=16, report=True)
+            reply = client.post(CHAT, json=body)
+            assert reply.status_code == 200, reply.text
+            said, answer = reply.json(), engine_answer(engine, body)
+            assert said["choices"][0]["message"]["content"] == answer.text
+            # The KV is vLLM's, whichever replica computed it.
+            [report] = said["blend"]
+            assert (report["hits"], report["misses"]) == (4 * len(names), 0)
+            assert all(chunk.hit for chunk in answer.report.chunks)
+            seen.add(reply.headers["x-cacheblend-replica"])
+    # Which one a document belongs to, is as random as their names.
+    assert len(seen) == 2
+
+
+def test_a_delete_counts_for_all_at_once(client: httpx.Client) -> None:
+    put(client, [{"document": "gone", "chunks": ["The gate is shut.", "Nobody has the key."]}])
+    assert client.post(CHAT, json=question("gone")).status_code == 200
+    client.delete("/v1/documents/gone").raise_for_status()
+    assert client.post(CHAT, json=question("gone")).status_code == 404
+
+
+def test_where_vllm_ends_another_replica_answers(client: httpx.Client) -> None:
+    put(client, documents_of(2))
+    whole = client.post(CHAT, json=question("doc-0")).json()["choices"]
+    begun = set(_servers())
+    assert len(begun) == 2
+    victim = min(begun)
+    left = [each.pid for each in psutil.Process(victim).children(recursive=True)]
+    assert left
+    os.kill(victim, signal.SIGKILL)
+    until, answered = time.monotonic() + 120, 0
+    # With both there again, and each asked a few times.
+    while answered < 8 or len(_servers()) < 2:
+        assert time.monotonic() < until
+        reply = client.post(CHAT, json=question("doc-0"))
+        assert reply.status_code in (200, 503), reply.text
+        if reply.status_code == 200:
+            assert reply.json()["choices"] == whole
+            answered += 1
+    assert len(set(_servers()) - begun) == 1
+    wait_until_gone(left)
+
+
+def _servers() -> list[int]:
+    return workers(f"{sys.executable} -m vllm_cacheblend.launch")

@@ -1,0 +1,126 @@
+"""The server with vLLM behind it, as people start it, against the engine over the same store."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
+
+from cacheblend_lab.training.corpus import NOTES, Example, eval_examples
+from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.engine import BlendEngine
+from integrations.serve.tests.process import LEAST, VLLM, ServerProcess
+from integrations.vllm.tests.conftest import WEIGHTS, engine_answer, wait_until_gone
+
+pytestmark = pytest.mark.timeout(600)
+
+NUM_QUESTIONS = 8
+
+
+def serving(store: Path, log: Path) -> ServerProcess:
+    """Return a server with vLLM over a store."""
+    return ServerProcess(log, *VLLM, "--store", str(store), *LEAST)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def address(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(store, tmp_path_factory.mktemp("log") / "log") as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def http(address: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=address, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def example(http: httpx.Client) -> Example:
+    """A context whose documents vLLM has encoded."""
+    example = next(
+        each
+        for each in eval_examples(64, seed=3, per_context=NUM_QUESTIONS, style=NOTES)
+        if len(each.questions) == NUM_QUESTIONS
+    )
+    for document in example.documents:
+        reply = http.put(f"/v1/documents/{document.title}", json={"chunks": list(document.chunks)})
+        assert reply.json()["encoded"] == len(document.chunks)
+    return example
+
+
+def request_for(example: Example, question: str) -> dict[str, Any]:
+    named = [document.title for document in reversed(example.documents)]
+    return {"messages": [{"role": "user", "content": f"Question: {question}"}], "documents": named, "max_tokens": 32}
+
+
+def test_answers_are_those_of_the_engine_over_the_same_store(http: httpx.Client, example: Example, store: Path) -> None:
+    config = EngineConfig(separator="\n\n", dtype="float32")
+    with BlendEngine.from_pretrained(WEIGHTS, store=store, config=config) as engine:
+        for question in example.questions:
+            body = request_for(example, question.text)
+            reply = http.post("/v1/chat/completions", json=body | {"report": True}).json()
+            answer = engine_answer(engine, body)
+            # What vLLM encoded the engine serves.
+            assert all(chunk.hit for chunk in answer.report.chunks)
+            assert reply["choices"][0]["message"]["content"] == answer.text
+            assert reply["choices"][0]["finish_reason"] == answer.finish_reason
+            assert reply["usage"]["prompt_tokens"] == answer.report.prompt_tokens
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == answer.cached_tokens
+            [report] = reply["blend"]
+            assert (report["hits"], report["misses"]) == (len(example.chunks), 0)
+            assert [chunk["id"] for chunk in report["chunks"]] == [chunk.id for chunk in answer.report.chunks]
+
+
+def test_an_answer_is_held_to_a_schema(http: httpx.Client, example: Example) -> None:
+    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+    asked = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    body = request_for(example, "Is it so?") | {"response_format": asked}
+    reply = http.post("/v1/chat/completions", json=body).json()
+    assert reply["choices"][0]["message"]["content"] in ('{"yes": true}', '{"yes": false}')
+
+
+def test_what_vllm_cannot_do_is_said(http: httpx.Client, example: Example) -> None:
+    body = request_for(example, "Who?")
+    refused = http.post("/v1/chat/completions", json=body | {"recompute_ratio": 0.5})
+    assert refused.status_code == 400
+    assert "--backend engine" in refused.json()["error"]["message"]
+    long = {"prompt": "word " * 3000, "max_tokens": 1}
+    refused = http.post("/v1/completions", json=long)
+    assert refused.status_code == 400
+    assert http.get("/readyz").json() == {"status": "ready"}
+
+
+def test_what_was_acknowledged_is_there_when_the_server_was_killed(tmp_path: Path) -> None:
+    store = tmp_path / "kv"
+    with serving(store, tmp_path / "log") as server:
+        started = server.children()
+        assert started
+        texts = [f"Person {number} keeps a cat and lives by the sea." for number in range(3)]
+        for number, text in enumerate(texts):
+            assert httpx.put(f"{server.url}/v1/documents/{number}", json={"text": text}, timeout=60).status_code == 200
+        server.stop(signal.SIGKILL)
+        # vLLM does not outlive who started it.
+        wait_until_gone(started)
+    with BlendEngine.from_pretrained(
+        WEIGHTS, store=store, config=EngineConfig(separator="\n\n", dtype="float32")
+    ) as engine:
+        assert sorted(engine.places(engine.ids())) == ["0", "1", "2"]
+
+
+def test_the_server_ends_when_vllm_does(tmp_path: Path) -> None:
+    with serving(tmp_path / "kv", tmp_path / "log") as server:
+        os.kill(server.children()[0], signal.SIGKILL)
+        assert server.process.wait(60) != 0
+        assert "vLLM ended with status" in server.said()
