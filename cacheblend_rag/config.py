@@ -234,12 +234,6 @@ class EngineConfig(SettingsBase):
     conversation_bytes : int
         Maximum bytes of KV that all conversations of an engine together keep from turn to turn, in the memory in which the model
         computes; the least recently used is forgotten first.
-    guard_rate : float
-        Share of the answers that are compared with full prefill in the background, when the model is idle; 0, the default,
-        compares none and costs nothing.
-    guard_action : {"report", "raise", "full"}
-        What the guard does where the compared answers differ too much: log a warning; raise the ratio step by step, up to full
-        prefill; or prefill every prompt in full from then on.
 
     Raises
     ------
@@ -267,8 +261,6 @@ class EngineConfig(SettingsBase):
     remote: SecretStr | None = None
     names: SecretStr | None = None
     conversation_bytes: int = Field(default=1024**3, ge=0)
-    guard_rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    guard_action: Literal["report", "raise", "full"] = "report"
 
     def __init__(self, **values: Any) -> None:
         # Here, since calls make settings of blending again and again.

@@ -18,7 +18,6 @@ _LEAST = {
     "prefetch_layers": 1,
     "load_threads": 1,
     "write_back_bytes": 0,
-    "guard_window": 1,
     "observation_window": 1,
     "pooling_kernel": 1,
 }
@@ -54,10 +53,6 @@ class Tuning:
         directory where there is none.
     profile_budget_s : float
         About how long "auto" may measure when it is first used and finds no such file; 0 never measures.
-    guard_limit : float
-        The average distance of the compared answers from full prefill's past which the guard acts, 0 (all the same) to 1.
-    guard_window : int
-        How many compared answers that average is taken over; the guard acts when there are that many, and then starts again.
     observation_window : int
         The last tokens of the prompt, after the last chunk, whose attention says which context tokens are kept (`kv_capacity`).
     pooling_kernel : int
@@ -83,8 +78,6 @@ class Tuning:
     write_back_bytes: int = 256 * 1024**2
     profile_path: Path | None = None
     profile_budget_s: float = 5.0
-    guard_limit: float = 0.1
-    guard_window: int = 20
     observation_window: int = 32
     pooling_kernel: int = 7
     self_check: bool = True
@@ -102,8 +95,6 @@ class Tuning:
             raise ConfigError(
                 f"profile_budget_s={self.profile_budget_s!r} must be a finite number of seconds, 0 or more"
             )
-        if not isinstance(self.guard_limit, int | float) or not 0 <= self.guard_limit <= 1:
-            raise ConfigError(f"guard_limit={self.guard_limit!r} must be a number from 0 to 1")
         if not isinstance(self.profile_path, Path | None):
             raise ConfigError(f"profile_path={self.profile_path!r} must be a Path, or None")
 

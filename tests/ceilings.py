@@ -15,14 +15,15 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 
 LINES = {
-    "cacheblend_rag": (33607, 159),
+    "cacheblend_rag": (33606, 159),
+    "cacheblend_rag/attachments": (412, 2),
     "cacheblend_rag/calibration": (597, 5),
     "cacheblend_rag/chat": (1221, 8),
     "cacheblend_rag/cli": (1869, 13),
     "cacheblend_rag/codec": (387, 3),
     "cacheblend_rag/controller": (1064, 4),
     "cacheblend_rag/documents": (780, 4),
-    "cacheblend_rag/engine": (8538, 34),
+    "cacheblend_rag/engine": (8142, 32),
     "cacheblend_rag/fuse": (818, 5),
     "cacheblend_rag/loader": (619, 4),
     "cacheblend_rag/model": (1777, 10),

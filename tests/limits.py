@@ -1,4 +1,4 @@
-"""A bound on what one call may take."""
+"""Bounds on what one call, and the tests of a folder, may take."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+import torch
 
 
 @contextmanager
@@ -26,3 +29,12 @@ def within(nbytes: int, seconds: float) -> Iterator[None]:
         gc.unfreeze()
     # Of this thread, since other processes may keep it waiting.
     assert time.thread_time() - begun < seconds
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: for models as tiny as these, sharing the work costs more than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -38,7 +38,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     2: ("store", "model"),
     3: ("encode", "loader", "controller", "fuse", "snapkv"),
     4: ("engine",),
-    5: ("pml", "documents", "calibration", "chat", "cli", "__main__"),
+    5: ("attachments", "pml", "documents", "calibration", "chat", "cli", "__main__"),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 ENGINE_FLOOR = FLOOR_OF["engine"]
@@ -50,7 +50,7 @@ LAB = "cacheblend_lab"
 FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
-DOOR = ("engine", "pml", "calibration", "chat", *FLOORS[0])
+DOOR = ("engine", "attachments", "pml", "calibration", "chat", *FLOORS[0])
 # What else of it some of them need: vLLM's connector moves KV itself, servers cut documents, commands share their options.
 WORKSHOPS = {
     "cacheblend_serve": ("documents", "cli", "layout", "store"),

@@ -107,7 +107,7 @@ def calibrate(
     opened = (
         _read(paths, config, blend, model or "reference", embedding, chunk_tokens or CHUNK_TOKENS)
         if paths
-        else warmed(store, model, embedding, config.replace(guard_rate=0.0), blend)
+        else warmed(store, model, embedding, config, blend)
     )
     found: dict[str, Calibration] = {}
     with opened as (engine, library, name):
@@ -156,7 +156,7 @@ def _read(
     with tempfile.TemporaryDirectory(prefix="cacheblend-calibrate-") as name:
         folder = Path(name)
         # What is removed afterwards should not be left in a remote tier, nor be looked for there.
-        quiet = passage_config(config).replace(remote=None, guard_rate=0.0)
+        quiet = passage_config(config).replace(remote=None)
         with open_engine(model, store=kv_folder(folder), config=quiet, blend=blend) as engine:
             passages = passages_of(paths, engine, chunk_tokens)
             if not passages:

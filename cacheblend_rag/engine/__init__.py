@@ -6,7 +6,6 @@ from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, StopStrings
-from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.engine.interface import AnyCollection, AnyConversation, AnyEngine, AnyLibrary
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.prefetch import Prefetch
@@ -25,7 +24,6 @@ __all__ = [
     "ChunkLibrary",
     "Conversation",
     "GenerationResult",
-    "GuardStatus",
     "Prefetch",
     "PrefillResult",
     "StopStrings",

@@ -7,10 +7,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -21,21 +22,21 @@ from cacheblend_rag.controller import Profile, check_selector
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
+from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.conversation import Conversation, Turn
 from cacheblend_rag.engine.decode import checked_options, end_ids
 from cacheblend_rag.engine.gathering import Gathering
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
-from cacheblend_rag.engine.guard import Guard, GuardOrder
 from cacheblend_rag.engine.interface import AnyEngine
 from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.engine.library import ChunkLibrary
-from cacheblend_rag.engine.many import Many, options_of_each
+from cacheblend_rag.engine.many import Call, Many, options_of_each
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look_at_model, open_engine_store
 from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.engine.scheduling import Patience, scheduler_lock
+from cacheblend_rag.engine.scheduling import GaveWayError, Patience, aside, scheduler_lock
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
@@ -49,6 +50,7 @@ from cacheblend_rag.tuning import Tuning
 __all__ = ["BlendEngine"]
 
 logger = logging.getLogger(__name__)
+_Attached = TypeVar("_Attached", bound=Attachment)
 
 
 class BlendEngine(ChunkLibrary, AnyEngine):
@@ -90,8 +92,6 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         The model as blending sees it, or None if it cannot be blended.
     unsupported_reason : str or None
         Why it cannot.
-    guard : Guard
-        Compares some answers with full prefill in the background, if ``config.guard_rate`` is above 0.
 
     Raises
     ------
@@ -157,10 +157,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
                 self.blend,
                 self.tuning,
             )
-            self.guard = Guard(model, self.decoder, self._assembler, self._runner, self.config, self.blend, self.tuning)
-            self.metrics = EngineMetrics(
-                self.store.stats, lambda: answering.failures, self.guard.status if self.guard.active else None
-            )
+            self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             self._gathering = Gathering(self._runner, self._many)
             undo.pop_all()
@@ -210,7 +207,10 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         return engine
 
     def for_tenant(self, tenant: str) -> BlendEngine:
-        """Return an engine of another tenant over this one's model, store and settings; close it before this one."""
+        """Return an engine of another tenant over this one's model, store and settings; close it before this one.
+
+        What is attached to this one is attached to it too, as far as attachments say what that is.
+        """
         engine = BlendEngine(
             self.model,
             self.tokenizer,
@@ -221,12 +221,38 @@ class BlendEngine(ChunkLibrary, AnyEngine):
             tuning=self.tuning,
         )
         engine.model_name = self.model_name
+        for each in (*self._runner.attachments,):
+            if (other := each.for_tenant()) is not None:
+                engine.attach(other)
         return engine
+
+    def attach(self, attachment: _Attached) -> _Attached:
+        """Attach something optional of `cacheblend_rag.attachments`, which takes part in the requests that come from then on.
+
+        Returns
+        -------
+        Attachment
+            What was given, which its ``close`` detaches, or that of the engine.
+
+        Raises
+        ------
+        ConfigError
+            If it is no attachment, was attached before, or the engine is closed.
+        """
+        self._check_open()
+        if not isinstance(attachment, Attachment):
+            raise ConfigError(f"{attachment!r:.40} is no attachment; give one of cacheblend_rag.attachments")
+        if attachment.leave is not None:
+            raise ConfigError(f"this {type(attachment).__name__} was attached before; make another one")
+        attachment.leave = partial(self._runner.attachments.remove, attachment)
+        attachment.attached(self)
+        self._runner.attachments.append(attachment)
+        return attachment
 
     def close(self, *, wait: bool = True) -> None:
         """Write what waits to be written and close the store, unless the store was passed in.
 
-        A running computation ends first; calls that wait for it fail. Answers that the guard has not compared yet are dropped.
+        A running computation ends first; calls that wait for it fail. What is attached is detached.
 
         Nothing is lost once `add` has returned: a chunk that is not encoded yet keeps its name, and is a miss. Failures in the
         background are logged meanwhile; call `flush` first to have them raised.
@@ -237,7 +263,8 @@ class BlendEngine(ChunkLibrary, AnyEngine):
             Whether chunks that were added in the background are encoded first, as at the end of a ``with`` block; a block that
             ends with an error does not wait.
         """
-        self.guard.close()
+        for each in (*self._runner.attachments,):
+            each.close()
         self._prefetcher.close()
         self._ingest.jobs.close(wait)
         with self._runner.lock:
@@ -516,7 +543,37 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         self._observe(result.report)
         # An answer that was cut short would differ for that reason alone.
         if not stop.is_set():
-            self.guard.offer(run, result)
+            for each in (*self._runner.attachments,):
+                each.answered(run, result)
+
+    def generate_aside(
+        self, prompt: BlendPrompt, blend: BlendConfig, max_new_tokens: int | None = None, **generation_kwargs: Any
+    ) -> GenerationResult | None:
+        """Answer a prompt when no other call needs the model, uncounted, unlogged and without telling attachments of the answer.
+
+        Returns
+        -------
+        GenerationResult or None
+            None where it was left between two layers, because another call came or the engine was closed.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model cannot be blended, so that its layers are not known.
+        PromptError, ConfigError
+            As `generate` does.
+        """
+        if self.decoder is None:
+            raise UnsupportedModelError(f"{self.unsupported_reason}; ask it by generate, which does not give way")
+        options = checked_options(self.model, max_new_tokens, generation_kwargs)
+        run = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options)
+        # The interpreter waits for the thread that asks when it ends; nobody waits for what it finds out then.
+        with (
+            suppress(GaveWayError),
+            aside(self._runner.lock, self.decoder, lambda: self._closed or not threading.main_thread().is_alive()),
+        ):
+            return self._many.alone(Call(run, threading.Event()))
+        return None
 
     def watch_prefill(
         self,
@@ -597,33 +654,30 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         # Before all that takes time: what is reset from now on forgets this turn too.
         turn = None if conversation is None else Turn(conversation)
         self._weights.check()
+        order = None
         if blend is not None and blend is not self.blend:
-            order, level = GuardOrder(self.check_blend(blend)), None
+            blend = self.check_blend(blend)
         else:
-            order = self.guard.order
-            level = order.level
-        assembled = self._assemble(prompt, retrieving=order.blend.enabled)
-        if level is not None and assembled.layout.remembers:
-            # What the guard falls back to knows less than these chunks.
-            order = replace(order, blend=self.blend, action=None)
-        if order.blend.enabled:
+            order = next(filter(None, (each.order() for each in reversed(self._runner.attachments))), None)
+            blend = self.blend if order is None else order.blend
+        assembled = self._assemble(prompt, retrieving=blend.enabled)
+        if order is not None and assembled.layout.remembers:
+            # What an attachment falls back to knows less than these chunks.
+            blend = self.blend
+        if blend.enabled:
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
         request = Request(
-            order.blend,
+            prompt,
+            blend,
             started,
             Patience() if patience is None else patience,
             turn,
-            level,
-            order.action,
+            order,
             max_new_tokens=max_new_tokens,
             options=options or {},
         )
         # While the others of a batch were put into tokens, it waited.
-        run = PromptRun(request, assembled, timings=Timings(queue_s=began - started), legend=self._legend)
-        if options is not None:
-            # It is to be answered.
-            self.guard.watch(run)
-        return run
+        return PromptRun(request, assembled, timings=Timings(queue_s=began - started), legend=self._legend)
 
     def _check_model(self) -> None:
         self._weights.check()

@@ -14,7 +14,7 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from cacheblend_rag.engine.background import Feed
-from cacheblend_rag.engine.spelling import Spelling
+from cacheblend_rag.engine.legend import Spelling
 from cacheblend_rag.report import BlendReport
 
 __all__ = [

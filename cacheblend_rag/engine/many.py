@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from cacheblend_rag.engine.attachment import alone_reason
 from cacheblend_rag.engine.decode import complete_options, decode, end_ids, make_result, output_limit
-from cacheblend_rag.engine.features import decodes_alone
 from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
 from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
 from cacheblend_rag.engine.request import PromptRun
@@ -363,7 +363,7 @@ class Many:
         request = run.request
         if request.turn is not None:
             return "a conversation keeps the KV of its answer"
-        reason = decodes_alone(request.blend)
+        reason = alone_reason(run, self._runner.attachments)
         if reason is not None:
             return reason
         own = self._model.generation_config.to_diff_dict()

@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import OTHER_TEXT, BlendReport
 from cacheblend_rag.store import StoreStats
@@ -41,21 +40,14 @@ class EngineMetrics:
         Returns the figures of what the engine's tenant has in the store; called when the registry is read.
     failures : callable
         Returns how often an answer could not ask the store; called when the registry is read.
-    guard : callable, optional
-        Returns the online guard's figures; called when the registry is read.
 
     Attributes
     ----------
     registry : CollectorRegistry
-        What ``prometheus_client.start_http_server(port, registry=...)`` serves.
+        What ``prometheus_client.start_http_server(port, registry=...)`` serves; attachments add theirs.
     """
 
-    def __init__(
-        self,
-        stats: Callable[[], StoreStats],
-        failures: Callable[[], int],
-        guard: Callable[[], GuardStatus] | None = None,
-    ) -> None:
+    def __init__(self, stats: Callable[[], StoreStats], failures: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -78,8 +70,6 @@ class EngineMetrics:
             registry=self.registry,
         )
         self.registry.register(_Source(lambda: _store_figures(stats, failures)))
-        if guard is not None:
-            self.registry.register(_Source(lambda: _guard_figures(guard())))
 
     def count_unfound(self) -> None:
         """Count a prompt in which no stored chunk was found, though it holds one in another form."""
@@ -109,10 +99,6 @@ class _Source(Collector):
     def __init__(self, read: Callable[[], Iterator[Metric]]) -> None:
         self._read = read
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing, so that registering it reads nothing."""
-        yield from ()
-
     def collect(self) -> Iterator[Metric]:
         """Yield the figures."""
         return self._read()
@@ -140,31 +126,6 @@ def _store_figures(stats: Callable[[], StoreStats], failures: Callable[[], int])
     dropped = CounterMetricFamily("cacheblend_store_copies_dropped", "Copies dropped for room.", labels=["tier"])
     yield _labelled(dropped, copies)
     yield CounterMetricFamily("cacheblend_store_unwritten", "Misses that found no room to wait in.", now.unwritten)
-
-
-def _guard_figures(status: GuardStatus) -> Iterator[Metric]:
-    outcomes = {outcome: getattr(status, outcome) for outcome in ("compared", "dropped", "failed")}
-    text = "Answers drawn for comparison, by what came of it."
-    yield _labelled(CounterMetricFamily("cacheblend_guard_samples", text, labels=["outcome"]), outcomes)
-    yield CounterMetricFamily(
-        "cacheblend_guard_differing", "Compared answers that are not full prefill's.", status.differing
-    )
-    yield GaugeMetricFamily("cacheblend_guard_pending", "Answers that wait to be compared.", status.pending)
-    if status.divergence is not None and status.first_token_kl is not None:
-        yield GaugeMetricFamily(
-            "cacheblend_guard_divergence", "Average distance from full prefill's answers.", status.divergence
-        )
-        yield GaugeMetricFamily(
-            "cacheblend_guard_first_token_kl",
-            "Average divergence of the first token's distribution, in nats.",
-            status.first_token_kl,
-        )
-    if status.recompute_ratio != "auto":
-        yield GaugeMetricFamily(
-            "cacheblend_guard_recompute_ratio", "The ratio in force; 1 after a fallback.", status.recompute_ratio
-        )
-    acted = float(status.action is not None)
-    yield GaugeMetricFamily("cacheblend_guard_acted", "1 while the guard has changed the settings.", acted)
 
 
 def _labelled(metric: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:

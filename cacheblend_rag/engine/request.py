@@ -9,19 +9,35 @@ from typing import Any, Literal
 
 import torch
 
+from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Plan
 from cacheblend_rag.engine.conversation import Resumption, Turn
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.scheduling import Patience
-from cacheblend_rag.engine.watch import FirstLogits
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate, NamedTarget
 from cacheblend_rag.trace import LayerTimes, Legend, Span, Trace, TracedChunk
 
-__all__ = ["ChunkSupply", "PromptRun", "Request", "Timings", "make_report", "why_missed"]
+__all__ = ["ChunkSupply", "Order", "PromptRun", "Request", "Timings", "make_report", "why_missed"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """Settings that an attachment puts in force for requests that bring none.
+
+    Attributes
+    ----------
+    blend : BlendConfig
+        The settings.
+    action : str or None
+        What it changed in the engine's own, and why.
+    """
+
+    blend: BlendConfig
+    action: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +46,8 @@ class Request:
 
     Attributes
     ----------
+    prompt : BlendPrompt
+        The prompt.
     blend : BlendConfig
         The settings in force.
     started : float
@@ -38,10 +56,8 @@ class Request:
         How long it waits for the model; the prompts of one call share it.
     turn : Turn or None
         The turn of a conversation that it is.
-    guard_level : int or None
-        Which settings of the online guard these are; None for settings that the guard has nothing to do with.
-    guard_action : str or None
-        What the guard changed in them.
+    order : Order or None
+        What an attachment had put in force when the call came, if that brought no settings.
     rows : torch.Tensor or None
         The chunk rows to recompute, ascending, where no selector is to choose them.
     max_new_tokens : int or None
@@ -50,15 +66,20 @@ class Request:
         Further options of ``generate``, checked by `checked_options`.
     """
 
+    prompt: BlendPrompt
     blend: BlendConfig
     started: float
     patience: Patience = field(default_factory=Patience)
     turn: Turn | None = None
-    guard_level: int | None = None
-    guard_action: str | None = None
+    order: Order | None = None
     rows: torch.Tensor | None = None
     max_new_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def action(self) -> str | None:
+        """What an attachment changed in the settings, and why."""
+        return self.order.action if self.order is not None and self.blend is self.order.blend else None
 
 
 @dataclass(slots=True)
@@ -149,8 +170,8 @@ class PromptRun:
         Returns the share of the answer's attention that went to a chunk, where that is asked for.
     output_ids : tuple of int
         What was generated.
-    first : FirstLogits or None
-        Notes the first token's logits of a request that the online guard compares.
+    notes : dict
+        What each attachment keeps of it.
     figures : dict
         Further fields of its `BlendReport`, from what few prompts use.
     layers : LayerTimes or None
@@ -169,7 +190,7 @@ class PromptRun:
     charge: float = 0.0
     attention: Callable[[ChunkSpan], float] | None = None
     output_ids: tuple[int, ...] = ()
-    first: FirstLogits | None = None
+    notes: dict[object, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     layers: LayerTimes | None = None
     legend: Legend | None = None
@@ -244,7 +265,7 @@ def make_report(
         fallback_reason=_fallback_reason(run),
         chunks=chunks,
         output_tokens=len(output_ids),
-        guard=run.request.guard_action,
+        guard=run.request.action,
         tpot_s=tpot_s,
         conversation_tokens=0 if run.resumed is None else run.resumed.tokens,
         conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
@@ -377,8 +398,8 @@ _FATES = {
 def _fallback_reason(run: PromptRun) -> str | None:
     assert run.plan is not None
     reason, computed = run.plan.fallback_reason, run.prompt.computed
-    if run.request.guard_action is not None and not run.request.blend.enabled:
-        return run.request.guard_action
+    if run.request.action is not None and not run.request.blend.enabled:
+        return run.request.action
     if reason is None or not computed or run.prompt.chunks:
         return reason
     why = {chunk.computed for chunk in computed}

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.engine.answering import AnsweringStore
+from cacheblend_rag.engine.attachment import Attachment, alone_reason, attach
 from cacheblend_rag.engine.conversation import Resumption
-from cacheblend_rag.engine.features import attach, decodes_alone
 from cacheblend_rag.engine.kept import Making
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.supply import KVSupply
@@ -48,6 +48,8 @@ class Runner:
     ----------
     lock : SchedulerLock
         Lets one computation at a time have the model.
+    attachments : list of Attachment
+        What takes part in the forwards.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Runner:
         self._num_layers = num_decoder_layers(model)
         self._controller: Controller | None = None
         self.lock = supply.lock
+        self.attachments: list[Attachment] = []
         self._is_closed = False
 
     def close(self) -> None:
@@ -255,14 +258,14 @@ class Runner:
                     run.layers,
                 )
                 stack.enter_context(loader)
-                if _goes_on(run, selection):
+                if _goes_on(run, selection) and alone_reason(run, self.attachments) is None:
                     # Nothing has to be steered: the model goes on behind its cache, as it does when it decodes.
                     run.recomputed = None if run.plan.selection is None else torch.empty(0, dtype=torch.int64)
                     cache.expect(int(run.layout.text_rows[0]), decoder.num_kv_layers, loader.synchronize)
                 else:
                     steering = Steering(decoder, cache, run.layout, selection, loader.synchronize)
                     stack.enter_context(steering())
-            for each in attach(run, decoder, cache, steering, tuning, headroom, room):
+            for each in attach(run, self.attachments, decoder, cache, steering, tuning, headroom, room):
                 stack.enter_context(each)
             more = stack.enter_context(decoder.placing(cache, run.prompt.places))
             output = forward(cache, {"input_ids": ids, **more})
@@ -333,12 +336,11 @@ class Runner:
 
 
 def _goes_on(run: PromptRun, selection: Selection) -> bool:
-    """Return whether all that is computed of a prompt stands behind all that is stored, and nothing watches its prefill."""
+    """Return whether all that is computed of a prompt stands behind all that is stored."""
     text = run.layout.text_rows
     return (
         isinstance(selection, FixedSelection)
         and not selection.rows().numel()
         and 0 < int(text[0]) == len(run.layout) - text.numel()
         and run.prompt.places is None
-        and decodes_alone(run.request.blend) is None
     )

@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
-from cacheblend_rag.model import unwrapped
+from cacheblend_rag.model import Decoder, uncompiled, unwrapped
 
-__all__ = ["Patience", "SchedulerLock", "scheduler_lock"]
+__all__ = ["GaveWayError", "Patience", "SchedulerLock", "aside", "scheduler_lock"]
 
 
 _OMP_PAUSE_SOFT = 1
@@ -215,3 +216,38 @@ def scheduler_lock(model: PreTrainedModel) -> SchedulerLock:
     """Return the lock on a model: one for all engines that are made on it, and on what PEFT or torch.compile put around it."""
     # One call, which threads cannot get between.
     return _locks.setdefault(unwrapped(model), SchedulerLock())
+
+
+class GaveWayError(Exception):
+    """What was computed aside was left on the way."""
+
+
+@contextmanager
+def aside(lock: SchedulerLock, decoder: Decoder, is_over: Callable[[], bool]) -> Iterator[None]:
+    """Take a model when nobody waits for it, and leave this thread's forwards between two layers when somebody does or `is_over`.
+
+    Raises
+    ------
+    GaveWayError
+        Out of the forward, or at once.
+    """
+    device, thread = decoder.device, threading.get_ident()
+
+    def check(*_: Any) -> None:
+        if threading.get_ident() != thread:
+            return
+        if device.type == "cuda":
+            # Otherwise all layers would be under way before the first is computed.
+            torch.cuda.current_stream(device).synchronize()
+        if lock.wanted or is_over():
+            raise GaveWayError
+
+    with lock.after_others():
+        check()
+        hooks = [layer.register_forward_pre_hook(check) for layer in decoder.layers]
+        try:
+            with uncompiled(decoder.model):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()

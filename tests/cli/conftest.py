@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,9 @@ from typer.testing import CliRunner, Result
 
 from cacheblend_lab.reference.prompt import CHAT_TEMPLATE
 from cacheblend_rag.cli.app import app
+from tests.limits import one_thread as one_thread
 
 Command = Callable[..., Result]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: for models as tiny as these, sharing the work costs more than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -127,7 +127,6 @@ def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.M
         ({"load_threads": 0}, "load_threads=0 must be a whole number, 1 or more"),
         ({"miss_tokens": "many"}, "miss_tokens='many' must be"),
         ({"pooling_kernel": 8}, "pooling_kernel=8 must be odd"),
-        ({"guard_limit": 2}, "guard_limit=2 must be a number from 0 to 1"),
         ({"profile_path": "p.json"}, "profile_path='p.json' must be a Path"),
     ],
 )

@@ -18,10 +18,12 @@ from cacheblend_rag.errors import ConfigError
 from tests.core.test_many import engine_of, some_prompts
 
 
-def _made(pieces: list[int], error: Exception | None = None) -> Feed[int, str]:
+def _made(pieces: list[int], error: Exception | None = None, go_on: threading.Event | None = None) -> Feed[int, str]:
     feed: Feed[int, str] = Feed()
 
     def work() -> str:
+        if go_on is not None:
+            go_on.wait(60)
         for piece in pieces:
             feed.put(piece)
         if error is not None:
@@ -63,15 +65,8 @@ async def test_an_error_comes_behind_the_pieces_and_again_to_whoever_asks_again(
 
 
 def test_a_reader_whose_loop_has_gone_holds_nothing_up() -> None:
-    feed: Feed[int, str] = Feed()
     go_on = threading.Event()
-
-    def work() -> str:
-        go_on.wait(60)
-        feed.put(1)
-        return "whole"
-
-    feed.start(work, "made")
+    feed = _made([1], go_on=go_on)
 
     async def begin() -> Coroutine[Any, Any, int | None]:
         reader = feed.anext()
@@ -86,15 +81,8 @@ def test_a_reader_whose_loop_has_gone_holds_nothing_up() -> None:
 
 
 async def test_a_cancelled_reader_leaves_its_piece_to_the_next() -> None:
-    feed: Feed[int, str] = Feed()
     go_on = threading.Event()
-
-    def work() -> str:
-        go_on.wait(60)
-        feed.put(1)
-        return "whole"
-
-    feed.start(work, "made")
+    feed = _made([1], go_on=go_on)
     reader = asyncio.create_task(feed.anext())
     await asyncio.sleep(0)
     reader.cancel()

@@ -20,6 +20,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from cacheblend_lab import families
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.attachments import Guard
 from cacheblend_rag.engine.many import Extent, plan_decoding
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
@@ -429,12 +430,13 @@ def test_nothing_is_computed_if_one_prompt_cannot_be_served() -> None:
 
 
 def test_drawn_answers_of_a_batch_are_compared_by_the_guard() -> None:
-    with engine_of(guard_rate=1.0) as engine:
+    with engine_of() as engine:
+        guard = engine.attach(Guard(1.0))
         engine.add(CHUNKS)
         engine.generate_many(some_prompts(4), 4, do_sample=False)
-        assert engine.guard.wait(60)
+        assert guard.wait(60)
         # The first prompt has no chunks, and is computed as a whole.
-        assert engine.guard.status().compared == 3
+        assert guard.status().compared == 3
 
 
 async def test_the_async_form_leaves_the_loop_alone() -> None:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.watch import FirstLogits
+from cacheblend_rag.attachments import Guard
+from cacheblend_rag.attachments.guard import first_logits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import uncompiled, unwrapped, watch_forward
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -100,17 +101,17 @@ def _answer(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
 
 
 def _first_logits(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
-    first = FirstLogits(engine.model)
-    with first:
+    first: list[torch.Tensor] = []
+    with first_logits(engine.model, first):
         found = _answer(engine, **settings)
-    assert first.logits is not None
-    return {**found, "logits": first.logits}
+    return {**found, "logits": first[0]}
 
 
 def _guarded(engine: BlendEngine) -> dict[str, Any]:
+    guard = engine.attach(Guard(1.0))
     engine.generate(PROMPT, TOKENS, do_sample=False)
-    assert engine.guard.wait(120)
-    status = engine.guard.status()
+    assert guard.wait(120)
+    status = guard.status()
     return {"compared": status.compared, "distance": status.divergence, "kl": status.first_token_kl}
 
 
@@ -156,8 +157,7 @@ _SLOW = ("batch", "eviction, full", "guard")
 
 
 def _run(model: Any, feature: str) -> dict[str, Any]:
-    settings = engine_settings(SETTINGS, guard_rate=1.0 if feature == "guard" else 0.0)
-    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **SETTINGS) as engine:
         engine.add(CHUNKS)
         return FEATURES[feature][0](engine)
 

@@ -8,7 +8,6 @@ from string import ascii_lowercase
 from typing import Any
 
 import pytest
-import torch
 from langchain_core.embeddings import Embeddings
 from transformers import LlamaForCausalLM
 
@@ -16,6 +15,7 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from tests.families import tiny_reader
+from tests.limits import one_thread as one_thread
 
 CHUNKS = {
     "mara": "Mara Lind was born in Oslo and moved north.",
@@ -23,15 +23,6 @@ CHUNKS = {
     "house": "Her house stands behind the old light tower.",
     "goat": "A striped goat called Pim lives there too.",
 }
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: for models as tiny as these, sharing the work costs more than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,13 @@ from langchain_core.load import dumpd, load
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
-from transformers import LlamaForCausalLM, StoppingCriteria
+from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import settings_of
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from langchain_cacheblend import BlendLLM, ChatBlend
+from tests.core.test_engine import Held
 
 KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
 TOKENS = 8
@@ -242,19 +243,6 @@ def test_a_call_that_takes_too_long_is_given_up(kind: Kind, engine: BlendEngine)
     with pytest.raises(ConfigError, match="there is a dict among the documents"):
         llm.invoke("Who?", documents=[{"text": "A text."}])
     assert text_of(llm.invoke("Who?", timeout=60, max_tokens=2))
-
-
-class Held(StoppingCriteria):
-    """Keeps the model busy at its first token, until it is let go."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.go_on = threading.Event()
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.begun.set()
-        self.go_on.wait(60)
-        return torch.tensor([True])
 
 
 @KINDS

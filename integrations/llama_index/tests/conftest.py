@@ -25,6 +25,7 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from llama_index_cacheblend import BlendLLM
+from tests.limits import one_thread as one_thread
 
 # At 1 the engine prefills as a whole. This rounds to every row of these short chunks, so that an answer is exact and blended.
 EVERY_ROW = 0.999
@@ -36,15 +37,6 @@ FACTS = [
     "Lena Fischer runs the harbour office.",
     "The harbour office stands beside the bakery.",
 ]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Compute tiny models in one thread; more only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

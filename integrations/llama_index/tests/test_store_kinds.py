@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from llama_index.core import Document, MockEmbedding, StorageContext, VectorStor
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import MarkdownNodeParser, SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
-from llama_index.core.schema import MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryMode
@@ -29,6 +30,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import ConfigError
 from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
+from integrations.llama_index.tests.test_vector_store import some_nodes as named_nodes
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
 
 KINDS = ["chroma", "qdrant", "simple"]
@@ -39,18 +41,7 @@ def node_id(number: int) -> str:
     return str(uuid.UUID(int=number + 1))
 
 
-def some_nodes(embedding: WordEmbedding, texts: list[str] = FACTS) -> list[TextNode]:
-    return [
-        TextNode(
-            id_=node_id(number),
-            text=text,
-            metadata={"side": number % 2},
-            embedding=embedding.get_text_embedding(text),
-            relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=f"d{number % 2}")},
-        )
-        for number, text in enumerate(texts)
-    ]
-
+some_nodes = partial(named_nodes, name=node_id)
 
 IDS = [node_id(number) for number in range(len(FACTS))]
 

@@ -25,11 +25,13 @@ from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
 MakeLLM = Callable[..., BlendLLM]
 
 
-def some_nodes(embedding: WordEmbedding, texts: list[str] = FACTS) -> list[TextNode]:
+def some_nodes(
+    embedding: WordEmbedding, texts: list[str] = FACTS, name: Callable[[int], str] = "n{}".format
+) -> list[TextNode]:
     """Nodes n0, n1, ... of which the even ones belong to document d0 and the odd ones to d1."""
     return [
         TextNode(
-            id_=f"n{number}",
+            id_=name(number),
             text=text,
             metadata={"side": number % 2},
             embedding=embedding.get_text_embedding(text),

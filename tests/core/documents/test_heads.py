@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cacheblend_lab import families
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
+from cacheblend_rag.attachments import Guard
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
 from cacheblend_rag.pml import Schema, Schemas
 from cacheblend_rag.store import check_store
@@ -249,12 +250,13 @@ def test_streams_many_prompts_eviction_and_repair(make: MakeEngine) -> None:
 
 
 def test_the_guard_compares_with_full_prefill(make: MakeEngine) -> None:
-    engine = make(guard_rate=1.0, guard_action="report", recompute_ratio=0.0)
+    engine = make(recompute_ratio=0.0)
+    guard = engine.attach(Guard(1.0))
     engine.add(CHUNKS)
     for _ in range(2):
         engine.generate(asking(), 4)
-        assert engine.guard.wait(60)
-    status = engine.guard.status()
+        assert guard.wait(60)
+    status = guard.status()
     assert (status.compared, status.failed) == (2, 0)
 
 

@@ -12,6 +12,7 @@ import pytest
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt
 from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
+from tests.core.documents.test_transfer import held
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import tiny_model, tiny_tokenizer
 
@@ -47,11 +48,6 @@ def make_engine(tmp_path: Path, time: Time) -> Iterator[MakeEngine]:
     for engine in engines:
         engine.close()
         engine._store.close()
-
-
-def held(engine: BlendEngine) -> list[bool]:
-    keys = [record.key for record in engine.records(engine.document("d")) if record is not None]
-    return engine._store.holds(keys)
 
 
 def test_kv_lives_no_longer_than_what_it_was_encoded_behind(make_engine: MakeEngine, time: Time) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from cacheblend_lab.reference import load_model, load_tokenizer
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, eval_examples
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
-from cacheblend_rag.engine.watch import TokenDistribution
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.attachments import Guard
+from cacheblend_rag.attachments.guard import distances
+from cacheblend_rag.engine.attachment import Attachment
+from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.errors import ConfigError
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -29,9 +33,7 @@ THREAD = "cacheblend-guard"
 
 
 def tiny_engine(**changes: Any) -> BlendEngine:
-    settings = engine_settings(
-        **({"recompute_ratio": 0.0, "selector": "random", "guard_rate": 1.0, "preamble": ""} | changes)
-    )
+    settings = engine_settings(**({"recompute_ratio": 0.0, "selector": "random", "preamble": ""} | changes))
     engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings)
     engine.add([Chunk(id=name, text=words(8, number)) for number, name in enumerate("abcd")])
     return engine
@@ -41,6 +43,11 @@ def tiny_engine(**changes: Any) -> BlendEngine:
 def engine() -> Iterator[BlendEngine]:
     with tiny_engine() as engine:
         yield engine
+
+
+@pytest.fixture
+def guard(engine: BlendEngine) -> Guard:
+    return engine.attach(Guard(1.0))
 
 
 def prompt(number: int = 0) -> BlendPrompt:
@@ -72,17 +79,18 @@ def pronoun_prompts() -> list[BlendPrompt]:
     ]
 
 
-def guarded(reference: tuple[Any, Any], action: str, **changes: Any) -> BlendEngine:
-    values = {"recompute_ratio": 0.0, "guard_rate": 1.0, "guard_window": 3, "guard_limit": 0.01} | changes
-    return BlendEngine(*reference, **engine_settings(guard_action=action, self_check=False, **values))
+@contextmanager
+def guarded(reference: tuple[Any, Any], action: Any, limit: float = 0.01, window: int = 3) -> Iterator[Any]:
+    with BlendEngine(*reference, **engine_settings(self_check=False, recompute_ratio=0.0)) as engine:
+        yield engine, engine.attach(Guard(1.0, action=action, limit=limit, window=window))
 
 
-def ask_until_it_acts(engine: BlendEngine, prompts: list[BlendPrompt]) -> int:
+def ask_until_it_acts(engine: BlendEngine, guard: Guard, prompts: list[BlendPrompt]) -> int:
     """Ask, each answer compared before the next question; return how many questions it took."""
     for number, each in enumerate(prompts, 1):
         engine.generate(each, 32)
-        assert engine.guard.wait(120)
-        if engine.guard.status().action is not None:
+        assert guard.wait(120)
+        if guard.status().action is not None:
             return number
     raise AssertionError("the guard never acted")
 
@@ -90,9 +98,9 @@ def ask_until_it_acts(engine: BlendEngine, prompts: list[BlendPrompt]) -> int:
 def test_it_raises_the_ratio_where_reuse_spoils_answers(
     reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with guarded(reference, "raise") as engine:
-        asked = ask_until_it_acts(engine, pronoun_prompts)
-        status = engine.guard.status()
+    with guarded(reference, "raise") as (engine, guard):
+        asked = ask_until_it_acts(engine, guard, pronoun_prompts)
+        status = guard.status()
         assert status.compared == status.sampled == asked >= 3
         assert 0 < status.differing <= asked
         assert (status.recompute_ratio, status.window) == (0.05, 0)
@@ -104,23 +112,23 @@ def test_it_raises_the_ratio_where_reuse_spoils_answers(
         # Settings that a call brings itself are its own business.
         own = engine.generate(pronoun_prompts[0], 2, blend=engine.blend.replace()).report
         assert (own.recompute_ratio, own.guard) == (0.0, None)
-        engine.guard.reset()
+        guard.reset()
         assert engine.generate(pronoun_prompts[0], 2).report.recompute_ratio == 0.0
     (warning,) = (record for record in caplog.records if record.name.endswith(".guard"))
     assert status.action in warning.getMessage()
 
 
 def test_it_falls_back_to_full_prefill(reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt]) -> None:
-    with guarded(reference, "full") as engine:
-        ask_until_it_acts(engine, pronoun_prompts)
-        compared = engine.guard.status().compared
+    with guarded(reference, "full") as (engine, guard):
+        ask_until_it_acts(engine, guard, pronoun_prompts)
+        compared = guard.status().compared
         result = engine.generate(pronoun_prompts[0], 32)
         assert result.report.selector == "full"
-        assert result.report.guard == result.report.fallback_reason == engine.guard.status().action
+        assert result.report.guard == result.report.fallback_reason == guard.status().action
         full = engine.generate(pronoun_prompts[0], 32, blend=engine.blend.replace(enabled=False))
         assert result.text == full.text
-        assert engine.guard.wait(120)
-        assert engine.guard.status().compared == compared
+        assert guard.wait(120)
+        assert guard.status().compared == compared
         assert metric(engine, "recompute_ratio") == 1
         assert engine.metrics.registry.get_sample_value("cacheblend_fallbacks_total") == 1
 
@@ -128,73 +136,109 @@ def test_it_falls_back_to_full_prefill(reference: tuple[Any, Any], pronoun_promp
 def test_it_reports_once_and_says_nothing_of_prompts(
     reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with guarded(reference, "report", guard_window=2, guard_limit=0.0) as engine:
+    with guarded(reference, "report", limit=0.0, window=2) as (engine, guard):
         for each in pronoun_prompts[:5]:
             engine.generate(each, 32)
-            assert engine.guard.wait(120)
-        status = engine.guard.status()
+            assert guard.wait(120)
+        status = guard.status()
         assert (status.compared, status.window, status.action, status.recompute_ratio) == (5, 2, None, 0.0)
     warnings = [record.getMessage() for record in caplog.records if record.name.endswith(".guard")]
     assert 1 <= len(warnings) <= 2
     assert all(warning.startswith("guard: the last 2 answers compared differ") for warning in warnings)
 
 
-def test_it_is_off_by_default(caplog: pytest.LogCaptureFixture) -> None:
-    with tiny_engine(guard_rate=0.0) as engine:
-        assert not engine.guard.active
+def test_it_takes_part_while_it_is_attached(engine: BlendEngine) -> None:
+    guard = Guard(1.0)
+
+    def ask() -> tuple[int, float | None]:
         assert engine.generate(prompt(), 3).report.guard is None
-        assert engine.guard.status().sampled == 0
-        assert metric(engine, "pending") is None
-        assert not guard_threads()
-        assert not any(module._forward_hooks for module in engine.model.modules())
+        assert guard.wait(120)
+        return guard.status().sampled, metric(engine, "pending")
+
+    assert (ask(), guard_threads()) == ((0, None), [])
+    assert engine.attach(guard) is guard
+    assert ask() == (1, 0.0)
+    guard.close()
+    assert ask() == (1, None)
+    assert not any(module._forward_hooks for module in engine.model.modules())
+    for other, message in ((guard, "this Guard was attached before"), (object(), "is no attachment")):
+        with pytest.raises(ConfigError, match=message):
+            engine.attach(other)  # type: ignore[type-var]
+    engine.close()
+    with pytest.raises(ConfigError, match="this engine is closed"):
+        engine.attach(Guard())
 
 
-def test_an_exact_blend_is_no_divergence(engine: BlendEngine) -> None:
+def test_an_attachment_has_answers_decoded_alone_and_tenants_get_another(engine: BlendEngine, guard: Guard) -> None:
+    class Alone(Attachment):
+        def alone_reason(self, run: Any) -> str:
+            return "it looks at one answer"
+
+    prompts, alone = [prompt(), prompt(1)], engine.attach(Alone())
+    assert [each.report.alone_reason for each in engine.generate_many(prompts, 2)] == ["it looks at one answer"] * 2
+    alone.close()
+    assert [each.report.batch_size for each in engine.generate_many(prompts, 2)] == [2, 2]
+    with engine.for_tenant("other") as other:
+        other.generate(BlendPrompt("", [Chunk(words(8, 1))], words(4, 7)), 2)
+        assert metric(other, "pending") is not None
+
+
+def test_an_answer_whose_chunks_changed_is_not_compared(engine: BlendEngine, guard: Guard) -> None:
+    with scheduler_lock(engine.model):
+        engine.generate_many([prompt(), prompt(1)], 2)
+        engine.add([Chunk(id="b", text=words(9, 30))])
+    assert guard.wait(120)
+    # While the first waited for the model, it may have been in tokens already.
+    assert 2 - guard.status().compared == guard.status().failed >= 1
+
+
+def test_an_exact_blend_is_no_divergence(engine: BlendEngine, guard: Guard) -> None:
     # The only chunk stands right behind its preamble.
     engine.generate(BlendPrompt("", ["a"], words(4, 7)), 5)
-    assert engine.guard.wait(120)
-    status = engine.guard.status()
+    assert guard.wait(120)
+    status = guard.status()
     assert (status.compared, status.differing, status.divergence) == (1, 0, 0.0)
     assert status.first_token_kl == pytest.approx(0, abs=1e-6)
 
 
 def test_concurrent_queries_keep_their_answers() -> None:
-    with tiny_engine() as guarded, tiny_engine(guard_rate=0.0) as plain:
+    with tiny_engine() as guarded, tiny_engine() as plain:
+        guard = guarded.attach(Guard(1.0))
         wanted = [plain.generate(prompt(number), 6).token_ids for number in range(16)]
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda number: guarded.generate(prompt(number), 6).token_ids, range(16)))
         assert found == wanted
-        assert guarded.guard.wait(120)
-        status = guarded.guard.status()
+        assert guard.wait(120)
+        status = guard.status()
         assert (status.sampled, status.failed, status.pending) == (16, 0, 0)
         assert status.compared + status.dropped == 16
         assert metric(guarded, "samples_total", outcome="compared") == status.compared > 0
         assert metric(guarded, "divergence") == status.divergence
 
 
-def test_too_many_samples_are_dropped_and_closing_does_not_wait_for_them(engine: BlendEngine) -> None:
+def test_too_many_samples_are_dropped_and_closing_does_not_wait_for_them(engine: BlendEngine, guard: Guard) -> None:
     # Whoever has the model may take it again, and the guard waits.
-    with engine._runner.lock:
+    with scheduler_lock(engine.model):
         for number in range(11):
             engine.generate(prompt(number), 2)
-        status = engine.guard.status()
+        status = guard.status()
         assert (status.sampled, status.pending, status.dropped, status.compared) == (11, 8, 3, 0)
-        assert not engine.guard.wait(0)
+        assert not guard.wait(0)
         engine.close()
-        assert engine.guard.status().dropped == 11
+        assert guard.status().dropped == 11
     for thread in guard_threads():
         thread.join(120)
-    assert engine.guard.status().compared == 0
-    assert engine.guard.wait(0)
+    assert guard.status().compared == 0
+    assert guard.wait(0)
 
 
-def test_it_gives_way_to_a_prompt(engine: BlendEngine) -> None:
+def test_it_gives_way_to_a_prompt(engine: BlendEngine, guard: Guard) -> None:
     begun, go_on = threading.Event(), threading.Event()
     attempts = []
 
     def hold(*_: Any) -> None:
         if threading.current_thread().name == THREAD:
-            attempts.append(engine._runner.lock.wanted)
+            attempts.append(scheduler_lock(engine.model).wanted)
             begun.set()
             assert go_on.wait(120)
 
@@ -203,58 +247,60 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine) -> None:
     assert begun.wait(120)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(engine.generate, prompt(1), 2, blend=engine.blend.replace())
-        while not engine._runner.lock.wanted:
+        while not scheduler_lock(engine.model).wanted:
             pass
         go_on.set()
         assert answer.result(120).token_ids
-    assert engine.guard.wait(120)
+    assert guard.wait(120)
     # The first attempt got no further than the next layer: one more than the two forwards of the whole comparison.
     assert len(attempts) == 3
-    assert engine.guard.status().compared == 1
+    assert guard.status().compared == 1
 
 
-def test_streams_are_compared_and_cancelled_ones_are_not(engine: BlendEngine) -> None:
+def test_streams_are_compared_and_cancelled_ones_are_not(engine: BlendEngine, guard: Guard) -> None:
     stream = engine.stream(prompt(), 4)
     assert "".join(stream) and stream.result()
-    assert engine.guard.wait(120)
-    assert engine.guard.status().compared == 1
-    with engine._runner.lock:
+    assert guard.wait(120)
+    assert guard.status().compared == 1
+    with scheduler_lock(engine.model):
         cancelled = engine.stream(prompt(1), 4)
         cancelled.close()
     assert cancelled.result().token_ids == ()
-    assert engine.guard.wait(120)
-    assert engine.guard.status().sampled == 1
+    assert guard.wait(120)
+    assert guard.status().sampled == 1
 
 
-def test_of_answers_drawn_at_random_the_first_token_is_compared(engine: BlendEngine) -> None:
+def test_of_answers_drawn_at_random_the_first_token_is_compared(engine: BlendEngine, guard: Guard) -> None:
     engine.generate(prompt(), 4, do_sample=True)
-    assert engine.guard.wait(120)
-    status = engine.guard.status()
+    assert guard.wait(120)
+    status = guard.status()
     assert (status.compared, status.differing) == (1, 0)
     assert status.divergence is not None and 0 < status.divergence <= 1
 
 
-def test_a_comparison_that_fails_is_counted(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_comparison_that_fails_is_counted(
+    engine: BlendEngine, guard: Guard, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: Any) -> None:
         if threading.current_thread().name == THREAD:
             raise RuntimeError("secret words")
 
     engine.model.model.layers[2].register_forward_pre_hook(fail)
     engine.generate(prompt(), 2)
-    assert engine.guard.wait(120)
-    assert engine.guard.status().failed == 1
+    assert guard.wait(120)
+    assert guard.status().failed == 1
     assert "RuntimeError" in caplog.text and "secret" not in caplog.text
     assert engine.generate(prompt(1), 2).token_ids
 
 
 def test_every_engine_draws_alike() -> None:
     def drawn() -> list[int]:
-        with tiny_engine(guard_rate=0.4) as engine:
-            counts = []
+        with tiny_engine() as engine:
+            guard, counts = engine.attach(Guard(0.4)), []
             for number in range(12):
                 engine.generate(prompt(number), 1)
-                assert engine.guard.wait(120)
-                counts.append(engine.guard.status().sampled)
+                assert guard.wait(120)
+                counts.append(guard.status().sampled)
             return counts
 
     counts = drawn()
@@ -264,11 +310,11 @@ def test_every_engine_draws_alike() -> None:
 
 def test_it_raises_up_to_full_prefill_and_the_floor_of_auto() -> None:
     def orders(**changes: Any) -> list[str]:
-        with tiny_engine(guard_action="raise", **changes) as engine:
-            found = []
-            while engine.guard.order.blend.enabled:
-                engine.guard._adopt(engine.guard._next("why"))
-                found.append(str(engine.guard.order.action))
+        with tiny_engine(**changes) as engine:
+            guard, found = engine.attach(Guard(action="raise")), []
+            while guard.order().blend.enabled:
+                guard._adopt(guard._next("why"))
+                found.append(str(guard.status().action))
             return found
 
     assert orders(recompute_ratio=0.5) == ["recompute_ratio raised from 0.5 to 0.75: why", "full prefill: why"]
@@ -280,27 +326,23 @@ def test_it_raises_up_to_full_prefill_and_the_floor_of_auto() -> None:
 def test_an_interpreter_that_ends_does_not_wait_for_comparisons() -> None:
     script = """
 import threading, time
-from tests.core.test_guard import prompt, tiny_engine
+from tests.attachments.test_guard import Guard, prompt, tiny_engine
 engine = tiny_engine()
+guard = engine.attach(Guard(1.0))
 slow = lambda *_: time.sleep(1.0 if threading.current_thread().name == "cacheblend-guard" else 0)
 engine.model.model.layers[1].register_forward_pre_hook(slow)
 engine.generate(prompt(), 400, min_new_tokens=400)
-print(engine.guard.status().pending)
+print(guard.status().pending)
 """
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
 
 
-@pytest.mark.parametrize("values", [{"guard_rate": 1.5}, {"guard_action": "pray"}])
+@pytest.mark.parametrize("values", [{"share": 1.5}, {"action": "pray"}, {"limit": float("nan")}, {"window": 0}])
 def test_settings_without_meaning_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
-        EngineConfig(**values)
-
-
-def test_it_is_set_for_an_engine() -> None:
-    with pytest.raises(ConfigError, match="guard_rate is fixed when an engine is made"):
-        BlendConfig(guard_rate=0.5)
+        Guard(**values)
 
 
 @settings(max_examples=40)
@@ -309,26 +351,27 @@ def test_distances_of_distributions(vocabulary: int, seed: int, scale: float, dt
     generator = torch.Generator().manual_seed(seed)
     one, other = ((scale * torch.randn(vocabulary, generator=generator)).to(dtype) for _ in range(2))
     p, q = (logits.double().softmax(-1) for logits in (one, other))
-    distribution = TokenDistribution.of(one)
-    kl, distance = distribution.kl_to(other), distribution.distance_to(other)
+    kl, distance = distances(one, other)
     whole_kl, whole_distance = float((p * (p.log() - q.log())).sum()), float((p - q).abs().sum() / 2)
     assert 0 <= kl <= whole_kl + 1e-6
     assert 0 <= distance <= whole_distance + 1e-9
     if vocabulary <= 256 and float(q.min()) > 1e-11 and float(p.min()) > 1e-11:
         assert kl == pytest.approx(whole_kl, abs=1e-6)
         assert distance == pytest.approx(whole_distance, abs=1e-9)
-    assert distribution.kl_to(one) == pytest.approx(0, abs=1e-9)
+    assert distances(one, one) == pytest.approx((0, 0), abs=1e-9)
 
 
 def test_a_token_that_is_ruled_out_leaves_the_divergence_finite() -> None:
     one, other = torch.zeros(4), torch.tensor([0.0, 0.0, 0.0, -torch.inf])
-    assert 0 < TokenDistribution.of(one).kl_to(other) < 10
-    assert TokenDistribution.of(other).kl_to(one) == pytest.approx(torch.tensor(4 / 3).log().item())
+    assert 0 < distances(one, other)[0] < 10
+    assert distances(other, one)[0] == pytest.approx(torch.tensor(4 / 3).log().item())
 
 
-def test_nothing_is_logged_at_info_for_a_comparison(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_at_info_for_a_comparison(
+    engine: BlendEngine, guard: Guard, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="cacheblend_rag"):
         engine.generate(prompt(), 2)
-        assert engine.guard.wait(120)
+        assert guard.wait(120)
     assert sum(hasattr(record, "blend") for record in caplog.records) == 1
     assert engine.metrics.registry.get_sample_value("cacheblend_ttft_seconds_count") == 1
