@@ -18,7 +18,7 @@ import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.reading import Place
-from cacheblend_rag.store import KVReader, NodeRecord
+from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 
 # One server imports torch once; each process is then forked from it, not from the tests.
 _processes = multiprocessing.get_context("forkserver")
@@ -52,6 +52,13 @@ def piece(node: str, document: str, start: int, number: int = 0) -> NodeRecord:
     return NodeRecord(
         node, key_of(number), f"hash{number}", (number, 1, 2), place=place, source=document, owner="chroma"
     )
+
+
+def opened(store: KVStore, key: str) -> KVReader:
+    """Open what is there to be read."""
+    reader = store.open(key)
+    assert reader is not None
+    return reader
 
 
 def read(reader: KVReader) -> ChunkKV:

@@ -18,7 +18,7 @@ import pytest
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError
 from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.store import workers
-from tests.store.kit import fill, key_of, make_kv, read, record, run, same, start_with_pipe
+from tests.store.kit import fill, key_of, make_kv, opened, read, record, run, same, start_with_pipe
 from tests.store.kit import small_disk as mounted_disk
 
 NOBODY = 65534
@@ -148,8 +148,7 @@ def test_full_disk(small_disk: Path) -> None:
     assert number > 5
     assert store.holds([key_of(n) for n in range(number + 1)]) == [True] * number + [False]
     for n in range(number):
-        reader = store.open(key_of(n))
-        assert reader is not None
+        reader = opened(store, key_of(n))
         assert same(read(reader), make_kv(n, tokens=150))
     report = check_store(small_disk / "s")
     assert (report.problems, report.entries) == ([], number)
@@ -172,8 +171,7 @@ def test_disk_full_to_the_last_byte(small_disk: Path) -> None:
     store.pin("ns", ["n1"])
     ballast = fill(small_disk)
     put_until_full(store, 3, tokens=6)
-    reader = store.open(key_of(1))
-    assert reader is not None
+    reader = opened(store, key_of(1))
     assert same(read(reader), make_kv(1))
     ballast.unlink()
     store.put(key_of(9), make_kv(9))
@@ -197,8 +195,7 @@ def test_full_store_is_opened(small_disk: Path) -> None:
     store.close()
     fill(small_disk)
     store = open_store(small_disk / "s", 0, 10**9)
-    reader = store.open(key_of(1))
-    assert reader is not None
+    reader = opened(store, key_of(1))
     assert same(read(reader), make_kv(1))
     put_until_full(store, 2, tokens=6)
     store.close()
@@ -298,8 +295,7 @@ def test_damaged_index_never_gives_wrong_kv(tmp_path: Path, caplog: pytest.LogCa
         store = open_store(tmp_path / "s", 0)
         for number in range(4):
             assert store.names.lookup("ns", [f"n{number}"]) == [record(f"n{number}", number)]
-            reader = store.open(key_of(number))
-            assert reader is not None
+            reader = opened(store, key_of(number))
             assert same(read(reader), make_kv(number))
         store.close()
     assert any("restored from its mirror" in entry.getMessage() for entry in caplog.records)

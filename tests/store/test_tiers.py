@@ -13,7 +13,7 @@ from cacheblend_rag.errors import ChunkReadError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.ram import RamTier
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from tests.store.kit import files_of, key_of, make_kv, opened, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
 
@@ -87,8 +87,7 @@ def test_ram_serves_what_was_put(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10**6)
     store.put(key_of(1), make_kv(1))
     files_of(tmp_path)[0].write_bytes(b"")
-    reader = store.open(key_of(1))
-    assert reader is not None
+    reader = opened(store, key_of(1))
     assert same(read(reader), make_kv(1))
     store.close()
 
@@ -99,16 +98,14 @@ def test_what_was_read_to_its_end_is_kept_in_ram(tmp_path: Path, first_layer: in
     store.put(key_of(1), make_kv(1))
     store.close()
     store = open_store(tmp_path, 10**6)
-    reader = store.open(key_of(1))
-    assert reader is not None
+    reader = opened(store, key_of(1))
     for layer in range(first_layer, reader.num_layers):
         reader.layer(layer)
     assert store.stats().ram_bytes == 0
     reader.finish()
     assert store.stats().ram_bytes == make_kv(1).nbytes
     shutil.rmtree(tmp_path / "kv")
-    again = store.open(key_of(1))
-    assert again is not None
+    again = opened(store, key_of(1))
     assert same(read(again), make_kv(1))
     store.close()
 
@@ -118,8 +115,7 @@ def test_reading_the_last_layer_alone_keeps_nothing(tmp_path: Path) -> None:
     store.put(key_of(1), make_kv(1))
     store.close()
     store = open_store(tmp_path, 10**6)
-    reader = store.open(key_of(1))
-    assert reader is not None
+    reader = opened(store, key_of(1))
     reader.layer(2)
     reader.finish()
     assert store.stats().ram_bytes == 0
@@ -143,13 +139,11 @@ def test_ram_stays_in_its_budget_while_reading(tmp_path: Path) -> None:
         assert store.stats().ram_bytes <= 2 * KV_BYTES
     # Readers that stop half way leave their room to others.
     for _ in range(10):
-        reader = store.open(key_of(2))
-        assert reader is not None
+        reader = opened(store, key_of(2))
         reader.layer(0)
         del reader
     for number in (2, 3):
-        reader = store.open(key_of(number))
-        assert reader is not None
+        reader = opened(store, key_of(number))
         read(reader)
         assert store.stats().ram_bytes > 0
     store.close()
@@ -160,8 +154,7 @@ def test_a_reader_outlives_its_store(tmp_path: Path) -> None:
     store.put(key_of(1), make_kv(1))
     store.close()
     store = open_store(tmp_path, 10**6)
-    reader = store.open(key_of(1))
-    assert reader is not None
+    reader = opened(store, key_of(1))
     store.close()
     assert same(read(reader), make_kv(1))
 
@@ -187,8 +180,7 @@ def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.L
     for number in range(2):
         # Found out by `open` before, and here by `put` itself.
         store.put(key_of(number), make_kv(number))
-        reader = store.open(key_of(number))
-        assert reader is not None
+        reader = opened(store, key_of(number))
         assert same(read(reader), make_kv(number))
     assert caplog.text.count("is damaged, and computed again") == 1
     assert len(files_of(tmp_path)) == 2
@@ -200,15 +192,13 @@ def test_damaged_layer_is_an_error_and_is_replaced(tmp_path: Path) -> None:
     store.put(key_of(1), make_kv(1))
     (file,) = files_of(tmp_path)
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    reader = store.open(key_of(1))
-    assert reader is not None
+    reader = opened(store, key_of(1))
     assert same(ChunkKV((), 0, [reader.layer(0)]), ChunkKV((), 0, [make_kv(1).layers[0]]))
     with pytest.raises(ChunkReadError) as error:
         reader.layer(2)
     store.discard(error.value.key)
     store.put(key_of(1), make_kv(1))
-    again = store.open(key_of(1))
-    assert again is not None
+    again = opened(store, key_of(1))
     assert same(read(again), make_kv(1))
     assert len(files_of(tmp_path)) == 1
     store.close()

@@ -14,7 +14,8 @@ import anyio.to_thread
 from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
-from cacheblend_rag.engine import ChunkLibrary
+from cacheblend_rag.attachments import Guard
+from cacheblend_rag.engine import BlendEngine, ChunkLibrary
 from cacheblend_rag.errors import ConfigError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner
 from cacheblend_serve.backend import Backend
@@ -47,6 +48,13 @@ class Server:
         self._keys = None if config.keys is None else KeyFile(config.keys)
         if self._keys is not None:
             self._keys.check()
+        if config.guard_share:
+            first = backend.library(None)
+            if not isinstance(first, BlendEngine):
+                raise ConfigError(
+                    f"guard_share={config.guard_share}: only answers of the backend 'engine' are compared"
+                )
+            first.attach(Guard(config.guard_share, action=config.guard_action))
         # One writer of a document at a time.
         self._writers: weakref.WeakValueDictionary[tuple[str | None, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._begun: set[asyncio.Task[Any]] = set()
@@ -123,6 +131,10 @@ class Asker:
     async def library(self) -> ChunkLibrary:
         """Return the tenant's chunks, for which something may have to be made first."""
         return await in_thread(self.server.backend.library, self.owner.tenant)
+
+    async def of_library(self, work: Callable[[ChunkLibrary], Result]) -> Result:
+        """Return what `work` returns of the tenant's chunks, as `in_thread` does."""
+        return await in_thread(lambda: work(self.server.backend.library(self.owner.tenant)))
 
 
 async def _asker(request: Request) -> Asker:

@@ -49,8 +49,8 @@ async def _facts(asker: FromAsker) -> dict[str, Any]:
 
 
 async def _tokenizer(asker: FromAsker) -> Response:
-    library = await asker.library()
-    return Response(await in_thread(_packed, library.tokenizer), media_type="application/zip")
+    packed = await asker.of_library(lambda library: _packed(library.tokenizer))
+    return Response(packed, media_type="application/zip")
 
 
 async def _add(request: ChunksCall, asker: FromAsker) -> Response:
@@ -91,61 +91,51 @@ async def _flush(asker: FromAsker) -> Response:
 
 
 async def _estimate(request: ChunksCall, asker: FromAsker) -> dict[str, Any]:
-    library = await asker.library()
     with asker.server.gate.pass_through():
-        return asdict(await in_thread(library.estimate, request.chunks))
+        return asdict(await asker.of_library(lambda library: library.estimate(request.chunks)))
 
 
 async def _delete(request: IdsCall, asker: FromAsker) -> int:
-    library = await asker.library()
-    return await in_thread(lambda: library.delete(request.ids, owner=request.owner, sources=request.sources or ()))
+    sources = request.sources or ()
+    return await asker.of_library(lambda library: library.delete(request.ids, owner=request.owner, sources=sources))
 
 
 async def _owned(request: IdsCall, asker: FromAsker) -> list[str]:
-    library = await asker.library()
-    return await in_thread(library.owned, request.owner, request.sources)
+    return await asker.of_library(lambda library: library.owned(request.owner, request.sources))
 
 
 async def _document(name: str, asker: FromAsker) -> list[str]:
-    library = await asker.library()
-    return await in_thread(library.document, name)
+    return await asker.of_library(lambda library: library.document(name))
 
 
 async def _places(request: IdsCall, asker: FromAsker) -> list[str | None]:
-    library = await asker.library()
-    return await in_thread(library.places, request.ids)
+    return await asker.of_library(lambda library: library.places(request.ids))
 
 
 async def _ids(asker: FromAsker) -> Response:
-    library = await asker.library()
-    return await _written(library.ids)
+    return await _written(asker, lambda library: library.ids())
 
 
 async def _records(request: IdsCall, asker: FromAsker) -> Response:
-    library = await asker.library()
-    return await _written(
-        lambda: [None if record is None else asdict(record) for record in library.records(request.ids)]
-    )
+    return await _written(asker, lambda library: [each and asdict(each) for each in library.records(request.ids)])
 
 
 async def _revision(asker: FromAsker) -> int:
-    library = await asker.library()
-    return await in_thread(lambda: library.revision)
+    return await asker.of_library(lambda library: library.revision)
 
 
 async def _changes(asker: FromAsker, since: int | None = None) -> Response:
-    library = await asker.library()
-    return await _written(lambda: asdict(library.changes(since)))
+    return await _written(asker, lambda library: asdict(library.changes(since)))
 
 
 async def _layout(request: PromptItem, asker: FromAsker) -> Response:
-    library = await asker.library()
-    return await _written(lambda: asdict(library.prompt_layout(request.prompt())))
+    return await _written(asker, lambda library: asdict(library.prompt_layout(request.prompt())))
 
 
-async def _written(find: Callable[[], Any]) -> Response:
+async def _written(asker: Asker, find: Callable[[ChunkLibrary], Any]) -> Response:
     """Return what is found as JSON, which is long enough to be written outside of the loop that serves all clients."""
-    return Response(await in_thread(lambda: json.dumps(find())), media_type="application/json")
+    written = await asker.of_library(lambda library: json.dumps(find(library)))
+    return Response(written, media_type="application/json")
 
 
 async def _answer(request: AnswerCall, asker: FromAsker) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -50,6 +50,8 @@ class ServeConfig(SettingsBase):
     pages_s : float, optional
         Seconds for which the inspector's page of an answer can be looked at, at ``/ui``, by who asked for it (`keep`) and nobody
         else. By default none is kept.
+    guard_share, guard_action : float, {"report", "raise", "full"}
+        Share of the answers that an online guard (`Guard`) compares with full prefill, by default none, and what it does then.
     """
 
     model_config = SettingsConfigDict(
@@ -70,6 +72,8 @@ class ServeConfig(SettingsBase):
     reader_s: float = Field(default=30.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
     pages_s: float | None = Field(default=None, gt=0)
+    guard_share: float = Field(default=0.0, ge=0, le=1)
+    guard_action: Literal["report", "raise", "full"] = "report"
 
     @model_validator(mode="after")
     def _keys_if_others_can_ask(self) -> ServeConfig:

@@ -13,7 +13,7 @@ from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.documents.splitter import named_passages, split_text
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, UnknownChunkError
-from cacheblend_serve.asker import FromAsker, in_thread
+from cacheblend_serve.asker import FromAsker
 from cacheblend_serve.storing import store
 from cacheblend_serve.wire import AddRequest, DocumentRequest, IdsRequest
 
@@ -25,15 +25,13 @@ _PAGE = 1000
 async def _list_chunks(
     asker: FromAsker, after: str = "", limit: Annotated[int, Query(ge=1, le=_PAGE)] = _PAGE
 ) -> dict[str, Any]:
-    library = await asker.library()
-
-    def found() -> dict[str, Any]:
+    def found(library: ChunkLibrary) -> dict[str, Any]:
         ids = sorted(id for id in library.ids() if id > after)
         shown = ids[:limit]
         data = [{"id": id, "document": place} for id, place in zip(shown, library.places(shown), strict=True)]
         return {"object": "list", "data": data, "has_more": len(ids) > limit}
 
-    return await in_thread(found)
+    return await asker.of_library(found)
 
 
 async def _add_chunks(request: AddRequest, asker: FromAsker) -> Response:
@@ -42,25 +40,21 @@ async def _add_chunks(request: AddRequest, asker: FromAsker) -> Response:
 
 
 async def _delete_chunks(request: IdsRequest, asker: FromAsker) -> dict[str, int]:
-    library = await asker.library()
-    return {"deleted": await in_thread(library.delete, request.ids)}
+    return {"deleted": await asker.of_library(lambda library: library.delete(request.ids))}
 
 
 async def _list_documents(
     asker: FromAsker, after: str = "", limit: Annotated[int, Query(ge=1, le=_PAGE)] = _PAGE
 ) -> dict[str, Any]:
-    library = await asker.library()
-
-    def found() -> dict[str, Any]:
+    def found(library: ChunkLibrary) -> dict[str, Any]:
         names = sorted({name for name in library.places(library.ids()) if name is not None and name > after})
         return {"object": "list", "data": [{"id": name} for name in names[:limit]], "has_more": len(names) > limit}
 
-    return await in_thread(found)
+    return await asker.of_library(found)
 
 
 async def _show_document(name: str, asker: FromAsker) -> dict[str, Any]:
-    library = await asker.library()
-    ids = await in_thread(library.document, name)
+    ids = await asker.of_library(lambda library: library.document(name))
     if not ids:
         raise UnknownChunkError(f"there is no document {name!r:.80}")
     return {"id": name, "object": "document", "chunks": ids}
@@ -72,17 +66,15 @@ async def _put_document(name: str, request: DocumentRequest, asker: FromAsker) -
 
 
 async def _delete_document(name: str, asker: FromAsker) -> dict[str, int]:
-    library = await asker.library()
     async with asker.server.writer(asker.owner.tenant, name):
-        deleted = await in_thread(library.delete_document, name)
+        deleted = await asker.of_library(lambda library: library.delete_document(name))
     if not deleted:
         raise UnknownChunkError(f"there is no document {name!r:.80}")
     return {"deleted": deleted}
 
 
 async def _prefetch(request: IdsRequest, asker: FromAsker) -> Response:
-    library = await asker.library()
-    await in_thread(library.prefetch, request.ids)
+    await asker.of_library(lambda library: library.prefetch(request.ids))
     return JSONResponse({"status": "begun"}, 202)
 
 

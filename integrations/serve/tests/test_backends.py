@@ -68,6 +68,11 @@ def test_there_are_threads_for_more_than_the_requests_that_are_answered(engine: 
         assert client.portal.call(anyio.to_thread.current_default_thread_limiter).total_tokens > 100
 
 
+def test_an_online_guard_is_attached_where_settings_say_so(engine: BlendEngine) -> None:
+    make_app(EngineBackend(engine), ServeConfig(guard_share=1.0))
+    assert engine.metrics.registry.get_sample_value("cacheblend_guard_pending") == 0
+
+
 class Elsewhere(EngineBackend):
     """One whose model answers in another process."""
 
