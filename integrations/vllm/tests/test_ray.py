@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
 pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
 
+from cacheblend_lab.reference import WEIGHTS_DIR as WEIGHTS
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from integrations.ray.tests.conftest import (
@@ -31,7 +32,7 @@ from integrations.ray.tests.conftest import (
     workers,
 )
 from integrations.serve.tests.process import LEAST
-from integrations.vllm.tests.conftest import WEIGHTS, engine_answer, wait_until_gone
+from integrations.vllm.tests.conftest import engine_answer, wait_until_gone
 
 __all__ = ["cluster", "redis_of_ray"]
 

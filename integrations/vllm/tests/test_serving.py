@@ -13,11 +13,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
 
+from cacheblend_lab.reference import WEIGHTS_DIR as WEIGHTS
 from cacheblend_lab.training.corpus import NOTES, Example, eval_examples
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from integrations.serve.tests.process import LEAST, VLLM, ServerProcess
-from integrations.vllm.tests.conftest import WEIGHTS, engine_answer, wait_until_gone
+from integrations.vllm.tests.conftest import engine_answer, wait_until_gone
 
 pytestmark = pytest.mark.timeout(600)
 
