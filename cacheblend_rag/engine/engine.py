@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.controller import Profile, check_selector
+from cacheblend_rag.controller import Profile
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
@@ -41,6 +41,7 @@ from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
+from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import Capability, ModelCard, WeightsWatch, capability, model_window, num_decoder_layers
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector

@@ -11,10 +11,10 @@ import torch
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.controller import Plan
 from cacheblend_rag.engine.conversation import Resumption, Turn
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.scheduling import Patience
+from cacheblend_rag.fuse.plan import Plan
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
+from cacheblend_rag.controller import Controller
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.attachment import Attachment, alone_reason, attach
 from cacheblend_rag.engine.conversation import Resumption
@@ -22,6 +22,7 @@ from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse.plan import Plan, make_plan, whole_plan
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
@@ -63,9 +64,7 @@ class Runner:
         blend: BlendConfig,
         tuning: Tuning,
     ) -> None:
-        self._model = model
-        self._decoder = decoder
-        self._unsupported = unsupported
+        self._model, self._decoder, self._unsupported = model, decoder, unsupported
         self._store = store
         self._supply = supply
         self._config, self._blend, self._tuning = config, blend, tuning

@@ -12,7 +12,7 @@ import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.controller.control import Controller, profile_identity, save_profile
+from cacheblend_rag.controller import Controller, profile_identity, save_profile
 from cacheblend_rag.controller.policy import BlendCost, LoadCost, PrefillCost, Profile
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.store import KVReader

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.controller.control import load_profile, profile_identity, save_profile
+from cacheblend_rag.controller import load_profile, profile_identity, save_profile
 from cacheblend_rag.controller.measure import fit_costs
 from cacheblend_rag.controller.policy import BlendCost, BlendPoint, LoadCost, PrefillCost, PrefillPoint, Profile
 from cacheblend_rag.model import inspect_model

@@ -17,8 +17,8 @@ from cacheblend_lab.settings import engine_settings, settings_of
 from cacheblend_rag.calibration.loss import right_losses
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.controller import check_selector
 from cacheblend_rag.engine import BlendEngine, GenerationResult
+from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import num_decoder_layers
 from cacheblend_rag.pml import Import, Module, Node, Param, Prompt, Schema, Schemas, Text
 from cacheblend_rag.selection import make_selector

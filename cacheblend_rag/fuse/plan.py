@@ -1,0 +1,115 @@
+"""The plan of a prompt: whether it is blended, and which rows are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.model import Decoder
+from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
+from cacheblend_rag.selection.question import look_layers
+
+__all__ = ["Plan", "check_layers", "check_selector", "make_plan", "whole_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan of one prompt's prefill.
+
+    Attributes
+    ----------
+    selection : Selection or None
+        Chooses the rows to recompute; None where the prompt is prefilled in full.
+    selector : str
+        Name of the selector; "full" without a selection.
+    ratio : float
+        Share of the chunk tokens to recompute; 1 without a selection.
+    fallback_reason : str or None
+        Why the prompt is prefilled in full although blending was asked for.
+    """
+
+    selection: Selection | None
+    selector: str
+    ratio: float = 1.0
+    fallback_reason: str | None = None
+
+
+def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None = None) -> Selector:
+    """Return the selector that the settings name, if a model of `num_layers` layers has what it needs.
+
+    With `decoder` it is also seen that the model shows what the settings need to see of it: its attention, and the KV of check
+    layers.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such selector, or the model does not have what it needs.
+    """
+    selector = make_selector(blend.selector)
+    selector.validate(num_layers)
+    if selector.repair and blend.kv_capacity is not None:
+        raise ConfigError(
+            f"repair={selector.repair} and kv_capacity={blend.kv_capacity} exclude each other: what was evicted cannot be "
+            "repaired; leave one of them out"
+        )
+    if blend.source_attention or selector.repair:
+        look_layers(getattr(selector, "look_layers", None), num_layers)
+    if decoder is None:
+        return selector
+    name = type(decoder.model).__name__
+    if blend.source_attention and not decoder.shows_attention:
+        raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
+    if not blend.enabled:
+        return selector
+    for layer in check_layers(selector, num_layers):
+        if layer >= decoder.num_kv_layers:
+            raise ConfigError(
+                f"check layer {layer} of {name} has no KV of its own to compare, as all its layers from {decoder.num_kv_layers} "
+                "on; choose earlier check_layers"
+            )
+    if selector.needs_attention and not decoder.shows_attention:
+        raise ConfigError(
+            f"selector {selector.name!r} goes by what the question attends to, which {name} does not show; choose hkvd"
+        )
+    if selector.repair and not decoder.shows_attention:
+        raise ConfigError(
+            f"repair={selector.repair} goes by what the answer attends to, which {name} does not show; leave it at 0"
+        )
+    return selector
+
+
+def whole_plan(
+    blend: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float | Literal["auto"]
+) -> Plan | None:
+    """Return the plan of a prompt that is prefilled in full, or None if it is to be blended.
+
+    `unsupported` is why the model cannot be blended, if it cannot; `ratio` is "auto" while it is not decided.
+    """
+    if not blend.enabled:
+        return Plan(None, "full")
+    reason = unsupported
+    if reason is None and not layout.chunks:
+        reason = "the prompt has no chunks"
+    if reason is None:
+        selector = make_selector(blend.selector).name
+        if selector == "none" or (selector != "full" and ratio != 1):
+            return None
+    return Plan(None, "full", fallback_reason=reason)
+
+
+def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
+    """Return how a prompt is blended at a ratio, after `whole_plan` had nothing against it."""
+    selector = make_selector(blend.selector)
+    budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
+    if budget == 0:
+        # No selector is to spend anything on choosing nothing, nor to put fresh KV in the place of what chunks remember.
+        return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
+    return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)
+
+
+def check_layers(selector: Selector, num_layers: int) -> tuple[int, ...]:
+    """Return the layers at which a selector compares KV, ascending."""
+    return tuple(selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), num_layers, 0)).check_layers)
