@@ -9,7 +9,7 @@
 FROM python:3.11-slim
 ARG PIP_EXTRA_INDEX_URL
 COPY . /src
-RUN pip install --no-cache-dir -c /src/constraints.txt /src /src/integrations/serve && rm -rf /src
+RUN pip install --no-cache-dir -c /src/constraints.txt /src /src/integrations/attachments /src/integrations/serve && rm -rf /src
 RUN useradd --create-home serve && mkdir /kv && chown serve /kv
 USER serve
 VOLUME /kv

@@ -15,8 +15,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 
 LINES = {
-    "cacheblend_rag": (33606, 159),
-    "cacheblend_rag/attachments": (412, 2),
+    "cacheblend_rag": (33194, 157),
     "cacheblend_rag/calibration": (597, 5),
     "cacheblend_rag/chat": (1221, 8),
     "cacheblend_rag/cli": (1869, 13),
@@ -32,6 +31,7 @@ LINES = {
     "cacheblend_rag/selection": (833, 6),
     "cacheblend_rag/store": (9200, 34),
     "examples": (743, 15),
+    "integrations/attachments/cacheblend_attachments": (410, 2),
     "integrations/langchain/langchain_cacheblend": (3163, 20),
     "integrations/llama_index/llama_index_cacheblend": (3786, 18),
     "integrations/ray/cacheblend_ray": (1648, 15),

@@ -38,7 +38,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     2: ("store", "model"),
     3: ("encode", "loader", "controller", "fuse", "snapkv"),
     4: ("engine",),
-    5: ("attachments", "pml", "documents", "calibration", "chat", "cli", "__main__"),
+    5: ("pml", "documents", "calibration", "chat", "cli", "__main__"),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 ENGINE_FLOOR = FLOOR_OF["engine"]
@@ -50,18 +50,18 @@ LAB = "cacheblend_lab"
 FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
-DOOR = ("engine", "attachments", "pml", "calibration", "chat", *FLOORS[0])
-# What else of it some of them need: vLLM's connector moves KV itself, servers cut documents, commands share their options.
+DOOR = ("engine", "pml", "calibration", "chat", *FLOORS[0])
+# What else of it some need: attachments watch a forward, vLLM moves KV itself, servers cut documents, commands share options.
 WORKSHOPS = {
+    "cacheblend_attachments": ("fuse", "model", "selection"),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store"),
     "vllm_cacheblend": ("kv", "layout", "store", "model", "encode", "loader"),
 }
 # Which distributions they build on.
 ON_TOP_OF = {
-    "llama_index_cacheblend": {"cacheblend_serve"},
-    "langchain_cacheblend": {"cacheblend_serve"},
-    "cacheblend_ray": {"cacheblend_serve"},
+    "cacheblend_serve": {"cacheblend_attachments"},
+    **{name: {"cacheblend_serve"} for name in ("llama_index_cacheblend", "langchain_cacheblend", "cacheblend_ray")},
     "vllm_cacheblend": {"cacheblend_serve"},
 }
 INTEGRATIONS = {file.parent.name: file.parent for file in sorted(ROOT.glob("integrations/*/*/__init__.py"))}

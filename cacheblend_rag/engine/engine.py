@@ -228,7 +228,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         return engine
 
     def attach(self, attachment: _Attached) -> _Attached:
-        """Attach something optional of `cacheblend_rag.attachments`, which takes part in the requests that come from then on.
+        """Attach something optional of `cacheblend_attachments`, which takes part in the requests that come from then on.
 
         Returns
         -------
@@ -242,7 +242,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         """
         self._check_open()
         if not isinstance(attachment, Attachment):
-            raise ConfigError(f"{attachment!r:.40} is no attachment; give one of cacheblend_rag.attachments")
+            raise ConfigError(f"{attachment!r:.40} is no attachment; give one, as Guard() of cacheblend_attachments")
         if attachment.leave is not None:
             raise ConfigError(f"this {type(attachment).__name__} was attached before; make another one")
         attachment.leave = partial(self._runner.attachments.remove, attachment)

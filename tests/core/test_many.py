@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
+from cacheblend_attachments import Guard
 from cacheblend_lab import families
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.attachments import Guard
 from cacheblend_rag.engine.many import Extent, plan_decoding
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_attachments import Guard
+from cacheblend_attachments.guard import first_logits
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.attachments import Guard
-from cacheblend_rag.attachments.guard import first_logits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import uncompiled, unwrapped, watch_forward
 from tests.families import tiny_model, tiny_tokenizer, words

@@ -14,7 +14,7 @@ import anyio.to_thread
 from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
-from cacheblend_rag.attachments import Guard
+from cacheblend_attachments import Guard
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
 from cacheblend_rag.errors import ConfigError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_attachments import Guard
 from cacheblend_lab import families
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
-from cacheblend_rag.attachments import Guard
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
 from cacheblend_rag.pml import Schema, Schemas
 from cacheblend_rag.store import check_store

@@ -17,13 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_attachments import Guard
+from cacheblend_attachments.guard import distances
 from cacheblend_lab.reference import load_model, load_tokenizer
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.attachments import Guard
-from cacheblend_rag.attachments.guard import distances
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.errors import ConfigError
@@ -325,8 +325,8 @@ def test_it_raises_up_to_full_prefill_and_the_floor_of_auto() -> None:
 
 def test_an_interpreter_that_ends_does_not_wait_for_comparisons() -> None:
     script = """
-import threading, time
-from tests.attachments.test_guard import Guard, prompt, tiny_engine
+import sys, threading, time; sys.path.insert(0, "integrations/attachments/tests")
+from test_guard import Guard, prompt, tiny_engine
 engine = tiny_engine()
 guard = engine.attach(Guard(1.0))
 slow = lambda *_: time.sleep(1.0 if threading.current_thread().name == "cacheblend-guard" else 0)
@@ -334,7 +334,7 @@ engine.model.model.layers[1].register_forward_pre_hook(slow)
 engine.generate(prompt(), 400, min_new_tokens=400)
 print(guard.status().pending)
 """
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
 

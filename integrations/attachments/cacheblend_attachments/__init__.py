@@ -1,0 +1,5 @@
+"""What is optional on an engine: each module has one attachment, for `BlendEngine.attach`."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,3 @@
+from .guard import Guard, GuardStatus
+
+__all__ = ["Guard", "GuardStatus"]
