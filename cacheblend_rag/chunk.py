@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError
+from cacheblend_rag.keys import HEAD_PREFIX
 
 __all__ = [
     "BLANK_LINE",
@@ -19,6 +20,8 @@ __all__ = [
     "FixedText",
     "Segment",
     "check_text",
+    "chunk_list",
+    "id_list",
     "text_hash",
 ]
 
@@ -345,3 +348,25 @@ class BlendPrompt:
         if self.suffix:
             segments.append(self.suffix)
         return segments
+
+
+def id_list(ids: Iterable[str]) -> list[str]:
+    """Return ids as a list; `ConfigError` for a single string."""
+    if isinstance(ids, str):
+        raise ConfigError(f"ids is the string {ids[:40]!r}; give a list of ids")
+    return list(ids)
+
+
+def chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Return chunks as a list; `ConfigError` for a single one, or what is none."""
+    if isinstance(chunks, Chunk):
+        raise ConfigError("chunks is a single Chunk; give a list of them, as in [Chunk(text, id)]")
+    chunks = list(chunks)
+    for chunk in chunks:
+        if not isinstance(chunk, Chunk):
+            raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
+        if chunk.id is not None and chunk.id.startswith(HEAD_PREFIX):
+            raise ConfigError(
+                f"the id {chunk.id!r} begins with {HEAD_PREFIX!r}, as the names of prompts' heads do; give the chunk another id"
+            )
+    return chunks

@@ -11,7 +11,7 @@ from typing import Any
 from cacheblend_rag.calibration.calibrate import Calibration, calibrate, checked_ratios
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import AnyEngine, BlendEngine
+from cacheblend_rag.engine import BlendEngine, Engine
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["ModelCall", "calibrate_asking"]
@@ -21,7 +21,7 @@ __all__ = ["ModelCall", "calibrate_asking"]
 class ModelCall:
     """One call of a framework's model: its engine, its prompt, and the settings of the call over the engine's."""
 
-    engine: AnyEngine
+    engine: Engine
     prompt: BlendPrompt
     blend: BlendConfig | None
 

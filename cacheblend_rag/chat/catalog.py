@@ -14,7 +14,7 @@ from typing import Any
 
 from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
-from cacheblend_rag.engine import AnyLibrary
+from cacheblend_rag.engine import ChunkLibrary, Library
 from cacheblend_rag.errors import BackendError, StoreError
 from cacheblend_rag.pml import is_part
 
@@ -38,15 +38,14 @@ class ChunkCatalog:
     def __init__(self) -> None:
         self._finder = ChunkFinder()
         self._passed_over: dict[str, str] = {}
-        # Which name has which number, as `AnyLibrary.changes` counts them, and which names had none.
+        # Which name has which number, as `Library.changes` counts them, and which names had none.
         self._names: dict[int, str] = {}
         self._waiting: set[str] = set()
         self._mark: int | None = None
-        self._revision: int | None = None
         self._warned = self._told = self._is_out = False
         self._lock = threading.Lock()
 
-    def split(self, engine: AnyLibrary, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
+    def split(self, engine: Library, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
         """Split a text into the stored chunks of `min_chars` or more that stand in it, and the text around them.
 
         Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text
@@ -56,7 +55,7 @@ class ChunkCatalog:
         self.follow(engine)
         return self._split(engine, text, min_chars)
 
-    def _split(self, engine: AnyLibrary, text: str, min_chars: int) -> list[Segment]:
+    def _split(self, engine: Library, text: str, min_chars: int) -> list[Segment]:
         with self._lock:
             matches = self._finder.find(text, min_chars)
         is_clear = all(len(match.ids) == 1 for match in matches)
@@ -73,7 +72,7 @@ class ChunkCatalog:
         return segments
 
     def prompt(
-        self, engine: AnyLibrary, parts: Iterable[Segment], min_chars: int = HEAD_CHARS, tail: str = ""
+        self, engine: Library, parts: Iterable[Segment], min_chars: int = HEAD_CHARS, tail: str = ""
     ) -> BlendPrompt:
         """Return the prompt of these parts, with the stored chunks told apart that stand in its text.
 
@@ -90,7 +89,7 @@ class ChunkCatalog:
             self._look_closer(engine, "".join(part for part in segments if isinstance(part, str)), min_chars)
         return BlendPrompt(segments=segments)
 
-    def _look_closer(self, engine: AnyLibrary, text: str, min_chars: int) -> None:
+    def _look_closer(self, engine: Library, text: str, min_chars: int) -> None:
         """Count a prompt in which no chunk was found, though it holds one in another form, and say so once for each engine."""
         with self._lock:
             match = next(
@@ -99,7 +98,9 @@ class ChunkCatalog:
             if match is None:
                 return
             is_first, self._told = not self._told, True
-        engine.note_unfound()
+        if isinstance(engine, ChunkLibrary):
+            # Elsewhere, who has the chunks counts.
+            engine.metrics.count_unfound()
         if is_first:
             logger.warning(
                 "no stored chunk was found in a prompt, though chunk %r is in it in another form: escaped as json.dumps does, "
@@ -109,7 +110,7 @@ class ChunkCatalog:
                 match.ids[0],
             )
 
-    def follow(self, engine: AnyLibrary) -> None:
+    def follow(self, engine: Library) -> None:
         """Take in what has changed; where that cannot be read, chunks are looked for as they were known before."""
         with self._lock:
             try:
@@ -122,12 +123,10 @@ class ChunkCatalog:
                         "which chunks are stored cannot be read now, so new ones are not found in prompts: %s", error
                     )
 
-    def _refresh(self, engine: AnyLibrary) -> None:
-        # Read first, so that what changes during the pass is seen by the next one.
-        revision = engine.revision
-        if revision == self._revision:
-            return
+    def _refresh(self, engine: Library) -> None:
         changes = engine.changes(self._mark)
+        if not (changes.whole or changes.names or changes.waiting or self._waiting):
+            return
         named = {id: digest for _, id, digest in changes.names if id is not None and digest is not None}
         if changes.whole:
             before = self._finder.ids() | self._passed_over.keys()
@@ -149,9 +148,9 @@ class ChunkCatalog:
             self._learn(engine, fresh[start : start + _BATCH])
         # What was written while the two were read is known by its number from now on, and waits no more.
         self._waiting = changes.waiting.keys() - named.keys()
-        self._mark, self._revision = changes.mark, revision
+        self._mark = changes.mark
 
-    def _learn(self, engine: AnyLibrary, ids: Sequence[str]) -> None:
+    def _learn(self, engine: Library, ids: Sequence[str]) -> None:
         """Take in chunks that are new or have another text than before."""
         records = [record for record in engine.records(ids) if record is not None]
         fresh: list[tuple[str, str]] = []
@@ -204,7 +203,7 @@ def _with_question(segments: list[Segment], begin: int, tail: str) -> list[Segme
     return [*segments[: place - 1], f"{before}{asked.text}{behind}"]
 
 
-def _choose(engine: AnyLibrary, matches: Sequence[Match]) -> list[str | None]:
+def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:
     """Return the id that serves each match, None to have it encoded alone."""
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
     try:
@@ -237,11 +236,11 @@ def _texts(tokenizer: Any, token_ids: Sequence[list[int]]) -> list[str]:
     return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in token_ids]
 
 
-_catalogs: weakref.WeakKeyDictionary[AnyLibrary, ChunkCatalog] = weakref.WeakKeyDictionary()
+_catalogs: weakref.WeakKeyDictionary[Library, ChunkCatalog] = weakref.WeakKeyDictionary()
 _catalogs_lock = threading.Lock()
 
 
-def catalog_of(engine: AnyLibrary) -> ChunkCatalog:
+def catalog_of(engine: Library) -> ChunkCatalog:
     """Return the one catalog of an engine, which all models over it share; it is made when it is first asked for."""
     with _catalogs_lock:
         if engine not in _catalogs:

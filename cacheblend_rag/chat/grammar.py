@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor
 
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["Guide", "check_grammar", "json_grammar", "requested_schema", "schema_request"]
@@ -71,7 +71,7 @@ class Guide(LogitsProcessor):
 
     is_of_one_answer = True
 
-    def __init__(self, engine: AnyEngine, grammar: str) -> None:
+    def __init__(self, engine: Engine, grammar: str) -> None:
         self._vocabulary = _vocabulary(engine)
         self.grammar = grammar
         self._rules = LLMatcher.grammar_from_lark(grammar)
@@ -121,11 +121,11 @@ def _closed(schema: Any) -> Any:
 
 
 # Taking a vocabulary of 150,000 tokens apart takes about a second, so it is done once for each engine.
-_vocabularies: weakref.WeakKeyDictionary[AnyEngine, LLTokenizer] = weakref.WeakKeyDictionary()
+_vocabularies: weakref.WeakKeyDictionary[Engine, LLTokenizer] = weakref.WeakKeyDictionary()
 _vocabularies_lock = threading.Lock()
 
 
-def _vocabulary(engine: AnyEngine) -> LLTokenizer:
+def _vocabulary(engine: Engine) -> LLTokenizer:
     with _vocabularies_lock:
         vocabulary = _vocabularies.get(engine)
         if vocabulary is None:

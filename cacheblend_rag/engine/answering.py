@@ -1,18 +1,20 @@
-"""The store on the way to an answer: what it cannot do is computed, and nothing waits for those who write."""
+"""The store as an engine has it: on the way to an answer, and as what its tenant has in it."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord
+from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store.stores import FolderStore
 
-__all__ = ["AnsweringStore"]
+__all__ = ["AnsweringStore", "TenantStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,3 +96,36 @@ class AnsweringStore:
             with self._lock:
                 self._failing.discard(what)
         return found
+
+
+class TenantStore:
+    """What the tenant of an engine has in its store; of no other tenant it says or changes anything.
+
+    The whole store is looked after with what `open_store` returns, and by the ``cacheblend-rag store`` commands.
+
+    Attributes
+    ----------
+    path : Path or None
+        The folder, if there is one and it may be written.
+    outlives_process : bool
+        Whether it is over a folder, which is there when this process has ended.
+    """
+
+    def __init__(self, store: KVStore, tenant: str, namespace: str) -> None:
+        self.path: Path | None = store.path
+        self.outlives_process = isinstance(store, FolderStore)
+        self._store, self._tenant, self._namespace = store, tenant, namespace
+
+    def stats(self) -> StoreStats:
+        """Return figures of what the tenant has, for all models."""
+        return self._store.stats(self._tenant)
+
+    def holds(self, ids: Sequence[str]) -> list[bool]:
+        """Return for each of the engine's ids whether its KV is stored; False where the id is unknown."""
+        records = self._store.names.lookup(self._namespace, ids)
+        held = iter(self._store.holds([record.key for record in records if record is not None]))
+        return [record is not None and next(held) for record in records]
+
+    def clear(self) -> None:
+        """Drop all that the tenant has, KV and ids, for all models."""
+        self._store.clear(self._tenant)

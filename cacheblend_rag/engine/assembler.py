@@ -232,7 +232,14 @@ class Assembler:
             If it leaves no room for a single output token in the model's window.
         PromptError
             If it has no tokens.
+        ConfigError
+            If it is no prompt.
         """
+        if not isinstance(prompt, BlendPrompt):
+            raise ConfigError(
+                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or for a "
+                "schema's prompt Schemas(engine).prompt(prompt)"
+            )
         known = self._known(prompt.segments)
         skipped = self._unknown(prompt.segments, known) if prompt.skip_unknown and known is not None else ()
         if skipped:

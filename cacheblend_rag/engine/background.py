@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["AddJob", "AddResult", "Feed", "Jobs"]
+__all__ = ["AddJob", "AddResult", "Feed", "Jobs", "in_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -263,3 +263,14 @@ class Feed(Generic[Piece, Outcome]):
 async def _awaited(future: Future[T]) -> T:
     # A reader that is cancelled leaves the work to the others.
     return await asyncio.shield(asyncio.wrap_future(future))
+
+
+async def in_thread(work: Callable[..., T]) -> T:
+    """Return what `work` returns, called in its own thread with an event as `stop`, which is set if the caller is cancelled."""
+    stop = threading.Event()
+    feed: Feed[None, T] = Feed()
+    feed.start(lambda: work(stop=stop), "cacheblend-many")
+    try:
+        return await feed.aoutcome()
+    finally:
+        stop.set()

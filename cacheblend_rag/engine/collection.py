@@ -6,10 +6,11 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import ClassVar
 from weakref import WeakSet
 
+from cacheblend_rag.engine.protocol import Present
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import KVStore
 
@@ -24,7 +25,7 @@ _PASSING = "?"
 
 
 class ChunkCollection:
-    """The chunks of an engine that a vector store has; `BlendEngine.collection` makes one.
+    """The chunks of an engine that a vector store has; `BlendEngine.collection` makes one, which first forgets what is gone.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ class ChunkCollection:
         delete: Callable[..., int],
         name: str | None,
         is_known: bool,
-        present: Callable[[Sequence[str]], Collection[str] | None],
+        present: Present,
     ) -> None:
         self.owner = name or f"{_PASSING}{uuid.uuid4().hex}"
         self._store = store
@@ -65,6 +66,13 @@ class ChunkCollection:
         self._is_known = is_known and name is not None
         self._present = present
         self._living.add(self)
+        if self._is_known:
+            # Where that takes long, it is done in the background.
+            with suppress(StoreError):
+                if len(self.ids()) <= _BATCH:
+                    self.notice()
+                else:
+                    threading.Thread(target=self.notice, name="cacheblend-notice", daemon=True).start()
 
     def ids(self, sources: Collection[str] | None = None) -> list[str]:
         """Return the ids that were added for this collection, or those of them that were made of these sources."""
@@ -114,16 +122,3 @@ class ChunkCollection:
         if forgotten:
             logger.info("forgot %d chunks that the vector store has no longer", forgotten)
         return forgotten
-
-    def notice_at_opening(self) -> None:
-        """Do what `notice` does, in the background where that takes long."""
-        if not self._is_known:
-            return
-        try:
-            is_small = len(self.ids()) <= _BATCH
-        except StoreError:
-            return
-        if is_small:
-            self.notice()
-        else:
-            threading.Thread(target=self.notice, name="cacheblend-notice", daemon=True).start()

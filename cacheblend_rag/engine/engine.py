@@ -20,24 +20,20 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Profile
 from cacheblend_rag.encode import Encoder
-from cacheblend_rag.engine.answering import AnsweringStore
-from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.attachment import Attachment
+from cacheblend_rag.engine.background import in_thread
 from cacheblend_rag.engine.conversation import Conversation, Turn
 from cacheblend_rag.engine.decode import checked_options, end_ids
 from cacheblend_rag.engine.gathering import Gathering
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
-from cacheblend_rag.engine.interface import AnyEngine
 from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.many import Call, Many, options_of_each
-from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look_at_model, open_engine_store
 from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduling import GaveWayError, Patience, aside, scheduler_lock
-from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
@@ -54,7 +50,7 @@ logger = logging.getLogger(__name__)
 _Attached = TypeVar("_Attached", bound=Attachment)
 
 
-class BlendEngine(ChunkLibrary, AnyEngine):
+class BlendEngine(ChunkLibrary):
     """Answers prompts made of stored chunks with an open-weight model in this process.
 
     Any number of threads may call it, and any number of engines may share a model, which one computation at a time has. Calls of
@@ -137,28 +133,30 @@ class BlendEngine(ChunkLibrary, AnyEngine):
                 undo.callback(self._store.close)
             self._weights = WeightsWatch(self.model)
             self._identity = engine_identity(model, tokenizer, private=self._store.is_private)
-            answering = AnsweringStore(self._store)
-            assembler = Assembler(tokenizer, answering, self._identity, self.window, self.decoder, config)
-            encoder, num_kv_layers = None, num_decoder_layers(model)
-            if self.decoder is not None:
-                encoder = Encoder(self.decoder, assembler.preamble, self.tuning.encode_batch_tokens)
-                num_kv_layers = self.decoder.num_kv_layers
-            lock = scheduler_lock(model)
-            supply = KVSupply(encoder, num_kv_layers, lock, answering, assembler, config, self.tuning)
-            super().__init__(tokenizer, self.decoder, answering, assembler, supply, config, self.tuning)
+            super().__init__(
+                tokenizer,
+                self._identity,
+                self.decoder,
+                self.window,
+                self._store,
+                config,
+                self.tuning,
+                self._encoder,
+                num_decoder_layers(model) if self.decoder is None else self.decoder.num_kv_layers,
+                scheduler_lock(model),
+            )
             self._legend = EngineLegend(tokenizer, self._store, self.namespace)
-            self._kept = KeptTurns(answering, self.namespace, self.config.conversation_bytes)
+            self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
             self._runner = Runner(
                 model,
                 self.decoder,
                 self.unsupported_reason,
-                answering,
+                self._answering,
                 self._supply,
-                self.config,
+                config,
                 self.blend,
                 self.tuning,
             )
-            self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             self._gathering = Gathering(self._runner, self._many)
             undo.pop_all()
@@ -251,32 +249,10 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         return attachment
 
     def close(self, *, wait: bool = True) -> None:
-        """Write what waits to be written and close the store, unless the store was passed in.
-
-        A running computation ends first; calls that wait for it fail. What is attached is detached.
-
-        Nothing is lost once `add` has returned: a chunk that is not encoded yet keeps its name, and is a miss. Failures in the
-        background are logged meanwhile; call `flush` first to have them raised.
-
-        Parameters
-        ----------
-        wait : bool
-            Whether chunks that were added in the background are encoded first, as at the end of a ``with`` block; a block that
-            ends with an error does not wait.
-        """
         for each in (*self._runner.attachments,):
             each.close()
-        self._prefetcher.close()
-        self._ingest.jobs.close(wait)
-        with self._runner.lock:
-            if not self._closed:
-                self._closed = True
-                self._runner.close()
-                self._kept.close()
-                if self._owns_store:
-                    self._store.close()
-                else:
-                    self._store.settle()
+        super().close(wait=wait)
+        self._kept.close()
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
         """Return the settings that a call uses: the engine's own, except those that the call sets.
@@ -298,12 +274,12 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         return model in (self.model_name, getattr(self.model, "name_or_path", ""))
 
     @property
-    def end_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # nobody sets it
+    def end_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, as the model's own settings say."""
         return end_ids(self.model)
 
-    def _delete(self, ids: list[str], owner: str, sources: list[str]) -> int:
-        known = super()._delete(ids, owner, sources)
+    def delete(self, ids: Iterable[str], *, owner: str = "", sources: Iterable[str] = ()) -> int:
+        known = super().delete(ids, owner=owner, sources=sources)
         # Conversations forget what may know of them.
         self._kept.refresh()
         return known
@@ -487,18 +463,61 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         run = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
         return self._decode(run, threading.Event(), None)
 
-    def _generate_many(
+    def generate_many(
         self,
         prompts: Sequence[BlendPrompt],
-        max_new_tokens: int | None,
-        batch_size: int | None,
-        blend: BlendConfig | None,
-        wait_s: float | None,
-        options: dict[str, Any],
-        stop: threading.Event,
+        max_new_tokens: int | None = None,
+        *,
+        batch_size: int | None = None,
+        blend: BlendConfig | None = None,
+        wait_s: float | None = None,
+        stop: threading.Event | None = None,
+        **generation_kwargs: Any,
     ) -> list[GenerationResult]:
+        """Answer many prompts, which is faster than one after the other.
+
+        Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one after
+        the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`, except for
+        rounding: if two tokens are equally likely to the last digits, either may be chosen. Sampled answers are different
+        draws. Where settings or options do not allow a batch (repair, `kv_capacity`, options that read a prompt's ids),
+        answers are decoded one by one, and each report's `alone_reason` says why.
+
+        Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
+        copies of those given, unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of BlendPrompt
+            The prompts. All of them are checked before the first is computed.
+        max_new_tokens : int, optional
+            Maximum tokens of each answer, as in `generate`.
+        batch_size : int, optional
+            Maximum prompts that are decoded together; by default as many as memory is meant to allow.
+        blend : BlendConfig, optional
+            Blending settings for this call; those it does not set are the engine's.
+        wait_s : float, optional
+            Maximum seconds to wait for the model while other calls have it; by default as long as it takes.
+        stop : threading.Event, optional
+            Ends all answers at the next token once it is set.
+        **generation_kwargs : Any
+            Options of transformers' ``generate``.
+
+        Returns
+        -------
+        list of GenerationResult
+            The answers, in the order of the prompts. The times in their reports count from this call on.
+
+        Raises
+        ------
+        PromptError
+            If a prompt cannot be served.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
+        ConfigError
+            If an option cannot be combined with blending, or `batch_size` is below 1.
+        """
         started = time.perf_counter()
-        options, patience = checked_options(self.model, max_new_tokens, options), Patience.of(wait_s)
+        options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
         if not isinstance(prompts, Iterable):
@@ -507,11 +526,18 @@ class BlendEngine(ChunkLibrary, AnyEngine):
             self._begin(prompt, blend, patience=patience, started=started, max_new_tokens=max_new_tokens, options=own)
             for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
         ]
+        stop = stop or threading.Event()
         results: dict[int, GenerationResult] = {}
         for index, result in self._many.answer(runs, batch_size, stop):
             results[index] = result
             self._finish(runs[index], result, stop)
         return [results[index] for index in sorted(results)]
+
+    async def agenerate_many(
+        self, prompts: Sequence[BlendPrompt], max_new_tokens: int | None = None, **options: Any
+    ) -> list[GenerationResult]:
+        """Answer many prompts as `generate_many` does, in a separate thread; if cancelled, that ends at the next token."""
+        return await in_thread(partial(self.generate_many, prompts, max_new_tokens, **options))
 
     def stream(
         self,
@@ -571,7 +597,11 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         # The interpreter waits for the thread that asks when it ends; nobody waits for what it finds out then.
         with (
             suppress(GaveWayError),
-            aside(self._runner.lock, self.decoder, lambda: self._closed or not threading.main_thread().is_alive()),
+            aside(
+                self._runner.lock,
+                self.decoder,
+                lambda: self._supply.is_closed or not threading.main_thread().is_alive(),
+            ),
         ):
             return self._many.alone(Call(run, threading.Event()))
         return None
@@ -646,6 +676,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         options: dict[str, Any] | None = None,
     ) -> PromptRun:
         """Return the run of a prompt under the settings in force for it, which is checked and in tokens, but not computed."""
+        self._check_open()
         began = time.perf_counter()
         started = began if started is None else started
         if conversation is not None and not conversation.belongs_to(self._kept):
@@ -661,7 +692,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         else:
             order = next(filter(None, (each.order() for each in reversed(self._runner.attachments))), None)
             blend = self.blend if order is None else order.blend
-        assembled = self._assemble(prompt, retrieving=blend.enabled)
+        assembled = self._assembler.assemble(prompt, retrieving=blend.enabled)
         if order is not None and assembled.layout.remembers:
             # What an attachment falls back to knows less than these chunks.
             blend = self.blend
@@ -679,6 +710,9 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         )
         # While the others of a batch were put into tokens, it waited.
         return PromptRun(request, assembled, timings=Timings(queue_s=began - started), legend=self._legend)
+
+    def _encoder(self, preamble: tuple[int, ...]) -> Encoder | None:
+        return None if self.decoder is None else Encoder(self.decoder, preamble, self.tuning.encode_batch_tokens)
 
     def _check_model(self) -> None:
         self._weights.check()

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.engine.answering import AnsweringStore
+from cacheblend_rag.encode import ChunkEncoder
+from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.collection import ChunkCollection
 from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.ingest import Ingest
-from cacheblend_rag.engine.interface import AnyLibrary, id_list
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.prefix import StoredPrefix, prompt_head, stored_prefix
-from cacheblend_rag.engine.prompt import AssembledPrompt
+from cacheblend_rag.engine.protocol import AddOptions, Present
+from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.engine.tenant import TenantStore
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, ModelCard
-from cacheblend_rag.store import NameChanges, NodeRecord
+from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
 from cacheblend_rag.tuning import Tuning
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ChunkLibrary"]
 
 Own = TypeVar("Own", bound="ChunkLibrary")
 
 
-class ChunkLibrary(AnyLibrary):
+class ChunkLibrary(ABC):
     """The chunks of one model and one tenant in a store, and the prompts that are made of them.
 
     `BlendEngine` is the library of a model in this process, which answers as well.
@@ -44,18 +48,24 @@ class ChunkLibrary(AnyLibrary):
     ----------
     tokenizer : Any
         The model's tokenizer.
+    identity : str
+        What the model's KV depends on.
     form : Decoder, ModelCard or None
         What is known of the model's KV; None if it cannot be blended.
-    answering : AnsweringStore
-        The store, as answers ask it.
-    assembler : Assembler
-        Puts prompts into tokens.
-    supply : KVSupply
-        Computes KV.
+    window : int or None
+        Maximum tokens that the model can read and write; None if its configuration does not say.
+    store : KVStore
+        The store.
     config : EngineConfig
         The settings.
     tuning : Tuning
-        How many threads read ahead.
+        Constants.
+    make_encoder : callable
+        Returns what computes KV behind a preamble; None if the model cannot be blended.
+    num_kv_layers : int
+        Layers of the model that have KV of their own.
+    lock : SchedulerLock
+        Lets one computation at a time have the model.
 
     Attributes
     ----------
@@ -65,87 +75,230 @@ class ChunkLibrary(AnyLibrary):
         What the tenant has in the store.
     metrics : EngineMetrics
         What was done, for Prometheus.
-    window : int or None
-        Maximum tokens that the model can read and write; None if its configuration does not say.
     unsupported_reason : str or None
         Why the model cannot be blended.
     """
 
-    metrics: EngineMetrics
-    window: int | None
     unsupported_reason: str | None = None
+    _owns_store = False
 
     def __init__(
         self,
         tokenizer: Any,
+        identity: str,
         form: Decoder | ModelCard | None,
-        answering: AnsweringStore,
-        assembler: Assembler,
-        supply: KVSupply,
+        window: int | None,
+        store: KVStore,
         config: EngineConfig,
         tuning: Tuning,
+        make_encoder: Callable[[tuple[int, ...]], ChunkEncoder | None],
+        num_kv_layers: int,
+        lock: SchedulerLock,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
+        self.window = window
         self._form = form
-        self._answering = answering
-        self._store = answering.store
-        self._assembler = assembler
-        self.namespace = assembler.namespace
-        self.store = TenantStore(self._store, config.tenant or "", self.namespace)
-        self._supply = supply
-        self._ingest = Ingest(assembler, supply, self._store, form, config)
-        supply.on_late = self._ingest.encode_later
+        self._store = store
+        self._answering = answering = AnsweringStore(store)
+        self._assembler = Assembler(tokenizer, answering, identity, window, form, config)
+        self.namespace: str = self._assembler.namespace
+        self.store = TenantStore(store, config.tenant or "", self.namespace)
+        self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
+        encoder = make_encoder(self._assembler.preamble)
+        self._supply = KVSupply(encoder, num_kv_layers, lock, answering, self._assembler, config, tuning)
+        self._ingest = Ingest(self._assembler, self._supply, store, form, config)
+        self._supply.on_late = self._ingest.encode_later
         self._prefetcher = Prefetcher(answering, tuning.threads)
-        self._closed = False
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the KV of a token as it is computed; 0 if the model cannot be blended."""
         return 0 if self._form is None else self._form.kv_bytes_per_token
 
-    def _add(
+    @overload
+    def add(
+        self, chunks: Iterable[Chunk], *, background: Literal[False] = False, **options: Unpack[AddOptions]
+    ) -> AddResult: ...
+
+    @overload
+    def add(self, chunks: Iterable[Chunk], *, background: Literal[True], **options: Unpack[AddOptions]) -> AddJob: ...
+
+    @overload
+    def add(
+        self, chunks: Iterable[Chunk], *, background: bool, **options: Unpack[AddOptions]
+    ) -> AddResult | AddJob: ...
+
+    def add(
         self,
-        chunks: list[Chunk],
-        progress: Callable[[int, int], None] | None,
-        ttl_s: float | None,
-        on_refused: Callable[[Chunk, PromptError], None] | None,
-        background: bool,
-        whole: bool,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        ttl_s: float | None = None,
+        on_refused: Callable[[Chunk, PromptError], None] | None = None,
+        background: bool = False,
+        whole: bool = False,
     ) -> AddResult | AddJob:
+        """Encode chunks and store their KV.
+
+        The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked
+        before the first is encoded, and every stored batch is kept even if the process dies in the next one.
+
+        In the background, the chunks are checked and named before this returns, and then encoded call by call, one
+        batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
+        before that, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
+
+        A chunk that is a piece of a document (`Chunk.document`) is put into it, and encoded after the chunks before it there.
+        Chunks that it displaces, which now follow other text, are encoded anew in the same call. The pieces of a document may
+        come in any order if their places are given, and in several calls. An id that is added again with another document or
+        place is deleted there and added here.
+
+        Parameters
+        ----------
+        chunks : iterable of Chunk
+            The chunks; if several have the same id, the last counts.
+        progress : callable, optional
+            Called with the numbers of finished and of all chunks after each batch; by the background thread if `background`.
+        ttl_s : float, optional
+            Seconds that their KV lives, instead of ``config.ttl_s``. Adding a chunk again makes it live that long from then on,
+            if that is longer than it would have lived otherwise.
+        on_refused : callable, optional
+            Called with each chunk that cannot be served, and why, instead of the error being raised. The chunk is left out, and
+            what its id stood for is deleted.
+        background : bool
+            Whether to return before the chunks are encoded.
+        whole : bool
+            Whether the chunks are all that their documents have: what else stands there is deleted in the same step in which
+            they are named, so that everybody finds the document as it was or as it is now.
+
+        Returns
+        -------
+        AddResult or AddJob
+            What was done; in the background, a job that will say.
+
+        Raises
+        ------
+        EmptyChunkError
+            If a chunk's text has no tokens.
+        PromptTooLongError
+            If a chunk does not fit the model's window.
+        ConfigError
+            If `ttl_s` is not a positive number.
+        StoreError
+            If the KV cannot be stored; what was stored until then stays. For chunks added in the background, the job's `result`
+            and `flush` raise it.
+        """
         self._check_open()
         self._check_model()
+        if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s < math.inf):
+            raise ConfigError(
+                f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
+            )
         add = self._ingest.add_later if background else self._ingest.add
-        return add(chunks, progress, ttl_s, on_refused, whole)
+        return add(chunk_list(chunks), progress, ttl_s, on_refused, whole)
 
     def flush(self) -> None:
+        """Wait until what was added in the background, and the KV of all misses so far, is stored.
+
+        Raises
+        ------
+        CacheBlendError
+            The first error in the background since the last flush.
+        """
         self._check_open()
         self._ingest.jobs.flush()
         self._store.flush()
 
-    def _estimate(self, chunks: list[Chunk]) -> WarmEstimate:
-        self._check_open()
-        return self._ingest.estimate(chunks)
+    def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
+        """Estimate what `add` would cost, by encoding a few of the new chunks, for a few seconds; nothing is stored.
 
-    def _delete(self, ids: list[str], owner: str, sources: list[str]) -> int:
-        self._check_open()
-        return self._store.forget(self.namespace, ids, owner, sources)
+        With ``encode_on="second_use"`` that is nothing. Chunks that cannot be served are left out.
 
-    def collection(
-        self, name: str | None, is_known: bool, present: Callable[[Sequence[str]], Collection[str] | None]
-    ) -> ChunkCollection:
+        Parameters
+        ----------
+        chunks : iterable of Chunk
+            The chunks.
+
+        Returns
+        -------
+        WarmEstimate
+            What is not stored yet: its `chunks` and `tokens`, and what they would take, `ram_bytes`, `disk_bytes` and `seconds`.
+        """
+        self._check_open()
+        return self._ingest.estimate(chunk_list(chunks))
+
+    def delete(self, ids: Iterable[str], *, owner: str = "", sources: Iterable[str] = ()) -> int:
+        """Forget chunks: their names at once, and their KV unless another name has the same text after the same context.
+
+        The chunks after them in their documents know of them: their KV is dropped too, and computed again without them when
+        they are needed or added.
+
+        With the last chunk of a source that any vector store had, what prompts brought of that source is forgotten too, and what
+        was added of it that no vector store has.
+
+        Parameters
+        ----------
+        ids : iterable of str
+            The chunks.
+        owner : str
+            The vector store that has them no longer; what another one has is kept.
+        sources : iterable of str
+            Forget all that the owner has of these (`Chunk.source`), too.
+
+        Returns
+        -------
+        int
+            How many of the ids were known.
+        """
+        self._check_open()
+        return self._store.forget(self.namespace, id_list(ids), owner, id_list(sources))
+
+    def delete_document(self, document: str) -> int:
+        """Forget all chunks of a document in one step; return how many there were."""
+        return self.delete(self.document(document))
+
+    def collection(self, name: str | None, is_known: bool, present: Present) -> ChunkCollection:
+        """Return what keeps these chunks in step with a vector store that has them; what is gone from it is forgotten now.
+
+        Parameters
+        ----------
+        name : str or None
+            The vector store's name, in every process; None if nobody knows it.
+        is_known : bool
+            Whether no other vector store can have that name.
+        present : callable
+            Returns those of some ids that the vector store has; None if it cannot say.
+        """
         self._check_open()
         return ChunkCollection(self._store, self.namespace, self.delete, name, is_known, present)
 
     def document(self, document: str) -> list[str]:
+        """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""
         self._check_open()
         return self._store.names.document(self.namespace, document)
 
     def places(self, ids: Sequence[str]) -> list[str | None]:
+        """Return the document that each chunk is a piece of; None if the chunk is encoded alone, or unknown."""
         self._check_open()
         return self._store.names.documents(self.namespace, id_list(ids))
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
+        """Begin to read the KV of chunks that are likely to be needed soon, and return at once.
+
+        While a reranker works on what was retrieved, for example, their KV comes from disk and remote tiers into RAM, and onto
+        the device, as far as these have room. A prompt that comes in the meantime waits for those of its chunks that are being
+        read, and reads the others itself.
+
+        Parameters
+        ----------
+        ids : iterable of str
+            The chunks, most likely ones first; those that are not known are left out.
+
+        Returns
+        -------
+        Prefetch
+            Can be waited for or cancelled; it need not be kept.
+        """
         self._check_open()
         records = self._answering.lookup(self.namespace, id_list(ids)) or []
         return self._prefetcher.begin(record.key for record in records if record is not None)
@@ -175,10 +328,11 @@ class ChunkLibrary(AnyLibrary):
         self._store.unpin(self.namespace, id_list(ids))
 
     def contains(self, id: str) -> bool:
-        self._check_open()
-        return self._store.names.lookup(self.namespace, [id])[0] is not None
+        """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
+        return self.records([id]) != [None]
 
     def ids(self) -> list[str]:
+        """Return the ids of all known chunks of this model, without heads of prompts."""
         self._check_open()
         return [id for id in self._store.names.ids(self.namespace) if not id.startswith(HEAD_PREFIX)]
 
@@ -187,16 +341,29 @@ class ChunkLibrary(AnyLibrary):
         self._check_open()
         return [id for id in self._store.names.ids(self.namespace) if id.startswith(HEAD_PREFIX)]
 
+    def owned(self, owner: str, sources: Iterable[str] | None = None) -> list[str]:
+        """Return the ids that a vector store has (`Chunk.owner`), or those of them that were made of these sources."""
+        self._check_open()
+        return self._store.names.owned(self.namespace, owner, sources)
+
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
+        """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
         self._check_open()
         return self._store.names.lookup(self.namespace, id_list(ids))
 
-    @property
-    def revision(self) -> int:
-        self._check_open()
-        return self._store.names.revision()
-
     def changes(self, since: int | None = None) -> NameChanges:
+        """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
+
+        Parameters
+        ----------
+        since : int, optional
+            The `mark` of the earlier call; by default, and if that was ten thousand changes ago, all chunks are returned.
+
+        Returns
+        -------
+        NameChanges
+            The names, without those that `ids` leaves out.
+        """
         self._check_open()
         changes = self._store.names.changes(self.namespace, since)
         names = [each for each in changes.names if each[1] is None or not each[1].startswith(HEAD_PREFIX)]
@@ -204,15 +371,13 @@ class ChunkLibrary(AnyLibrary):
         return replace(changes, names=names, waiting=waiting)
 
     def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
-        return self._assemble(prompt).layout
-
-    def owned(self, owner: str, sources: Iterable[str] | None = None) -> list[str]:
-        """Return the ids that a vector store has (`Chunk.owner`), or those of them that were made of these sources."""
+        """Return where the chunks of `prompt` are among its tokens."""
         self._check_open()
-        return self._store.names.owned(self.namespace, owner, sources)
+        return self._assembler.assemble(prompt).layout
 
-    def note_unfound(self) -> None:
-        self.metrics.count_unfound()
+    def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
+        """Return the token ids that the model is given for `prompt`."""
+        return self.prompt_layout(prompt).token_ids
 
     def stored_prefix(self, prompt: BlendPrompt) -> StoredPrefix:
         """Return how much of a prompt another server can take from the store, if it can only go on behind a prefix.
@@ -236,7 +401,7 @@ class ChunkLibrary(AnyLibrary):
             As for `generate`.
         """
         self._check_open()
-        assembled = self._assemble(prompt)
+        assembled = self._assembler.assemble(prompt)
         if self._form is None or not self._form.is_movable:
             reason = self.unsupported_reason or "KV of this model cannot be moved to another position"
             return StoredPrefix(assembled.layout.token_ids, (), self.namespace, reason)
@@ -266,17 +431,9 @@ class ChunkLibrary(AnyLibrary):
             The prompt in token ids; the same tokens if no chunk is a piece of a document, and None if the documents do not
             fit the model's window.
         """
-        ids = self._assembler.with_whole_documents(self._assemble(prompt))
-        return None if ids is None else BlendPrompt(segments=[ids])
-
-    def _assemble(self, prompt: BlendPrompt, *, retrieving: bool = False) -> AssembledPrompt:
         self._check_open()
-        if not isinstance(prompt, BlendPrompt):
-            raise ConfigError(
-                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or for a "
-                "schema's prompt Schemas(engine).prompt(prompt)"
-            )
-        return self._assembler.assemble(prompt, retrieving=retrieving)
+        ids = self._assembler.with_whole_documents(self._assembler.assemble(prompt))
+        return None if ids is None else BlendPrompt(segments=[ids])
 
     def __enter__(self: Own) -> Own:
         return self
@@ -290,14 +447,34 @@ class ChunkLibrary(AnyLibrary):
     def for_tenant(self, tenant: str) -> ChunkLibrary:
         """Return the chunks of another tenant in the same store; close them before these."""
 
-    @abstractmethod
     def close(self, *, wait: bool = True) -> None:
-        """Write what waits to be written; what was added in the background is encoded before, if `wait`."""
+        """Write what waits to be written and close the store, unless the store was passed in.
+
+        A running computation ends first; calls that wait for it fail. What is attached is detached.
+
+        Nothing is lost once `add` has returned: a chunk that is not encoded yet keeps its name, and is a miss. Failures in the
+        background are logged meanwhile; call `flush` first to have them raised.
+
+        Parameters
+        ----------
+        wait : bool
+            Whether chunks that were added in the background are encoded first, as at the end of a ``with`` block; a block that
+            ends with an error does not wait.
+        """
+        self._prefetcher.close()
+        self._ingest.jobs.close(wait)
+        with self._supply.lock:
+            if not self._supply.is_closed:
+                self._supply.is_closed = True
+                if self._owns_store:
+                    self._store.close()
+                else:
+                    self._store.settle()
 
     @abstractmethod
     def _check_model(self) -> None:
         """See that what is encoded from now on is what the keys say."""
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._supply.is_closed:
             raise ConfigError("this engine is closed; make a new one")

@@ -72,11 +72,6 @@ class Runner:
         self._controller: Controller | None = None
         self.lock = supply.lock
         self.attachments: list[Attachment] = []
-        self._is_closed = False
-
-    def close(self) -> None:
-        """Have prompts whose turn comes from now on refused; call it under `lock`."""
-        self._is_closed = True
 
     def run(self, run: PromptRun, headroom: int, forward: Forward) -> torch.Tensor:
         """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
@@ -104,7 +99,7 @@ class Runner:
         """
         ids = torch.tensor([run.prompt.layout.token_ids], device=self._model.device)
         with self.lock.within(run.request.patience), torch.no_grad():
-            if self._is_closed:
+            if self._supply.is_closed:
                 raise ConfigError("this engine was closed before the prompt's turn came; make a new one")
             # Its misses may have been encoded by now, with those of other prompts.
             run.timings.queue_s += run.timings.note("queue", run.timings.ready) - run.timings.encode_s

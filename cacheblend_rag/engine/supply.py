@@ -53,6 +53,8 @@ class KVSupply:
     ----------
     lock, num_kv_layers
         As given.
+    is_closed : bool
+        Whether its engine was closed; set under `lock`.
     on_late : callable or None
         Called with the ids of chunks that no answer waits for, to have them encoded in the background.
     """
@@ -78,6 +80,7 @@ class KVSupply:
         self.num_kv_layers = num_kv_layers
         self._warned_of_no_hit = False
         self.lock = lock
+        self.is_closed = False
 
     def plan(self, targets: Sequence[Target]) -> list[list[int]]:
         """Return the batches in which targets are encoded; see `Encoder.plan`."""

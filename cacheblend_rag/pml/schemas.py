@@ -16,7 +16,7 @@ from cacheblend_rag.pml.layout import Part, SchemaLayout, Span, lay_out
 from cacheblend_rag.pml.schema import Prompt, Schema
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engine import AnyEngine, BlendEngine
+    from cacheblend_rag.engine import BlendEngine, Engine
 
 __all__ = ["LoadedSchema", "Schemas", "is_part"]
 
@@ -85,7 +85,7 @@ class Schemas:
         If the engine is not in this process.
     """
 
-    def __init__(self, engine: AnyEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         # Only now: schemas are read and checked without the model libraries.
         from cacheblend_rag.engine import BlendEngine
 

@@ -427,27 +427,6 @@ def test_a_chunk_deleted_while_it_is_encoded_is_not_kept(engine: BlendEngine, mo
     assert engine._store.holds([record.key]) == [False]
 
 
-def test_the_revision_tells_of_every_change_of_names(tmp_path: Path) -> None:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "kv") as engine:
-        seen = [engine.revision]
-        for change in (
-            lambda: engine.add(CHUNKS),
-            lambda: engine.add([Chunk("t9", "n0")]),
-            lambda: engine.delete(["n1"]),
-            lambda: engine._store.clear(),
-        ):
-            change()
-            seen.append(engine.revision)
-        assert seen == sorted(set(seen))
-        engine.prefill(_prompt([Chunk(chunk.text) for chunk in CHUNKS]))
-        engine.add([])
-        assert engine.revision == seen[-1]
-        with BlendEngine(engine.model, engine.tokenizer, store=tmp_path / "kv") as other:
-            assert other.namespace == engine.namespace
-            other.add(CHUNKS[:1])
-        assert engine.revision > seen[-1]
-
-
 def test_a_checkpoints_own_wish_for_beams_or_another_cache_is_set_aside(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     wanted = engine.generate(_prompt(CHUNKS), 8, do_sample=False).token_ids

@@ -15,7 +15,7 @@ from langchain_core.runnables.config import get_config_list, get_executor_for_co
 
 from cacheblend_rag import GenerationResult
 from cacheblend_rag.chat.answer import Answer, EndWhenSet
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import CacheBlendError
 from langchain_cacheblend.calls import Call
 
@@ -117,7 +117,7 @@ class AnswersTogether:
     or tasks. Where each would ask the engine it waits for the others, and `BlendEngine.generate_many` is asked once for all.
     """
 
-    engine: AnyEngine
+    engine: Engine
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
         with _taking_part():

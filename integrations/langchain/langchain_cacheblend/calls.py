@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from cacheblend_rag import BlendConfig, BlendPrompt
 from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.chat.answer import Answer, Ending
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.report import CallReport
@@ -110,7 +110,7 @@ class DecodingFields(BaseModel):
             raise ConfigError(explain(error)) from error
 
 
-def chosen_engine(engine: Any, server: str | None) -> AnyEngine:
+def chosen_engine(engine: Any, server: str | None) -> Engine:
     """Return the engine that is given, or that of the server whose address is given.
 
     Raises
@@ -125,8 +125,8 @@ def chosen_engine(engine: Any, server: str | None) -> AnyEngine:
             from cacheblend_serve.client.engine import served_engine
 
         return served_engine(server)
-    if not isinstance(engine, AnyEngine):
-        held = isinstance(getattr(engine, "engine", None), AnyEngine)
+    if not isinstance(engine, Engine):
+        held = isinstance(getattr(engine, "engine", None), Engine)
         raise ConfigError(
             f"engine is a {type(engine).__name__}, not an engine; give "
             + ("its .engine" if held else "that of the model, llm.engine, or server=, the address of one")

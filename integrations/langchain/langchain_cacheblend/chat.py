@@ -99,7 +99,7 @@ class ChatBlend(BlendModel, BaseChatModel):
             prompt = self.blend_prompt(messages, tools=tools or ())
         except PromptError:
             return sum(self.get_num_tokens(str(message.text)) for message in messages)
-        return len(self.engine.prompt_ids(prompt))
+        return len(self.engine.prompt_layout(prompt))
 
     # Tools and forms
 

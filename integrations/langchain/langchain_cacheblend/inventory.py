@@ -13,7 +13,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ValidationError
 
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import is_part
 
@@ -86,10 +86,10 @@ class Siblings:
     stores that say which one that is, else a name of this process's own.
     """
 
-    _of: ClassVar[weakref.WeakKeyDictionary[AnyEngine, weakref.WeakSet[Siblings]]] = weakref.WeakKeyDictionary()
+    _of: ClassVar[weakref.WeakKeyDictionary[Engine, weakref.WeakSet[Siblings]]] = weakref.WeakKeyDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, inner: VectorStore, engine: AnyEngine, name: str | None = None) -> None:
+    def __init__(self, inner: VectorStore, engine: Engine, name: str | None = None) -> None:
         self._inner = inner
         with self._lock:
             self._family = self._of.setdefault(engine, weakref.WeakSet())

@@ -18,7 +18,7 @@ from cacheblend_rag.chat.answer import Answer, Deadline, Ending
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
 from cacheblend_rag.chat.finder import HEAD_CHARS
 from cacheblend_rag.chunk import BLANK_LINE, Segment
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
 from langchain_cacheblend.batch import AnswersTogether
@@ -84,7 +84,7 @@ class BlendModel(AnswersTogether, DecodingFields):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     model: str
-    engine: AnyEngine = Field(exclude=True, repr=False)
+    engine: Engine = Field(exclude=True, repr=False)
     engine_config: EngineConfig | None = None
     blend_config: BlendConfig | None = None
     stop: list[str] | None = None
@@ -102,7 +102,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         self,
         *,
         model: str | Path | None = None,
-        engine: AnyEngine | None = None,
+        engine: Engine | None = None,
         server: str | None = None,
         engine_config: EngineConfig | Mapping[str, Any] | None = None,
         blend_config: BlendConfig | Mapping[str, Any] | None = None,

@@ -12,7 +12,7 @@ from langchain_core.documents import Document
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.chunk import text_hash
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["ALONE", "DOCUMENT_KEYS", "DocumentPlaces", "overlap", "source_of"]
@@ -57,9 +57,7 @@ class DocumentPlaces:
     `store` is a name of the store: texts of other stores are pieces of other documents.
     """
 
-    def __init__(
-        self, engine: AnyEngine, store: str, keys: Sequence[str], boundary: Sequence[str], context: str
-    ) -> None:
+    def __init__(self, engine: Engine, store: str, keys: Sequence[str], boundary: Sequence[str], context: str) -> None:
         if context not in ("document", "none"):
             raise ConfigError(
                 f'context={context!r} must be "document", or "none" for texts that must know nothing of each other'

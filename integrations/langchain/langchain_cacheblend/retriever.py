@@ -13,7 +13,7 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, Field, PrivateAttr
 
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import BackendError, StoreError
 from langchain_cacheblend.calls import chosen_engine
 
@@ -22,7 +22,7 @@ __all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
 logger = logging.getLogger(__name__)
 
 
-def _prefetch(engine: AnyEngine, documents: Iterable[Document]) -> list[str]:
+def _prefetch(engine: Engine, documents: Iterable[Document]) -> list[str]:
     ids = [document.id for document in documents if document.id]
     engine.prefetch(ids)
     return ids
@@ -50,7 +50,7 @@ class BlendRetriever(BaseRetriever):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     retriever: BaseRetriever
-    engine: AnyEngine = Field(exclude=True, repr=False)
+    engine: Engine = Field(exclude=True, repr=False)
 
     def __init__(self, **fields: Any) -> None:
         if "engine" in fields:

@@ -15,7 +15,7 @@ from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.chunk import text_hash
-from cacheblend_rag.engine import AddJob, AddResult, AnyEngine
+from cacheblend_rag.engine import AddJob, AddResult, Engine
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.calls import chosen_engine
 from langchain_cacheblend.inventory import Inventory, Siblings
@@ -75,7 +75,7 @@ class BlendVectorStore(SearchesInner):
         self,
         inner: VectorStore,
         *,
-        engine: AnyEngine | None = None,
+        engine: Engine | None = None,
         server: str | None = None,
         background: bool = False,
         context: str = "document",
@@ -95,7 +95,6 @@ class BlendVectorStore(SearchesInner):
         self._collection = engine.collection(*self._siblings.lasting_name, self._inventory.present)
         self.places.owner = self._collection.owner
         super().__init__(inner, self.places.divides)
-        self._collection.notice_at_opening()
 
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not here.
@@ -180,7 +179,7 @@ class BlendVectorStore(SearchesInner):
         *,
         ids: list[str] | None = None,
         inner: VectorStore | type[VectorStore] | None = None,
-        engine: AnyEngine | None = None,
+        engine: Engine | None = None,
         **kwargs: Any,
     ) -> BlendVectorStore:
         """Wrap `inner` and add texts to it; `from_documents` does the same with documents.

@@ -19,7 +19,7 @@ from llama_index.core.memory import BaseMemory, Memory
 from llama_index.core.storage.chat_store.base_db import MessageStatus
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import AnyConversation
+from cacheblend_rag.engine import EngineConversation
 from cacheblend_rag.errors import CacheBlendError
 from llama_index_cacheblend.context import Rounds
 from llama_index_cacheblend.llm import blend_llm
@@ -157,7 +157,7 @@ class _BlendChat:
         return made
 
     @property
-    def conversation(self) -> AnyConversation:
+    def conversation(self) -> EngineConversation:
         """The KV that is kept from turn to turn."""
         return self._conversation
 

@@ -15,7 +15,7 @@ from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, Pro
 from llama_index.core.schema import NodeWithScore
 
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, FixedText, Segment, text_hash
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import PromptTooLongError, StoreError
 from cacheblend_rag.pml import Schemas
 from cacheblend_rag.report import CallReport
@@ -272,7 +272,7 @@ class Rounds:
     dropped: list[Chunk] = field(default_factory=list)
     last: str | BaseModel | None = None
     sources: Sequence[NodeWithScore] = ()
-    engine: AnyEngine | None = None
+    engine: Engine | None = None
 
     def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
         """Go on to the chunks that the last prompt left over."""

@@ -11,7 +11,7 @@ from llama_index.core.ingestion import run_transformations
 from llama_index.core.node_parser import NodeParser
 from llama_index.core.schema import BaseNode, Document
 
-from cacheblend_rag.engine import AnyEngine, WarmEstimate
+from cacheblend_rag.engine import Engine, WarmEstimate
 from llama_index_cacheblend.llm import BlendLLM, find_engine
 from llama_index_cacheblend.nodes import TextOf
 from llama_index_cacheblend.vector_store import BlendVectorStore
@@ -24,7 +24,7 @@ def estimate(
     store: BaseIndex[Any] | BlendVectorStore,
     nodes: Sequence[BaseNode] | None = None,
     *,
-    engine: AnyEngine | BlendLLM | None = None,
+    engine: Engine | BlendLLM | None = None,
     text_of: TextOf | None = None,
 ) -> WarmEstimate:
     """Estimate what encoding nodes would cost, in bytes and time, before any are added; nothing is stored.

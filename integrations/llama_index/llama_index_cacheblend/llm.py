@@ -32,7 +32,7 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
-from cacheblend_rag.engine import AnyConversation, AnyEngine, BlendEngine, BlendStream, GenerationResult
+from cacheblend_rag.engine import BlendEngine, BlendStream, Engine, EngineConversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.pml import Schemas, prompt_in
@@ -114,15 +114,15 @@ class BlendLLM(JSONAnswers):
     generation_kwargs: dict[str, Any] = Field(description="Further options of transformers' generate.")
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
 
-    _engine: AnyEngine = PrivateAttr()
-    _conversation: AnyConversation | None = PrivateAttr(default=None)
+    _engine: Engine = PrivateAttr()
+    _conversation: EngineConversation | None = PrivateAttr(default=None)
 
     def __init__(
         self,
         model: Any = None,
         *,
         tokenizer: Any = None,
-        engine: AnyEngine | BlendLLM | None = None,
+        engine: Engine | BlendLLM | None = None,
         server: str | None = None,
         config: EngineConfig | None = None,
         blend_config: BlendConfig | None = None,
@@ -194,11 +194,11 @@ class BlendLLM(JSONAnswers):
         return "BlendLLM"
 
     @property
-    def engine(self) -> AnyEngine:
+    def engine(self) -> Engine:
         """The engine that computes; a `BlendVectorStore` stores its chunks in it."""
         return self._engine
 
-    def in_conversation(self, conversation: AnyConversation) -> BlendLLM:
+    def in_conversation(self, conversation: EngineConversation) -> BlendLLM:
         """Return the same model, but each of its calls is a turn of a conversation (`BlendEngine.conversation`)."""
         model = self.model_copy()
         model._conversation = conversation
@@ -372,7 +372,7 @@ def blend_llm(llm: Any) -> BlendLLM:
     return model
 
 
-def find_engine(engine: Any, server: str | None = None) -> AnyEngine:
+def find_engine(engine: Any, server: str | None = None) -> Engine:
     """Return the engine that an argument named ``engine`` means: an engine, or what has one; None for that of ``Settings.llm``.
 
     With the address of a server instead it is that server's.
@@ -391,8 +391,8 @@ def find_engine(engine: Any, server: str | None = None) -> AnyEngine:
         return served_engine(server)
     # `Settings.llm` would make a default model where none is set.
     given = Settings._llm if engine is None else engine
-    found = given if isinstance(given, AnyEngine) else getattr(given, "engine", None)
-    if not isinstance(found, AnyEngine):
+    found = given if isinstance(given, Engine) else getattr(given, "engine", None)
+    if not isinstance(found, Engine):
         what = (
             "it is not said which engine computes the KV"
             if engine is None
@@ -409,7 +409,7 @@ def _make_engine(
     config: EngineConfig | None,
     blend: BlendConfig | None,
     **loading: Any,
-) -> AnyEngine:
+) -> Engine:
     """Return the engine that the arguments of `BlendLLM` describe; `loading` are tokenizer, store and model_kwargs.
 
     If the settings do not give the separator, it is what LlamaIndex's prompts put between nodes.

@@ -15,7 +15,7 @@ from llama_index.core.storage.docstore.types import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from cacheblend_rag.chunk import Chunk, text_hash
-from cacheblend_rag.engine import AddJob, AddResult, AnyEngine, WarmEstimate
+from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate
 from cacheblend_rag.errors import BackendError, ConfigError, PromptError, StoreError
 
 __all__ = [
@@ -230,7 +230,7 @@ class NodeEncoder:
 
     def __init__(
         self,
-        engine: AnyEngine,
+        engine: Engine,
         text_of: TextOf | None = None,
         boundary: Boundary | None = None,
         owner: str = "",

@@ -11,7 +11,7 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.llm import BlendLLM
 
@@ -48,7 +48,7 @@ class BlendRetriever(BaseRetriever):
         retriever: BaseRetriever,
         llm: BlendLLM | None = None,
         *,
-        engine: AnyEngine | None = None,
+        engine: Engine | None = None,
         limit: int | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class BlendRetriever(BaseRetriever):
             raise ConfigError(f"limit={limit} fetches nothing; give a number from 1 upwards, or leave it out")
         super().__init__(callback_manager=callback_manager or getattr(retriever, "callback_manager", None))
         self._retriever = retriever
-        self._engine: AnyEngine = llm.engine if engine is None and llm is not None else engine  # type: ignore[assignment]
+        self._engine: Engine = llm.engine if engine is None and llm is not None else engine  # type: ignore[assignment]
         self._limit = limit
 
     @property

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from llama_index.core.schema import NodeWithScore
 
-from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.engine import Engine
 from cacheblend_rag.report import OTHER_TEXT
 
 __all__ = ["ATTENTION_KEY", "STATUS_KEY", "annotate", "copies", "warn_of_other_texts"]
@@ -58,10 +58,10 @@ def annotate(nodes: Sequence[NodeWithScore], report: dict[str, Any]) -> None:
             metadata[STATUS_KEY] = report.get("fallback_reason") or "it has no text"
 
 
-_warned_of: WeakKeyDictionary[AnyEngine, object] = WeakKeyDictionary()
+_warned_of: WeakKeyDictionary[Engine, object] = WeakKeyDictionary()
 
 
-def warn_of_other_texts(engine: AnyEngine, calls: Iterable[dict[str, Any]]) -> None:
+def warn_of_other_texts(engine: Engine, calls: Iterable[dict[str, Any]]) -> None:
     """Warn, once for each engine, of nodes that the model is shown otherwise than they were stored."""
     others = [chunk["id"] for call in calls for chunk in call.get("chunks", ()) if chunk["reason"] == OTHER_TEXT]
     mine = object()

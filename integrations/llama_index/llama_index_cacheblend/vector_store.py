@@ -19,7 +19,7 @@ from llama_index.core.vector_stores.types import (
 )
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from cacheblend_rag.engine import AnyCollection, AnyEngine
+from cacheblend_rag.engine import Engine, EngineCollection
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.inventory import Inventory, Wanted
 from llama_index_cacheblend.llm import BlendLLM, find_engine
@@ -80,13 +80,13 @@ class BlendVectorStore(BasePydanticVectorStore):
     _background: bool = PrivateAttr()
     _parents: BaseDocumentStore | None = PrivateAttr()
     _inventory: Inventory = PrivateAttr()
-    _collection: AnyCollection = PrivateAttr()
+    _collection: EngineCollection = PrivateAttr()
 
     def __init__(
         self,
         inner: BasePydanticVectorStore,
         *,
-        engine: AnyEngine | BlendLLM | None = None,
+        engine: Engine | BlendLLM | None = None,
         server: str | None = None,
         show_progress: bool = False,
         background: bool = False,
@@ -118,7 +118,6 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._inventory = Inventory(inner)
         self._collection = found.collection(*self._inventory.name(), self._present)
         self._encoder = NodeEncoder(found, text_of, None if alone else divided, self._collection.owner)
-        self._collection.notice_at_opening()
 
     @classmethod
     def class_name(cls) -> str:
@@ -136,7 +135,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         return self._inner
 
     @property
-    def engine(self) -> AnyEngine:
+    def engine(self) -> Engine:
         """Where the KV is computed and kept."""
         return self._encoder.engine
 

@@ -13,7 +13,7 @@ from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from cacheblend_rag.engine import AddJob, AddResult, AnyEngine
+from cacheblend_rag.engine import AddJob, AddResult, Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import is_part
 from llama_index_cacheblend.inventory import Inventory
@@ -121,7 +121,7 @@ class WarmJob:
 def warm_index(
     index: BaseIndex[Any],
     *,
-    engine: AnyEngine | BlendLLM | None = ...,
+    engine: Engine | BlendLLM | None = ...,
     text_of: TextOf | None = ...,
     nodes: Sequence[BaseNode] | None = ...,
     progress: Progress | None = ...,
@@ -135,7 +135,7 @@ def warm_index(
 def warm_index(
     index: BaseIndex[Any],
     *,
-    engine: AnyEngine | BlendLLM | None = ...,
+    engine: Engine | BlendLLM | None = ...,
     text_of: TextOf | None = ...,
     nodes: Sequence[BaseNode] | None = ...,
     progress: Progress | None = ...,
@@ -148,7 +148,7 @@ def warm_index(
 def warm_index(
     index: BaseIndex[Any],
     *,
-    engine: AnyEngine | BlendLLM | None = None,
+    engine: Engine | BlendLLM | None = None,
     text_of: TextOf | None = None,
     nodes: Sequence[BaseNode] | None = None,
     progress: Progress | None = None,
@@ -254,9 +254,7 @@ def store_of(source: BaseIndex[Any] | BlendVectorStore) -> BasePydanticVectorSto
     return source if isinstance(source, BlendVectorStore) else getattr(source, "vector_store", None)
 
 
-def encoder_of(
-    source: BaseIndex[Any] | BlendVectorStore, text_of: TextOf | None, engine: AnyEngine | None
-) -> NodeEncoder:
+def encoder_of(source: BaseIndex[Any] | BlendVectorStore, text_of: TextOf | None, engine: Engine | None) -> NodeEncoder:
     """Return what encodes the nodes of an index or a store."""
     store = store_of(source)
     if isinstance(store, BlendVectorStore):

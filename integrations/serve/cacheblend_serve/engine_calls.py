@@ -120,10 +120,6 @@ async def _records(request: IdsCall, asker: FromAsker) -> Response:
     return await _written(asker, lambda library: [each and asdict(each) for each in library.records(request.ids)])
 
 
-async def _revision(asker: FromAsker) -> int:
-    return await asker.of_library(lambda library: library.revision)
-
-
 async def _changes(asker: FromAsker, since: int | None = None) -> Response:
     return await _written(asker, lambda library: asdict(library.changes(since)))
 
@@ -195,7 +191,6 @@ ENGINE_CALLS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("/v1/engine", "GET", _facts),
     ("/v1/engine/tokenizer", "GET", _tokenizer),
     ("/v1/engine/ids", "GET", _ids),
-    ("/v1/engine/revision", "GET", _revision),
     ("/v1/engine/changes", "GET", _changes),
     ("/v1/engine/document", "GET", _document),
     ("/v1/engine/add", "POST", _add),

@@ -9,12 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.engine.answering import AnsweringStore
-from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.library import ChunkLibrary
-from cacheblend_rag.engine.metrics import EngineMetrics
+from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
-from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.tuning import Tuning
@@ -76,14 +72,19 @@ class VLLMLibrary(ChunkLibrary):
         tuning: Tuning | None = None,
     ) -> None:
         config, tuning = EngineConfig.of(config), tuning or Tuning()
+        super().__init__(
+            tokenizer,
+            card.identity,
+            card,
+            card.window,
+            store,
+            config,
+            tuning,
+            lambda preamble: VLLMEncoder(card, preamble, tuning.encode_batch_tokens, spool, warm),
+            card.num_kv_layers,
+            _NoLock(),
+        )
         self.card = card
-        self.window = card.window
-        answering = AnsweringStore(store)
-        assembler = Assembler(tokenizer, answering, card.identity, card.window, card, config)
-        encoder = VLLMEncoder(card, assembler.preamble, tuning.encode_batch_tokens, spool, warm)
-        supply = KVSupply(encoder, card.num_kv_layers, _NoLock(), answering, assembler, config, tuning)
-        super().__init__(tokenizer, card, answering, assembler, supply, config, tuning)
-        self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
         self._parts = (store, spool, warm, tuning)
 
     def for_tenant(self, tenant: str) -> VLLMLibrary:
@@ -95,11 +96,3 @@ class VLLMLibrary(ChunkLibrary):
     def _check_model(self) -> None:
         # vLLM refuses to start with another model than the card's.
         pass
-
-    def close(self, *, wait: bool = True) -> None:
-        """Write what waits to be written, after what was added in the background is encoded if `wait`."""
-        self._prefetcher.close()
-        self._ingest.jobs.close(wait)
-        if not self._closed:
-            self._closed = True
-            self._store.settle()

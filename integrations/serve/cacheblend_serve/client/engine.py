@@ -16,26 +16,29 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 from uuid import uuid4
 
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text
+from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text, chunk_list, id_list
 from cacheblend_rag.config import SERVER_KEY_VARIABLE, BlendConfig, EngineConfig
-from cacheblend_rag.engine.background import AddJob, AddResult, Jobs
+from cacheblend_rag.engine.background import AddJob, AddResult, Jobs, in_thread
 from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult
-from cacheblend_rag.engine.interface import AnyCollection, AnyConversation, AnyEngine, AnyPrefetch, Present, id_list
 from cacheblend_rag.engine.many import options_of_each
+from cacheblend_rag.engine.protocol import AddOptions, EngineCollection, EngineConversation, Present
 from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.store import NameChanges, NodeRecord
 from cacheblend_serve.client.connection import Connection
 from cacheblend_serve.client.decoding import asked_decoding
 from cacheblend_serve.client.wire import PromptItem, read_report
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ServedEngine", "served_engine"]
 
@@ -53,8 +56,10 @@ _changes: TypeAdapter[NameChanges] = TypeAdapter(NameChanges)
 _layout: TypeAdapter[PromptLayout] = TypeAdapter(PromptLayout)
 
 
-class ServedEngine(AnyEngine):
+class ServedEngine:
     """The engine behind ``cacheblend-rag serve``: model and KV are there, and this process needs neither.
+
+    It has the methods of `Engine`; `BlendEngine` says what they do.
 
     Give it as ``engine=`` wherever the frameworks' objects take a `BlendEngine`, or give these ``server=url``. It has the chunks
     of the tenant whose key it is given.
@@ -116,15 +121,28 @@ class ServedEngine(AnyEngine):
 
     # Chunks
 
-    def _add(
+    @overload
+    def add(
+        self, chunks: Iterable[Chunk], *, background: Literal[False] = False, **options: Unpack[AddOptions]
+    ) -> AddResult: ...
+    @overload
+    def add(self, chunks: Iterable[Chunk], *, background: Literal[True], **options: Unpack[AddOptions]) -> AddJob: ...
+    @overload
+    def add(
+        self, chunks: Iterable[Chunk], *, background: bool, **options: Unpack[AddOptions]
+    ) -> AddResult | AddJob: ...
+
+    def add(
         self,
-        chunks: list[Chunk],
-        progress: Callable[[int, int], None] | None,
-        ttl_s: float | None,
-        on_refused: Callable[[Chunk, PromptError], None] | None,
-        background: bool,
-        whole: bool,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        ttl_s: float | None = None,
+        on_refused: Callable[[Chunk, PromptError], None] | None = None,
+        background: bool = False,
+        whole: bool = False,
     ) -> AddResult | AddJob:
+        chunks = chunk_list(chunks)
         if whole and len(list(islice(_parts(chunks, _weight), 2))) > 1:
             raise ConfigError(
                 f"{len(chunks)} chunks are more than one request to a server takes ({_BATCH} chunks, {_PART_WEIGHT} "
@@ -176,24 +194,27 @@ class ServedEngine(AnyEngine):
         for _ in self._server.events("/v1/engine/flush", dict, is_over):
             pass
 
-    def _estimate(self, chunks: list[Chunk]) -> WarmEstimate:
+    def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         told = [
             WarmEstimate(**self._server.post("/v1/engine/estimate", {"chunks": [asdict(each) for each in part]}))
-            for part in _parts(chunks, _weight)
+            for part in _parts(chunk_list(chunks), _weight)
         ]
         names = WarmEstimate.__dataclass_fields__
         return WarmEstimate(**{name: sum(getattr(each, name) for each in told) for name in names})
 
-    def _delete(self, ids: list[str], owner: str, sources: list[str]) -> int:
-        parts = list(_parts(ids)) or [[]]
+    def delete(self, ids: Iterable[str], *, owner: str = "", sources: Iterable[str] = ()) -> int:
+        parts, wanted = list(_parts(id_list(ids))) or [[]], id_list(sources)
         return sum(
             self._server.post(
-                "/v1/engine/delete", {"ids": part, "owner": owner, "sources": sources if number == 0 else []}
+                "/v1/engine/delete", {"ids": part, "owner": owner, "sources": wanted if number == 0 else []}
             )
             for number, part in enumerate(parts)
         )
 
-    def collection(self, name: str | None, is_known: bool, present: Present) -> AnyCollection:
+    def delete_document(self, document: str) -> int:
+        return self.delete(self.document(document))
+
+    def collection(self, name: str | None, is_known: bool, present: Present) -> EngineCollection:
         return _ServedCollection(self, name)
 
     def document(self, document: str) -> list[str]:
@@ -216,26 +237,18 @@ class ServedEngine(AnyEngine):
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         return _records.validate_python(list(self._look_up("/v1/engine/records", ids)))
 
-    @property
-    def revision(self) -> int:
-        return int(self._server.get("/v1/engine/revision"))
-
     def changes(self, since: int | None = None) -> NameChanges:
         return _changes.validate_python(
             self._server.get("/v1/engine/changes", **({} if since is None else {"since": since}))
         )
 
-    def prefetch(self, ids: Iterable[str]) -> AnyPrefetch:
+    def prefetch(self, ids: Iterable[str]) -> None:
         wanted = id_list(ids)
         try:
             if wanted:
                 self._server.post("/v1/prefetch", {"ids": wanted[:_BATCH]})
         except CacheBlendError as error:
             logger.debug("chunks are not read ahead: %s", error)
-        return _Asked()
-
-    def note_unfound(self) -> None:
-        """Do nothing: it is the server that counts."""
 
     def _look_up(self, path: str, ids: Sequence[str]) -> Iterator[Any]:
         for part in _parts(id_list(ids)):
@@ -244,12 +257,18 @@ class ServedEngine(AnyEngine):
     # Prompts
 
     def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
-        return _layout.validate_python(self._server.post("/v1/engine/layout", PromptItem.of(_plain(prompt))))
+        return _layout.validate_python(self._server.post("/v1/engine/layout", PromptItem.of(prompt)))
 
-    def conversation(self, max_bytes: int | None = None) -> AnyConversation:
+    def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
+        return self.prompt_layout(prompt).token_ids
+
+    def conversation(self, max_bytes: int | None = None) -> EngineConversation:
         return _ServedConversation()
 
     # Answers
+
+    def is_called(self, model: str) -> bool:
+        return model == self.model_name
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
         blend = BlendConfig.of(blend)
@@ -261,7 +280,7 @@ class ServedEngine(AnyEngine):
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
-        conversation: Any = None,
+        conversation: object = None,
         wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> GenerationResult:
@@ -273,34 +292,41 @@ class ServedEngine(AnyEngine):
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
-        conversation: Any = None,
+        conversation: object = None,
         wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> BlendStream:
         """Answer a prompt piece by piece; what the server refuses is raised by the first piece."""
         return BlendStream(self._call(prompt, max_new_tokens, blend, wait_s, generation_kwargs))
 
-    def _generate_many(
+    def generate_many(
         self,
         prompts: Sequence[BlendPrompt],
-        max_new_tokens: int | None,
-        batch_size: int | None,
-        blend: BlendConfig | None,
-        wait_s: float | None,
-        options: dict[str, Any],
-        stop: threading.Event,
+        max_new_tokens: int | None = None,
+        *,
+        batch_size: int | None = None,
+        blend: BlendConfig | None = None,
+        wait_s: float | None = None,
+        stop: threading.Event | None = None,
+        **generation_kwargs: Any,
     ) -> list[GenerationResult]:
+        end = stop or threading.Event()
         calls = [
             self._call(prompt, max_new_tokens, blend, wait_s, own)
-            for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
+            for prompt, own in zip(prompts, options_of_each(generation_kwargs, len(prompts)), strict=True)
         ]
         with ThreadPoolExecutor(min(len(calls) or 1, batch_size or _AT_ONCE)) as pool:
             try:
-                return list(pool.map(lambda call: call(None, stop), calls))
+                return list(pool.map(lambda call: call(None, end), calls))
             except BaseException:
                 # The others are not waited for.
-                stop.set()
+                end.set()
                 raise
+
+    async def agenerate_many(
+        self, prompts: Sequence[BlendPrompt], max_new_tokens: int | None = None, **options: Any
+    ) -> list[GenerationResult]:
+        return await in_thread(partial(self.generate_many, prompts, max_new_tokens, **options))
 
     def _call(
         self,
@@ -312,7 +338,7 @@ class ServedEngine(AnyEngine):
     ) -> Callable[[Callable[[str], None] | None, threading.Event], GenerationResult]:
         """Return what asks for an answer, shows its pieces, and ends it when an event is set."""
         asked, ends, deadline = asked_decoding(options)
-        body = {"prompt": PromptItem.of(_plain(prompt)), "max_tokens": max_new_tokens, "wait_s": wait_s} | asked
+        body = {"prompt": PromptItem.of(prompt), "max_tokens": max_new_tokens, "wait_s": wait_s} | asked
         if blend is not None:
             given = BlendConfig.of(blend)
             body["blend"] = given.model_dump(mode="json", include=given.model_fields_set)
@@ -359,16 +385,6 @@ _engines: weakref.WeakValueDictionary[tuple[str, str | None], ServedEngine] = we
 _engines_lock = threading.Lock()
 
 
-class _Asked:
-    """Reads that a server does on its own."""
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        return None
-
-
 class _ServedConversation:
     """A conversation of which nothing is kept: each turn is a prompt like any other."""
 
@@ -400,18 +416,6 @@ class _ServedCollection:
 
     def notice(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
         return 0
-
-    def notice_at_opening(self) -> None:
-        return None
-
-
-def _plain(prompt: BlendPrompt) -> BlendPrompt:
-    if not isinstance(prompt, BlendPrompt):
-        raise ConfigError(
-            f"the prompt is a {type(prompt).__name__}, and a server knows no schemas; give a BlendPrompt, as in "
-            "BlendPrompt(text, chunks)"
-        )
-    return prompt
 
 
 def _sendable(chunks: list[Chunk], on_refused: Callable[[Chunk, PromptError], None] | None) -> list[Chunk]:

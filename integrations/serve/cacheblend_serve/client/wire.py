@@ -62,8 +62,13 @@ class PromptItem(_Item):
         Raises
         ------
         ConfigError
-            If it has parts of chunks or positions, as prompts of schemas do.
+            If it is none, or has parts of chunks or positions, as prompts of schemas do.
         """
+        if not isinstance(prompt, BlendPrompt):
+            raise ConfigError(
+                f"the prompt is a {type(prompt).__name__}, and a server knows no schemas; give a BlendPrompt, as in "
+                "BlendPrompt(text, chunks)"
+            )
         if prompt.positions is not None:
             raise ConfigError(
                 "the prompt says at which positions its segments stand; that takes an engine of this process"
