@@ -274,30 +274,12 @@ class ServedEngine:
         blend = BlendConfig.of(blend)
         return self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
 
-    def generate(
-        self,
-        prompt: BlendPrompt,
-        max_new_tokens: int | None = None,
-        *,
-        blend: BlendConfig | None = None,
-        conversation: object = None,
-        wait_s: float | None = None,
-        **generation_kwargs: Any,
-    ) -> GenerationResult:
-        return self._call(prompt, max_new_tokens, blend, wait_s, generation_kwargs)(None, threading.Event())
+    def generate(self, prompt: BlendPrompt, max_new_tokens: int | None = None, **options: Any) -> GenerationResult:
+        return self._call(prompt, max_new_tokens, **options)(None, threading.Event())
 
-    def stream(
-        self,
-        prompt: BlendPrompt,
-        max_new_tokens: int | None = None,
-        *,
-        blend: BlendConfig | None = None,
-        conversation: object = None,
-        wait_s: float | None = None,
-        **generation_kwargs: Any,
-    ) -> BlendStream:
+    def stream(self, prompt: BlendPrompt, max_new_tokens: int | None = None, **options: Any) -> BlendStream:
         """Answer a prompt piece by piece; what the server refuses is raised by the first piece."""
-        return BlendStream(self._call(prompt, max_new_tokens, blend, wait_s, generation_kwargs))
+        return BlendStream(self._call(prompt, max_new_tokens, **options))
 
     def generate_many(
         self,
@@ -305,15 +287,13 @@ class ServedEngine:
         max_new_tokens: int | None = None,
         *,
         batch_size: int | None = None,
-        blend: BlendConfig | None = None,
-        wait_s: float | None = None,
         stop: threading.Event | None = None,
-        **generation_kwargs: Any,
+        **options: Any,
     ) -> list[GenerationResult]:
         end = stop or threading.Event()
         calls = [
-            self._call(prompt, max_new_tokens, blend, wait_s, own)
-            for prompt, own in zip(prompts, options_of_each(generation_kwargs, len(prompts)), strict=True)
+            self._call(prompt, max_new_tokens, **own)
+            for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
         ]
         with ThreadPoolExecutor(min(len(calls) or 1, batch_size or _AT_ONCE)) as pool:
             try:
@@ -331,12 +311,17 @@ class ServedEngine:
     def _call(
         self,
         prompt: BlendPrompt,
-        max_new_tokens: int | None,
-        blend: BlendConfig | None,
-        wait_s: float | None,
-        options: dict[str, Any],
+        max_new_tokens: int | None = None,
+        *,
+        blend: BlendConfig | None = None,
+        conversation: object = None,
+        wait_s: float | None = None,
+        **options: Any,
     ) -> Callable[[Callable[[str], None] | None, threading.Event], GenerationResult]:
-        """Return what asks for an answer, shows its pieces, and ends it when an event is set."""
+        """Return what asks for an answer, shows its pieces, and ends it when an event is set.
+
+        Of a conversation nothing is kept: each turn is a prompt like any other.
+        """
         asked, ends, deadline = asked_decoding(options)
         body = {"prompt": PromptItem.of(prompt), "max_tokens": max_new_tokens, "wait_s": wait_s} | asked
         if blend is not None:
