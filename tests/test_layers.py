@@ -51,11 +51,12 @@ FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", 
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
 DOOR = ("engine", "pml", "calibration", "chat", *FLOORS[0])
-# What else of it some need: attachments watch a forward, vLLM moves KV itself, servers cut documents, commands share options.
+# What else of it some need: attachments watch a forward, vLLM moves KV itself, servers cut documents, commands share options,
+# names that machines share are the store's.
 WORKSHOPS = {
     "cacheblend_attachments": ("fuse", "model", "selection"),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
-    "cacheblend_ray": ("documents", "cli", "store"),
+    "cacheblend_ray": ("documents", "cli", "store", "reading"),
     "vllm_cacheblend": ("kv", "layout", "store", "model", "encode", "loader"),
 }
 # Which distributions they build on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
@@ -16,10 +17,10 @@ from cacheblend_rag.store.collect import GarbageReport, collect_garbage, pin_chu
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.kvstore import KVStore
+from cacheblend_rag.store.names import NamesSource
 from cacheblend_rag.store.ram import RamTier
-from cacheblend_rag.store.remote import RemoteTier, open_remote
+from cacheblend_rag.store.remote import RemoteTier, open_remote, shown_url
 from cacheblend_rag.store.remote.offsite import Offsite
-from cacheblend_rag.store.shared import NameLog, open_names
 from cacheblend_rag.store.stores import FolderStore, MemoryStore
 from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_store, import_store
 
@@ -55,7 +56,7 @@ def open_store(
     write_back_bytes: int = 0,
     clock: StoreClock | None = None,
     remote: str | RemoteTier | None = None,
-    names: str | NameLog | None = None,
+    names: str | NamesSource | None = None,
     device_bytes: int = 0,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     page_locked: bool = False,
@@ -84,9 +85,9 @@ def open_store(
     remote : str or RemoteTier, optional
         A remote tier below RAM and disk, or its URL (`cacheblend_rag.store.remote.open_remote`). It gets a copy of what is
         stored, packed as on disk, and keeps it when there is no more room here; machines that share it share the KV.
-    names : str or NameLog, optional
-        Where the names are that machines share, or its URL (`cacheblend_rag.store.shared.open_names`); by default each folder has
-        its own.
+    names : str or NamesSource, optional
+        The names that machines share, or their URL, for whose scheme a package such as cacheblend-ray is installed; by default
+        each folder has its own.
     device_bytes : int
         Maximum bytes of KV that is kept unpacked in the memory of the devices that compute, all of them together. What a prompt
         reads completely is copied there.
@@ -105,7 +106,7 @@ def open_store(
     Raises
     ------
     ConfigError
-        If a codec is unknown, or `lock_timeout_s` is not a number of seconds.
+        If a codec is unknown, `lock_timeout_s` is not a number of seconds, or no package shares names at such a URL.
     StoreFormatError
         If the folder is anything but a store or empty, or was written in a format that this version does not read. Nothing is
         changed in it.
@@ -120,18 +121,18 @@ def open_store(
     device = DeviceTier(device_bytes, devices)
     tier = open_remote(remote) if isinstance(remote, str) else remote
     offsite = None if tier is None else Offsite(tier, codec)
-    log = open_names(names) if isinstance(names, str) else names
+    source = _names_at(names) if isinstance(names, str) else names
     if location is None:
-        return _following(MemoryStore(ram, device, clock or StoreClock(), offsite), log)
+        return _following(MemoryStore(ram, device, clock or StoreClock(), offsite), source)
     disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, lock_timeout_s=lock_timeout_s)
-    return _following(FolderStore(disk, ram, device, offsite, write_back_bytes), log)
+    return _following(FolderStore(disk, ram, device, offsite, write_back_bytes), source)
 
 
-def _following(store: KVStore, log: NameLog | None) -> KVStore:
-    """Return a store that follows a log of names, if there is one."""
+def _following(store: KVStore, source: NamesSource | None) -> KVStore:
+    """Return a store that follows shared names, if there are any."""
     try:
-        if log is not None:
-            store.follow(log)
+        if source is not None:
+            store.follow(source)
         elif store.follows_others:
             raise StoreError(
                 f"the names in {store.path} are shared with other machines, and are out of date without them; say where they are "
@@ -141,3 +142,15 @@ def _following(store: KVStore, log: NameLog | None) -> KVStore:
         store.close()
         raise
     return store
+
+
+def _names_at(url: str) -> NamesSource:
+    """Return the shared names at a URL, which an installed package opens."""
+    location = shown_url(url)
+    for entry in entry_points(group="cacheblend_rag.names", name=location.partition(":")[0]):
+        source: NamesSource = entry.load()(url)
+        return source
+    raise ConfigError(
+        f"no installed package shares names at {location}; a URL of Redis or Valkey (redis://host:port/db) needs cacheblend-ray: "
+        "pip install 'cacheblend-rag[ray]'"
+    )

@@ -234,6 +234,11 @@ class Index:
             connection.execute("UPDATE shared SET birth = '', position = 0")
         return dropped
 
+    def follows_others(self) -> bool:
+        """Return whether its names are a copy of those that machines share."""
+        with self.database.read() as connection:
+            return connection.execute("SELECT 1 FROM shared").fetchone() is not None
+
     def touch(self, keys: Sequence[str], wait: bool) -> None:
         """Mark entries as used in this order, the last one latest; without `wait` an error if another process is writing."""
         with self.database.write(wait=wait) as connection:

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import groupby, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,19 +21,14 @@ from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV,
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.locks import Turns
-from cacheblend_rag.store.names import Names, Publish
+from cacheblend_rag.store.names import Names, NamesSource, SharedNames
 from cacheblend_rag.store.ram import RamReader, RamTier, Tie, ram_probe
 from cacheblend_rag.store.remote.offsite import Offsite
-from cacheblend_rag.store.shared import NameLog, SharedNames, follows_others
-from cacheblend_rag.store.unit import Unit
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
 __all__ = ["KVStore"]
 
 Result = TypeVar("Result")
-
-# What is removed for all machines in one step.
-_UNITS_A_TIME = 1000
 
 
 class KVStore(ABC):
@@ -96,29 +90,27 @@ class KVStore(ABC):
             self._shared.catch_up()
         return self._names
 
-    def follow(self, log: NameLog) -> None:
-        """Share names with the machines that follow the same log from now on; what they have done is read before this returns.
+    def follow(self, source: NamesSource) -> None:
+        """Share names with other machines from now on; what they have done is read before this returns.
 
         Raises
         ------
         RemoteUnavailableError
-            If it is out of reach.
+            If they are out of reach.
         StoreError
             If the store has names already that were nobody else's.
         """
-        self._shared = SharedNames(
-            log, self._index.database, self._clock, self.path, self._names, self._waiting, self._drop
-        )
+        self._names = self._shared = source(self._index, self._clock, self._waiting, self.path, self._drop)
         self._shared.catch_up()
 
     @property
     def follows_others(self) -> bool:
         """Whether the index is a copy of names that machines share, whoever follows them now."""
-        return follows_others(self._index.database)
+        return self._index.follows_others()
 
-    def _changing(self, deed: Callable[[Publish | None], Result]) -> Result:
+    def _changing(self, deed: Callable[[], Result]) -> Result:
         """Return what `deed` returns, which changes names; where machines share them, for all."""
-        return deed(None) if self._shared is None else self._shared.change(deed)
+        return deed() if self._shared is None else self._shared.change(deed)
 
     @property
     def is_closed(self) -> bool:
@@ -343,7 +335,7 @@ class KVStore(ABC):
         if records:
             expires_at = self._expires_at(ttl_s)
             record = partial(self._names.record, namespace, records, tenant, rules, expires_at, whole)
-            self._drop(self._changing(lambda publish: self._with_room(partial(record, publish))))
+            self._drop(self._changing(lambda: self._with_room(record)))
             self._drop_tied()
 
     def forget(self, namespace: str, ids: Sequence[str], owner: str = "", sources: Sequence[str] = ()) -> int:
@@ -358,13 +350,14 @@ class KVStore(ABC):
         waited = self._waiting.forget(namespace, ids)
         waiting = self._waiting.records(namespace)
         remove = partial(self._names.remove, namespace, ids, owner, sources)
-        found, ended, dropped = self._changing(self._deleting_by(remove))
+        found, ended, dropped = self._changing(lambda: self._deleting(remove))
         self._drop(dropped)
         waiting |= self._waiting.records(namespace)
         late = [record.id for record in waiting.values() if record.source in ended]
         if late:
             waited |= self._waiting.forget(namespace, late)
-            gone, _, dropped = self._changing(self._deleting_by(partial(self._names.remove, namespace, late, "", ())))
+            remove = partial(self._names.remove, namespace, late)
+            gone, _, dropped = self._changing(lambda: self._deleting(remove))
             found |= gone
             self._drop(dropped)
         self._drop_tied()
@@ -410,7 +403,8 @@ class KVStore(ABC):
         """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
         self._waiting.drop(tenant=tenant)
         if self._shared is not None:
-            self._clear_shared(tenant)
+            for deed in self._shared.removals(tenant):
+                self._drop(self._shared.change(partial(self._deleting, deed)))
         dropped = self._deleting(lambda: self._index.clear(tenant))
         if tenant is None:
             self._ram.clear()
@@ -418,13 +412,6 @@ class KVStore(ABC):
         else:
             self._drop_copies([*self._ram.keys(tenant), *self._device.keys(tenant)])
         self._drop(dropped)
-
-    def _clear_shared(self, tenant: str | None) -> None:
-        """Remove all names, or those of one tenant, for all machines, some at a time."""
-        by_namespace = sorted(self.names.units(tenant), key=lambda unit: unit.namespace)
-        for namespace, group in groupby(by_namespace, key=lambda unit: unit.namespace):
-            while units := [Unit(name) for name in islice(group, _UNITS_A_TIME)]:
-                self._drop(self._changing(self._deleting_by(partial(self._names.adopt, namespace, units)))[1])
 
     def tenants(self) -> list[str]:
         """Return the tenants that have KV or names; "" stands for what has no tenant."""
@@ -500,10 +487,6 @@ class KVStore(ABC):
 
     def _deleting(self, delete: Callable[[], Result]) -> Result:
         return delete()
-
-    def _deleting_by(self, remove: Callable[[Publish | None], Result]) -> Callable[[Publish | None], Result]:
-        """Return what removes names as `_deleting` does, and tells others."""
-        return lambda publish: self._deleting(lambda: remove(publish))
 
     def _with_room(self, write: Callable[[], Result]) -> Result:
         return write()

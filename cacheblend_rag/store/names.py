@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from logging import getLogger
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
+from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import healing
 from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of, is_sound, record_checksum
 from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
-from cacheblend_rag.store.origins import (
-    add_origins,
-    disown,
-    has_origin,
-    made_of,
-    origins_of,
-    set_origins,
-    sources_of,
-)
-from cacheblend_rag.store.unit import Unit, UnitName
+from cacheblend_rag.store.origins import add_origins, disown, has_origin, made_of, sources_of
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
-__all__ = ["Names", "Publish", "check_known", "drop_nameless", "name_computed", "owe"]
+__all__ = [
+    "Names",
+    "NamesSource",
+    "SharedNames",
+    "check_known",
+    "drop_nameless",
+    "end_sources",
+    "keys_of",
+    "look_up",
+    "name_computed",
+    "owe",
+    "record_of",
+    "remove_names",
+    "write_names",
+]
+
+Result = TypeVar("Result")
 
 _log = getLogger(__name__)
 
 _NAME = "namespace = ? AND id = ?"
-
-
-class Publish(Protocol):
-    """Called at the end of a transaction that changes names: the change is everybody's, or the transaction is rolled back."""
-
-    def __call__(self, connection: sqlite3.Connection, units: Sequence[Unit]) -> None: ...
 
 
 @healing("_database")
@@ -48,6 +52,8 @@ class Names:
 
     What changes names says which KV is to be dropped with them, which is left to the caller.
     """
+
+    is_shared = False
 
     def __init__(self, index: Index, now: Callable[[], float], waiting: WriteBack | None = None) -> None:
         self._database = index.database
@@ -62,7 +68,7 @@ class Names:
         # In this order: what stops waiting in between is found in the index.
         waiting = self._waiting_records(namespace)
         with self._database.read() as connection:
-            rows = _look_up(connection, namespace, ids)
+            rows = look_up(connection, namespace, ids)
         found = self._records(namespace, ids, rows)
         return [record or waiting.get(node) for node, record in zip(ids, found, strict=True)] if waiting else found
 
@@ -124,7 +130,6 @@ class Names:
         rules: ReadingRules | None = None,
         expires_at: float | None = None,
         whole: bool = False,
-        publish: Publish | None = None,
     ) -> Dropped:
         """Record names, those with a place in their documents; entries that lose their last name are dropped.
 
@@ -134,20 +139,19 @@ class Names:
             return Dropped()
         ids = {record.id for record in records}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
-            known = _keys_of(connection, namespace, ids)
+            known = keys_of(connection, namespace, ids)
             replaced = list(known.values())
-            alone = [id for id in known if publish is not None and drafts.document_of(id) is None]
+            alone = [id for id in known if self.is_shared and drafts.document_of(id) is None]
             others = drafts.others(records) if whole else {}
             if others:
-                replaced += _keys_of(connection, namespace, others).values()
-                _remove(connection, namespace, others, drafts)
+                replaced += keys_of(connection, namespace, others).values()
+                remove_names(connection, namespace, others, drafts)
             drafts.put(records, rules or ReadingRules(), expires_at)
             targets = drafts.targets()
-            keys = _write(connection, namespace, tenant, records, targets)
+            keys = write_names(connection, namespace, tenant, records, targets)
             replaced += drafts.save(targets, ids)
-            if publish is not None:
-                alone += [record.id for record in records if record.place is None]
-                publish(connection, list(_units(connection, namespace, drafts, alone)))
+            alone += [record.id for record in records if record.place is None]
+            self._publish(connection, namespace, drafts, alone)
             return drop_nameless(connection, replaced, [*keys, *(target.record.key for target in targets.values())])
 
     def remove(
@@ -156,7 +160,6 @@ class Names:
         ids: Sequence[str],
         owner: str = "",
         sources: Sequence[str] = (),
-        publish: Publish | None = None,
     ) -> tuple[set[str], set[str], Dropped]:
         """Remove names, and entries that lose their last name; return which names there were, and which sources have ended.
 
@@ -170,62 +173,19 @@ class Names:
                 for source in sources:
                     ids += made_of(connection, namespace, source, "owner = ?", owner)
             # Others may know what is not known here.
-            alone = [id for id in ids if publish is not None and drafts.document_of(id) is None]
+            alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
             if owner:
                 ids = disown(connection, namespace, ids, owner)
-            found = _keys_of(connection, namespace, ids)
+            found = keys_of(connection, namespace, ids)
             ended = set(sources).union(*(sources_of(connection, namespace, node) for node in found))
-            _remove(connection, namespace, found, drafts)
-            ended, left = _end_sources(connection, namespace, ended, drafts)
+            remove_names(connection, namespace, found, drafts)
+            ended, left = end_sources(connection, namespace, ended, drafts)
             found |= left
             targets = drafts.targets()
             keys = [*found.values(), *drafts.save(targets)]
-            if publish is not None:
-                publish(connection, list(_units(connection, namespace, drafts, [*alone, *left])))
+            self._publish(connection, namespace, drafts, [*alone, *left])
             dropped = drop_nameless(connection, keys, [target.record.key for target in targets.values()])
             return set(found), ended, dropped
-
-    def adopt(self, namespace: str, units: Sequence[Unit], publish: Publish | None = None) -> tuple[set[str], Dropped]:
-        """Have documents, and chunks of none, be what they are elsewhere, whatever they were here; return ended sources."""
-        pieces = [piece for unit in units for piece in unit.pieces]
-        ids = {piece.record.id for piece in pieces}
-        with self._drafting(namespace, self._database.write) as (connection, drafts):
-            held = [id for unit in units for id in _held(drafts, unit.name)]
-            replaced = _keys_of(connection, namespace, [*held, *ids])
-            gone = [id for id in held if id in replaced and id not in ids]
-            sources = set().union(*(sources_of(connection, namespace, id) for id in (*held, *ids) if id in replaced))
-            _remove(connection, namespace, gone, drafts)
-            # Their order, and how long they live, are what they are elsewhere too.
-            drafts.remove(ids)
-            for unit in units:
-                for record, expires_at in unit.pieces:
-                    drafts.put([record], unit.rules, expires_at)
-            targets = drafts.targets()
-            keys = [
-                key
-                for unit in units
-                if unit.pieces
-                for key in _write(connection, namespace, unit.tenant, [each.record for each in unit.pieces], targets)
-            ]
-            dropped_keys = [*replaced.values(), *drafts.save(targets, ids)]
-            set_origins(connection, namespace, ids, [each for unit in units for each in unit.origins])
-            ended, left = _end_sources(connection, namespace, sources, drafts)
-            if left:
-                targets = drafts.targets()
-                dropped_keys += [*left.values(), *drafts.save(targets)]
-            if publish is not None:
-                publish(connection, units)
-            named = [*keys, *(each.record.key for each in targets.values())]
-            return ended, drop_nameless(connection, dropped_keys, named)
-
-    def units(self, tenant: str | None = None) -> list[UnitName]:
-        """Return all documents, and all chunks of none, or those of one tenant."""
-        owned = "LEFT JOIN namespaces USING (namespace) WHERE (?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1)"
-        documents = f"SELECT namespace, name FROM documents {owned}"
-        loose = f"SELECT namespace, id FROM nodes LEFT JOIN members USING (seq) {owned} AND document IS NULL"
-        with self._database.read() as connection:
-            found = [UnitName(namespace, document=name) for namespace, name in connection.execute(documents, (tenant,))]
-            return found + [UnitName(namespace, id=id) for namespace, id in connection.execute(loose, (tenant,))]
 
     def owned(self, namespace: str, owner: str, sources: Iterable[str] | None = None) -> list[str]:
         """Return the ids that an owner has, or those of them that were made of these sources."""
@@ -256,7 +216,7 @@ class Names:
         """
         ids = [record.id for record in records]
         with self._drafting(namespace) as (connection, drafts):
-            rows = _look_up(connection, namespace, ids)
+            rows = look_up(connection, namespace, ids)
             others = drafts.others(records) if whole else {}
             drafts.remove(others)
             drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
@@ -278,7 +238,7 @@ class Names:
         """Return how the KV of each name is computed; None where the name is unknown."""
         waiting = self._waiting_records(namespace)
         with self._drafting(namespace) as (connection, drafts):
-            rows = _look_up(connection, namespace, ids)
+            rows = look_up(connection, namespace, ids)
             drafts.look_at(node for node, row in zip(ids, rows, strict=True) if row is not None)
             targets = drafts.targets()
         known = self._records(namespace, ids, rows)
@@ -307,7 +267,7 @@ class Names:
         """Pin names, at most `limit_bytes` of their KV, or unpin them; return the keys that they lead to."""
         nodes = list(dict.fromkeys(ids))
         with self._database.write() as connection:
-            keys = _keys_of(connection, namespace, nodes)
+            keys = keys_of(connection, namespace, nodes)
             check_known(nodes, keys)
             connection.executemany(
                 "UPDATE nodes SET pinned = ?1 WHERE namespace = ?2 AND id = ?3 AND pinned != ?1",
@@ -353,7 +313,7 @@ class Names:
             "WHERE seq > ? AND members.document IS NULL ORDER BY seq LIMIT 1000"
         )
         for _, namespace, tenant, *row in self._database.in_batches(query, 0):
-            record = _record(namespace, *row)
+            record = record_of(namespace, *row)
             if record is not None and wanted(tenant, record.id):
                 yield namespace, tenant, ReadingRules(), [NamedPiece(record, None)]
         query = (
@@ -378,14 +338,14 @@ class Names:
         """
         ids = [piece.record.id for piece in pieces]
         with self._drafting(namespace, self._database.write) as (connection, drafts):
-            found = _look_up(connection, namespace, ids)
+            found = look_up(connection, namespace, ids)
             new = [piece for piece, row in zip(pieces, found, strict=True) if row is None]
             for record, expires_at in new:
                 known_rules = drafts.rules(record.place.document) if record.place else None
                 drafts.put([record], known_rules or rules, expires_at)
             targets = drafts.targets()
             if new:
-                _write(connection, namespace, tenant, [record for record, _ in new], targets)
+                write_names(connection, namespace, tenant, [record for record, _ in new], targets)
             keys = drafts.save(targets, {record.id for record, _ in new})
             lives = [(target.lives_s, target.record.key) for target in targets.values()]
             connection.executemany(
@@ -412,11 +372,14 @@ class Names:
             connection.executemany("DELETE FROM owed WHERE key = ?", ((key,) for key in keys))
             return drop_nameless(connection, keys)
 
+    def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
+        """Tell other machines, as a transaction ends, of the documents it drafted and of chunks that are, or were, of none."""
+
     def _records(
         self, namespace: str, ids: Sequence[str], rows: Sequence[Sequence[Any] | None]
     ) -> list[NodeRecord | None]:
         """Return the records in rows, once the connection has been given back: of damaged ones it is said that they are."""
-        found = [None if row is None else _record(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
+        found = [None if row is None else record_of(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
         missing = [(namespace, node) for node, record in zip(ids, found, strict=True) if record is None]
         self._database.doubt("nodes", _NAME, missing)
         for node, row, record in zip(ids, rows, found, strict=True):
@@ -441,6 +404,44 @@ class Names:
         drafts.warn()
 
 
+class SharedNames(Names, ABC):
+    """Names that machines share, a copy of which is in the index.
+
+    A package registers what opens them as an entry point of the group ``cacheblend_rag.names``, by the scheme of their URL.
+    """
+
+    is_shared = True
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Bring the index up to date, or raise `RemoteUnavailableError`; called before each look-up."""
+
+    @abstractmethod
+    def change(self, deed: Callable[[], Result]) -> Result:
+        """Return what `deed` returns, which records or removes names in a transaction; again if others were quicker."""
+
+    @abstractmethod
+    def removals(self, tenant: str | None) -> Iterator[Callable[[], Dropped]]:
+        """Yield the changes that remove all names, or those of one tenant."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections."""
+
+
+class NamesSource(Protocol):
+    """Opens shared names over a store: its index, its folder if it has one, and what has its tiers follow dropped names."""
+
+    def __call__(
+        self,
+        index: Index,
+        clock: StoreClock,
+        waiting: WriteBack,
+        folder: Path | None,
+        drop: Callable[[Dropped], None],
+    ) -> SharedNames: ...
+
+
 def check_known(ids: Sequence[str], known: Collection[str]) -> None:
     """Raise `UnknownChunkError` unless all ids are known."""
     unknown = [repr(node) for node in ids if node not in known]
@@ -462,10 +463,10 @@ def name_computed(chunk: Computed, connection: sqlite3.Connection) -> bool:
     """
     if chunk.cancelled:
         return False
-    keys = _keys_of(connection, chunk.namespace, [*chunk.known, *(record.id for record in chunk.records)])
+    keys = keys_of(connection, chunk.namespace, [*chunk.known, *(record.id for record in chunk.records)])
     for record in chunk.records:
         if record.id not in keys:
-            _write(connection, chunk.namespace, chunk.tenant, [record], {})
+            write_names(connection, chunk.namespace, chunk.tenant, [record], {})
             keys[record.id] = chunk.key
     return chunk.key in keys.values()
 
@@ -490,7 +491,7 @@ def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], named: It
     return dropped
 
 
-def _write(
+def write_names(
     connection: sqlite3.Connection,
     namespace: str,
     tenant: str,
@@ -536,52 +537,31 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         )
 
 
-def _end_sources(
+def end_sources(
     connection: sqlite3.Connection, namespace: str, sources: Iterable[str], drafts: Drafts
 ) -> tuple[set[str], dict[str, str]]:
     """Return those of the sources that no owner has anything of, and remove the names of what prompts alone brought of them."""
     ended = {source for source in sources if not made_of(connection, namespace, source, "owner != ''")}
     met = [node for source in ended for node in made_of(connection, namespace, source, "owner = ''")]
-    left = _keys_of(connection, namespace, met)
-    _remove(connection, namespace, left, drafts)
+    left = keys_of(connection, namespace, met)
+    remove_names(connection, namespace, left, drafts)
     return ended, left
 
 
-def _held(drafts: Drafts, unit: UnitName) -> list[str]:
-    """Return the ids that a unit has here; a chunk that has come into a document is that document's."""
-    if unit.document is not None:
-        return drafts.ids(unit.document)
-    return [unit.id] if unit.id is not None and drafts.document_of(unit.id) is None else []
-
-
-def _units(connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Iterable[str]) -> Iterator[Unit]:
-    """Yield the documents that were drafted, and chunks that are of none, or were, as they are now."""
-    row = connection.execute("SELECT tenant FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
-    tenant = "" if row is None else str(row[0])
-    for document in drafts.names():
-        rules, pieces = drafts.pieces(document)
-        origins = origins_of(connection, namespace, [piece.record.id for piece in pieces])
-        yield Unit(UnitName(namespace, document=document), tenant, rules, pieces, origins)
-    for id in dict.fromkeys(alone):
-        [found] = _look_up(connection, namespace, [id])
-        record = None if found is None or drafts.document_of(id) is not None else _record(namespace, id, *found)
-        pieces = [] if record is None else [NamedPiece(record, None)]
-        yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces, origins=origins_of(connection, namespace, [id]))
-
-
-def _remove(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:
+def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:
     """Remove names, which leave their documents."""
     ids = list(ids)
     drafts.remove(ids)
     connection.executemany("DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in ids))
 
 
-def _look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[Sequence[Any] | None]:
+def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[Sequence[Any] | None]:
+    """Return the row of each name, of which `record_of` makes a record."""
     query = "SELECT key, text_hash, token_ids, separator, checksum FROM nodes WHERE namespace = ? AND id = ?"
     return [connection.execute(query, (namespace, node)).fetchone() for node in ids]
 
 
-def _record(
+def record_of(
     namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
 ) -> NodeRecord | None:
     """Return the record in a row, None where it is damaged."""
@@ -596,7 +576,7 @@ def _alone(namespace: str, record: NodeRecord) -> NamedTarget | None:
     return NamedTarget(record) if is_alone else None
 
 
-def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> dict[str, str]:
+def keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> dict[str, str]:
     """Return the keys that those of the names that are known lead to."""
     query = "SELECT id, key FROM nodes WHERE namespace = ? AND id = ?"
     return dict(row for node in dict.fromkeys(ids) for row in connection.execute(query, (namespace, node)).fetchall())

@@ -6,11 +6,11 @@ All of it is done in a transaction that has begun.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from cacheblend_rag.store.base import NodeRecord
 
-__all__ = ["add_origins", "disown", "has_origin", "made_of", "origins_of", "set_origins", "sources_of"]
+__all__ = ["add_origins", "disown", "has_origin", "made_of", "sources_of"]
 
 
 def add_origins(connection: sqlite3.Connection, namespace: str, records: Sequence[NodeRecord]) -> None:
@@ -25,14 +25,6 @@ def add_origins(connection: sqlite3.Connection, namespace: str, records: Sequenc
     connection.executemany(
         "INSERT OR REPLACE INTO origins SELECT seq, ?, ? FROM nodes WHERE namespace = ? AND id = ?", origins
     )
-
-
-def origins_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Return id, owner and source of each origin of chunks."""
-    query = (
-        "SELECT id, owner, source FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND id = ? ORDER BY owner"
-    )
-    return [row for id in ids for row in connection.execute(query, (namespace, id))]
 
 
 def sources_of(connection: sqlite3.Connection, namespace: str, node: str) -> set[str]:
@@ -55,18 +47,6 @@ def has_origin(connection: sqlite3.Connection, namespace: str, record: NodeRecor
     )
     row = (namespace, record.id, record.owner, record.source or "")
     return not (record.owner or record.source) or connection.execute(query, row).fetchone() is not None
-
-
-def set_origins(
-    connection: sqlite3.Connection, namespace: str, ids: Iterable[str], origins: Iterable[tuple[str, str, str]]
-) -> None:
-    """Let chunks have these origins and no others."""
-    node = "(SELECT seq FROM nodes WHERE namespace = ? AND id = ?)"
-    connection.executemany(f"DELETE FROM origins WHERE node = {node}", [(namespace, id) for id in ids])
-    connection.executemany(
-        "INSERT INTO origins SELECT seq, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
-        [(owner, source, namespace, id) for id, owner, source in origins],
-    )
 
 
 def disown(connection: sqlite3.Connection, namespace: str, ids: Sequence[str], owner: str) -> list[str]:

@@ -19,7 +19,6 @@ from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, FileSource
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.folder import storing
 from cacheblend_rag.store.names import Names
-from cacheblend_rag.store.shared import follows_others
 
 __all__ = ["ExportReport", "ImportReport", "export_store", "import_store"]
 
@@ -189,7 +188,7 @@ def import_store(location: str | Path, file: str | Path) -> ImportReport:
             archive = Archive(path, stream)
             archive.check()
             with closing(DiskTier(Path(location).expanduser())) as tier:
-                if follows_others(tier.index.database):
+                if tier.index.follows_others():
                     raise StoreError(
                         f"the names in {location} are shared with other machines, which an import would not tell; import into a "
                         "folder of its own, or warm this one with the texts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError
+from cacheblend_rag.store import open_store
 from cacheblend_rag.store.remote import RemoteSettings, open_remote, shown_url
 from cacheblend_rag.store.remote.base import Guard
 from tests.store.kit import key_of
@@ -129,3 +131,9 @@ def test_nothing_is_connected_to_until_it_is_used() -> None:
     tier = open_remote("redis://127.0.0.1:1")
     with pytest.raises(RemoteUnavailableError):
         tier.holds([key_of(1)])
+
+
+def test_shared_names_need_a_package(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"shares names at s3://bucket; .* cacheblend-ray: pip install"):
+        open_store(tmp_path / "kv", 0, names="s3://user:secret@bucket")
+    assert not (tmp_path / "kv").exists()

@@ -17,7 +17,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
 from cacheblend_rag.store import KVStore, NodeRecord, export_store, import_store, open_store
-from cacheblend_rag.store.shared import redis as shared_redis
+from cacheblend_ray import log
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import key_of, make_kv, piece, record, start
 from tests.store.remote.conftest import RedisServer
@@ -138,7 +138,7 @@ def test_who_missed_too_much_reads_all_anew(
     one, two = pair
     one.name(NAMESPACE, [record(f"n{number}", number) for number in range(3)])
     assert len(ids_of(two)) == 3
-    monkeypatch.setattr(shared_redis, "_KEPT", 1)
+    monkeypatch.setattr(log, "_KEPT", 1)
     one.forget(NAMESPACE, ["n0"])
     # A server drops the oldest of its log some at a time.
     for number in range(300):

@@ -1,0 +1,297 @@
+"""The names of all machines in Redis or Valkey: the state of each document, and the order in which they changed.
+
+Under the prefix ``cacheblend-rag:{names}:`` lie::
+
+    birth      random digits, made with the first change: another value is another log
+    position   how many changes there were
+    units      a hash: the state of each unit, by its name
+    log        a stream: for each change the names of the units that it changed, and random digits of its own: others at the same
+               position are what came after an end that was lost; the oldest are dropped
+
+What a document says stands in its unit alone, and goes with it. Scripts on the server make each change one step.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+
+from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
+from cacheblend_rag.reading import ReadingRules
+from cacheblend_rag.store.archive import name_row, read_piece
+from cacheblend_rag.store.documents import NamedPiece
+from cacheblend_rag.store.remote import RemoteSettings, redis_address, shown_url
+from cacheblend_rag.store.remote.base import Guard
+from cacheblend_rag.store.remote.redis import connected, is_refusal
+
+__all__ = ["Behind", "NameLog", "Page", "Unit", "UnitName"]
+
+_PREFIX = "cacheblend-rag:{names}:"
+# Who has missed more changes than this reads all units anew.
+_KEPT = 10_000
+_UNITS_A_PAGE = 500
+# Whoever waits for names waits for an answer: what was out of reach is tried again soon.
+_SETTINGS = RemoteSettings(max_back_off_s=4.0)
+
+# What both scripts begin with: the log's birth and position, and the digits of the change at one.
+_STATE = """
+local birth = redis.call('GET', KEYS[1]) or ''
+local last = tonumber(redis.call('GET', KEYS[2]) or '0')
+local function digits(at)
+    local entry = redis.call('XRANGE', KEYS[4], at .. '-0', at .. '-0')[1]
+    return entry and entry[2][4] or ''
+end
+"""
+# KEYS: birth, position, units, log. ARGV: the reader's birth, the digits of the change at its position, and the position.
+_SINCE = f"""{_STATE}
+local at = tonumber(ARGV[3])
+local now = digits(last)
+if birth ~= ARGV[1] or at > last then return {{birth, now, last, 1, 0}} end
+local there = digits(at)
+if there ~= '' and ARGV[2] ~= '' and there ~= ARGV[2] then return {{birth, now, last, 1, 0}} end
+if at == last then return {{birth, now, last, 0, 1}} end
+local entries = redis.call('XRANGE', KEYS[4], (at + 1) .. '-0', '+')
+if #entries ~= last - at then return {{birth, now, last, 1, 1}} end
+local seen, names, states = {{}}, {{}}, {{}}
+for _, entry in ipairs(entries) do
+    for _, name in ipairs(cjson.decode(entry[2][2])) do
+        if not seen[name] then
+            seen[name] = true
+            names[#names + 1] = name
+            states[#states + 1] = redis.call('HGET', KEYS[3], name)
+        end
+    end
+end
+return {{birth, now, last, 0, 1, names, states}}
+"""
+# KEYS: birth, position, units, log. ARGV: the writer's birth, the digits of the change at its position, the position, digits for
+# this change and, where it is the first, for the birth, the changed names as JSON, how many changes are kept, how many units
+# follow, then name and state of each, an empty state for none.
+_CHANGE = f"""{_STATE}
+if birth ~= ARGV[1] or last ~= tonumber(ARGV[3]) or digits(last) ~= ARGV[2] then return {{'behind', last, birth}} end
+if birth == '' then
+    birth = ARGV[4]
+    redis.call('SET', KEYS[1], birth)
+end
+last = redis.call('INCR', KEYS[2])
+for i = 1, tonumber(ARGV[7]) do
+    local name, state = ARGV[6 + 2 * i], ARGV[7 + 2 * i]
+    if state == '' then redis.call('HDEL', KEYS[3], name) else redis.call('HSET', KEYS[3], name, state) end
+end
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], last .. '-0', 'units', ARGV[5], 'digits', ARGV[4])
+return {{'done', last, birth}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitName:
+    """Which unit it is.
+
+    Attributes
+    ----------
+    namespace : str
+        Where its names are.
+    document : str or None
+        The document.
+    id : str or None
+        The chunk, where it is of no document.
+    """
+
+    namespace: str
+    document: str | None = None
+    id: str | None = None
+
+    def packed(self) -> str:
+        """Return it as a text."""
+        return json.dumps([self.namespace, self.document, self.id], ensure_ascii=False)
+
+    @classmethod
+    def unpacked(cls, text: str) -> UnitName:
+        """Return what `packed` made a text of."""
+        try:
+            namespace, document, id = json.loads(text)
+        except ValueError as error:
+            raise StoreError(f"the shared names speak of {text[:80]!r}, which no cacheblend-rag has written") from error
+        return cls(namespace, document, id)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A document, or a chunk of none, as it is now.
+
+    Attributes
+    ----------
+    name : UnitName
+        Which.
+    tenant : str
+        Whose it is.
+    rules : ReadingRules
+        How it is read.
+    pieces : sequence of NamedPiece
+        Its chunks, in the order in which they came; none where it is no more.
+    origins : sequence of (str, str, str)
+        The id, an owner and a source of each origin of its chunks.
+    """
+
+    name: UnitName
+    tenant: str = ""
+    rules: ReadingRules = field(default_factory=ReadingRules)
+    pieces: Sequence[NamedPiece] = ()
+    origins: Sequence[tuple[str, str, str]] = ()
+
+    def packed(self, ahead_s: float) -> bytes | None:
+        """Return it as bytes, None where it has no chunks; `ahead_s` is how far the store's time is ahead of the wall clock's."""
+        if not self.pieces:
+            return None
+        rows = [name_row(self.name.namespace, self.tenant, self.rules.limit, piece, ahead_s) for piece in self.pieces]
+        state = [self.tenant, self.rules.limit, self.rules.separator, rows, self.origins]
+        return json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode()
+
+    @classmethod
+    def unpacked(cls, name: UnitName, state: bytes | None, ahead_s: float) -> Unit:
+        """Return what `packed` made bytes of; `ahead_s` is how far the time of the store that asks is ahead of the wall clock's.
+
+        Raises
+        ------
+        StoreError
+            If these are other bytes.
+        """
+        if state is None:
+            return cls(name)
+        try:
+            tenant, limit, separator, rows, origins = json.loads(state)
+            pieces = [read_piece(row, ahead_s) for row in rows]
+            rules = ReadingRules(limit, tuple(separator))
+            found = [(str(id), str(owner), str(source)) for id, owner, source in origins]
+            return cls(name, tenant, rules, pieces, found)
+        except (ValueError, TypeError) as error:
+            what = name.document or name.id
+            raise StoreError(
+                f"what the shared names say of {what!r:.80} cannot be read ({error}); add it again, or delete it"
+            ) from error
+
+
+class Behind(Exception):
+    """Others have changed names since the position that a change was made at: it is to be made again on what they left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What has changed since a position.
+
+    Attributes
+    ----------
+    birth : str
+        Which log it is, and which change is at `position`: one that was lost and begun anew, or has lost its end and grown again,
+        has another.
+    position : int
+        Up to where the page goes; 0 before the first change.
+    changed : Mapping
+        What each unit that has changed is now, by its name; None where it is no more.
+    is_whole : bool
+        Whether the position asked for was of another log or too long ago: what is not among `changed` may be no more.
+    continues : bool
+        Whether nothing that the log had at the position asked for is lost, as far as it still knows.
+    """
+
+    birth: str
+    position: int
+    changed: Mapping[str, bytes | None] = field(default_factory=dict)
+    is_whole: bool = True
+    continues: bool = False
+
+
+class NameLog:
+    """Units (documents, and chunks of none), each of which changes as a whole; a change of several is one step for everybody.
+
+    Nothing is connected to before it is used. Every method raises `RemoteUnavailableError` where the server is out of reach.
+
+    Parameters
+    ----------
+    url : str
+        As of a remote tier: ``redis://user:password@host:6379/0``. The server should keep what it acknowledges (``appendonly
+        yes``, ``appendfsync always``) and evict nothing (``maxmemory-policy noeviction``), so it is best another than the one
+        that has the KV.
+
+    Raises
+    ------
+    ConfigError
+        If it is no URL of Redis.
+    """
+
+    def __init__(self, url: str) -> None:
+        server = redis_address(url)
+        if server is None:
+            raise ConfigError(
+                f"names are shared through Redis or Valkey, and {shown_url(url)} is neither; give redis://host:port/db"
+            )
+        address, self.location, secret_words = server
+        self._client: Any = connected(address, _SETTINGS)
+        self._guard = Guard(self.location, secret_words, _SETTINGS, (redis.RedisError, OSError), is_refusal)
+        self._keys = [_PREFIX + name for name in ("birth", "position", "units", "log")]
+
+    def since(self, birth: str, position: int) -> Page:
+        """Return what changed since a position, with the states of one moment; a page that is not whole has no units."""
+        with self._guard.calling("say which names have changed"):
+            found = self._client.eval(_SINCE, 4, *self._keys, *_parts(birth), position)
+        now, digits, last, is_whole, continues, *units = found
+        names, states = units or ([], [])
+        changed = {name.decode(): state for name, state in zip(names, states, strict=True)}
+        return Page(_whole(now, digits), last, changed, bool(is_whole), bool(continues))
+
+    def units(self) -> Iterator[Mapping[str, bytes]]:
+        """Yield all units, some at a time; what changes meanwhile may be found in either state, or not at all."""
+        cursor = 0
+        while True:
+            with self._guard.calling("list names"):
+                cursor, found = self._client.hscan(self._keys[2], cursor, count=_UNITS_A_PAGE)
+            if found:
+                yield {name.decode(): state for name, state in found.items()}
+            if not cursor:
+                return
+
+    def change(self, birth: str, position: int, units: Mapping[str, bytes | None]) -> tuple[str, int]:
+        """Give units their states, None for none, and return the log's birth and the position behind that.
+
+        Raises
+        ------
+        Behind
+            If something has changed since `position`.
+        """
+        names = json.dumps(list(units), ensure_ascii=False)
+        states = [part for name, state in units.items() for part in (name, state or b"")]
+        digits = secrets.token_hex(8)
+        arguments = [*_parts(birth), position, digits, names, _KEPT, len(units), *states]
+        # Not by the guard, which takes a lock: this is called within a transaction, and right after `since`, which went by it.
+        try:
+            outcome, last, now = self._client.eval(_CHANGE, 4, *self._keys, *arguments)
+        except (redis.RedisError, OSError) as error:
+            raise RemoteUnavailableError(
+                f"names at {self.location} could not be changed ({type(error).__name__}); whether they were is seen at the next "
+                "look-up, so try again"
+            ) from None
+        if outcome != b"done":
+            raise Behind
+        return _whole(now, digits.encode()), int(last)
+
+    def close(self) -> None:
+        """Release connections."""
+        self._guard.closed = True
+        with suppress(redis.RedisError, OSError):
+            self._client.close()
+
+
+def _whole(birth: bytes, digits: bytes) -> str:
+    """Return the birth of a log, and the digits of its last change, as one word; the empty one where there is none."""
+    return f"{birth.decode()}.{digits.decode()}" if birth else ""
+
+
+def _parts(birth: str) -> tuple[str, str]:
+    born, _, digits = birth.partition(".")
+    return born, digits

@@ -1,0 +1,377 @@
+"""Names that machines share: one truth about what chunks and documents there are, beside each machine's own index.
+
+Each machine keeps a whole copy of the names in its index, and brings it up to date before every look-up. What is acknowledged on
+one machine is therefore what the next look-up finds on any other; where the truth is out of reach, nothing is looked up at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TypeVar
+
+from cacheblend_rag.errors import RemoteUnavailableError, StoreError
+from cacheblend_rag.store.clock import StoreClock
+from cacheblend_rag.store.documents import Drafts, NamedPiece
+from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.locks import let_go
+from cacheblend_rag.store.names import (
+    NamesSource,
+    SharedNames,
+    drop_nameless,
+    end_sources,
+    keys_of,
+    look_up,
+    record_of,
+    remove_names,
+    write_names,
+)
+from cacheblend_rag.store.origins import sources_of
+from cacheblend_rag.store.waiting import WriteBack
+from cacheblend_ray.log import Behind, NameLog, Unit, UnitName
+
+__all__ = ["LoggedNames", "open_names"]
+
+Result = TypeVar("Result")
+
+# How long a look-up waits for another one of this machine to bring the names up to date.
+_PATIENCE_S = 5.0
+_POLL_S = 0.002
+# How long a change is tried that others are always quicker than, and the first wait.
+_TRY_S, _FIRST_WAIT_S, _LONGEST_WAIT_S = 30.0, 0.002, 0.1
+# What is removed for all machines in one step.
+_UNITS_A_TIME = 1000
+
+
+def open_names(url: str) -> NamesSource:
+    """Return the names that a Redis or Valkey server keeps for all machines, at a URL as `NameLog` takes it."""
+    return partial(LoggedNames, NameLog(url))
+
+
+class LoggedNames(SharedNames):
+    """The names in a log, followed by an index.
+
+    One thread of one process of a machine at a time reads the log and writes to the index what has changed; who looks names up
+    waits for it. A change is made in a transaction of the index, which the log's answer lets commit: if others were quicker, it
+    is rolled back, what they did is read, and it is made again on that.
+
+    Parameters
+    ----------
+    log : NameLog
+        The log. It is closed with this.
+    index : Index
+        Where the names are, and the position up to which the log was followed.
+    clock : StoreClock
+        The store's time, by which chunks expire.
+    waiting : WriteBack
+        What is to be named yet.
+    folder : Path or None
+        The store's folder, which other processes may have open.
+    drop : callable
+        Has the tiers follow what the names have dropped.
+    """
+
+    def __init__(
+        self,
+        log: NameLog,
+        index: Index,
+        clock: StoreClock,
+        waiting: WriteBack,
+        folder: Path | None,
+        drop: Callable[[Dropped], None],
+    ) -> None:
+        super().__init__(index, clock.now, waiting)
+        self._log = log
+        self._index = index
+        self._clock = clock
+        self._writes = waiting
+        self._path = None if folder is None else folder / "shared.lock"
+        self._drop = drop
+        self._lock, self._process = threading.Lock(), os.getpid()
+        # Of the thread that reads the log: that it does, and where it was when it began a change.
+        self._holder = threading.local()
+
+    def catch_up(self) -> None:
+        """Bring the index up to date.
+
+        Raises
+        ------
+        RemoteUnavailableError
+            If the log is out of reach: what is in the index may be out of date, and is not looked up.
+        """
+        if getattr(self._holder, "is_here", False):
+            return
+        with self._alone(_PATIENCE_S):
+            self._read()
+
+    def change(self, deed: Callable[[], Result]) -> Result:
+        """Return what `deed` returns, which changes names in a transaction that the log's answer lets commit.
+
+        Raises
+        ------
+        RemoteUnavailableError
+            If the log is out of reach, or others are quicker again and again; nothing has changed.
+        """
+        until, wait_s = time.monotonic() + _TRY_S, _FIRST_WAIT_S
+        while True:
+            with self._alone(_TRY_S):
+                self._holder.at = self._read()
+                try:
+                    return deed()
+                except Behind:
+                    pass
+                finally:
+                    self._holder.at = None
+            if time.monotonic() > until:
+                raise RemoteUnavailableError(
+                    f"the names at {self._log.location} are changed by others all the time; nothing was changed, so try again"
+                )
+            time.sleep(random.uniform(0, wait_s))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def removals(self, tenant: str | None) -> Iterator[Callable[[], Dropped]]:
+        self.catch_up()
+        by_namespace = sorted(self._units(tenant), key=lambda unit: unit.namespace)
+        for namespace, group in groupby(by_namespace, key=lambda unit: unit.namespace):
+            while units := [Unit(name) for name in islice(group, _UNITS_A_TIME)]:
+                yield partial(self._let_go, namespace, units)
+
+    def close(self) -> None:
+        """Release connections."""
+        self._log.close()
+
+    def _read(self) -> tuple[str, int]:
+        """Write to the index what has changed; return the log's birth and the position that the index is at."""
+        at = self._database.healing(self._position) or self._begin()
+        page = self._log.since(*at)
+        if at[0] and not page.continues:
+            raise StoreError(
+                f"the names at {self._log.location} are not those that this store has followed up to change {at[1]}: the server "
+                "has lost what it had acknowledged, or is another one. Restore its data; where that is lost, warm a new folder"
+            )
+        with self._database.patient():
+            if page.is_whole:
+                self._read_all()
+                # What has changed while all of it was read is read once more.
+                self._mark(page.birth, page.position)
+                page = self._log.since(page.birth, page.position)
+                if page.is_whole:
+                    raise RemoteUnavailableError(
+                        f"the names at {self._log.location} change faster than they are read; try again"
+                    )
+            if page.changed:
+                self._take([(UnitName.unpacked(name), state) for name, state in page.changed.items()])
+            if at != (page.birth, page.position):
+                self._mark(page.birth, page.position)
+        return page.birth, page.position
+
+    def _position(self) -> tuple[str, int] | None:
+        """Return the birth of the log that the index follows, and up to where; None if it follows none."""
+        with self._database.read() as connection:
+            row = connection.execute("SELECT birth, position FROM shared").fetchone()
+        return None if row is None else (str(row[0]), int(row[1]))
+
+    def _begin(self) -> tuple[str, int]:
+        """Note that the index follows a log from now on; its names so far are nobody else's."""
+        with self._database.read() as connection:
+            has_names = connection.execute("SELECT 1 FROM nodes LIMIT 1").fetchone() is not None
+        if has_names:
+            raise StoreError(
+                f"this store has names of its own, which those at {self._log.location} would replace: begin with another folder, "
+                "or empty this one (`cacheblend-rag store clear`), and warm it again; KV in the remote tier is found there"
+            )
+        with self._database.patient():
+            self._mark("", 0)
+        return "", 0
+
+    def _read_all(self) -> None:
+        """Have in the index what the log has, and nothing else."""
+        seen: set[str] = set()
+        for units in self._log.units():
+            seen.update(units)
+            self._take([(UnitName.unpacked(name), state) for name, state in units.items()])
+        self._take([(name, None) for name in self._units(None) if name.packed() not in seen])
+
+    def _take(self, units: Sequence[tuple[UnitName, bytes | None]]) -> None:
+        ahead_s = self._clock.ahead_s()
+        by_namespace = sorted(units, key=lambda each: each[0].namespace)
+        for namespace, group in groupby(by_namespace, key=lambda each: each[0].namespace):
+            self._follow(namespace, [Unit.unpacked(name, state, ahead_s) for name, state in group])
+
+    def _follow(self, namespace: str, units: Sequence[Unit]) -> None:
+        """Have units be what they are elsewhere, and what prompts brought of them here, written yet or not, go with them."""
+        there = {piece.record.id for unit in units for piece in unit.pieces}
+        gone = {unit.name.id for unit in units if unit.name.id is not None and not unit.pieces} - there
+        self._writes.forget(namespace, list(gone))
+        waiting = self._writes.records(namespace)
+        ended, dropped = self._adopt(namespace, units)
+        self._drop(dropped)
+        waiting |= self._writes.records(namespace)
+        late = [id for id, record in waiting.items() if record.source in ended and id not in there]
+        if late:
+            self._writes.forget(namespace, late)
+            # Those that were written while this was done.
+            self._drop(self.remove(namespace, late)[-1])
+
+    def _let_go(self, namespace: str, units: Sequence[Unit]) -> Dropped:
+        return self._adopt(namespace, units)[1]
+
+    def _adopt(self, namespace: str, units: Sequence[Unit]) -> tuple[set[str], Dropped]:
+        """Have documents, and chunks of none, be what they are elsewhere, whatever they were here; return ended sources."""
+        return self._database.healing(lambda: self._adopt_once(namespace, units))
+
+    def _adopt_once(self, namespace: str, units: Sequence[Unit]) -> tuple[set[str], Dropped]:
+        pieces = [piece for unit in units for piece in unit.pieces]
+        ids = {piece.record.id for piece in pieces}
+        with self._drafting(namespace, self._database.write) as (connection, drafts):
+            held = [id for unit in units for id in _held(drafts, unit.name)]
+            replaced = keys_of(connection, namespace, [*held, *ids])
+            gone = [id for id in held if id in replaced and id not in ids]
+            sources = set().union(*(sources_of(connection, namespace, id) for id in (*held, *ids) if id in replaced))
+            remove_names(connection, namespace, gone, drafts)
+            # Their order, and how long they live, are what they are elsewhere too.
+            drafts.remove(ids)
+            for unit in units:
+                for record, expires_at in unit.pieces:
+                    drafts.put([record], unit.rules, expires_at)
+            targets = drafts.targets()
+            keys = [
+                key
+                for unit in units
+                if unit.pieces
+                for key in write_names(
+                    connection, namespace, unit.tenant, [each.record for each in unit.pieces], targets
+                )
+            ]
+            dropped_keys = [*replaced.values(), *drafts.save(targets, ids)]
+            _set_origins(connection, namespace, ids, [each for unit in units for each in unit.origins])
+            ended, left = end_sources(connection, namespace, sources, drafts)
+            if left:
+                targets = drafts.targets()
+                dropped_keys += [*left.values(), *drafts.save(targets)]
+            self._send(connection, units)
+            named = [*keys, *(each.record.key for each in targets.values())]
+            return ended, drop_nameless(connection, dropped_keys, named)
+
+    def _units(self, tenant: str | None) -> list[UnitName]:
+        """Return all documents, and all chunks of none, or those of one tenant."""
+        owned = "LEFT JOIN namespaces USING (namespace) WHERE (?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1)"
+        documents = f"SELECT namespace, name FROM documents {owned}"
+        loose = f"SELECT namespace, id FROM nodes LEFT JOIN members USING (seq) {owned} AND document IS NULL"
+
+        def read() -> list[UnitName]:
+            with self._database.read() as connection:
+                found = [UnitName(space, document=name) for space, name in connection.execute(documents, (tenant,))]
+                return found + [UnitName(space, id=id) for space, id in connection.execute(loose, (tenant,))]
+
+        return self._database.healing(read)
+
+    def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
+        self._send(connection, list(_units_now(connection, namespace, drafts, alone)))
+
+    def _send(self, connection: sqlite3.Connection, units: Sequence[Unit]) -> None:
+        """Write units to the log where they are changed here, not read from it."""
+        at = getattr(self._holder, "at", None)
+        if at is not None and units:
+            ahead_s = self._clock.ahead_s()
+            states = {unit.name.packed(): unit.packed(ahead_s) for unit in units}
+            _note(connection, *self._log.change(*at, states))
+
+    def _mark(self, birth: str, position: int) -> None:
+        self._database.transact(lambda connection: _note(connection, birth, position))
+
+    @contextmanager
+    def _alone(self, patience_s: float) -> Iterator[None]:
+        """Keep other threads and processes of this machine from reading the log; whoever is inside looks names up as they are."""
+        if self._process != os.getpid():
+            # Somebody else's thread may have held it when this process was forked.
+            self._lock, self._process = threading.Lock(), os.getpid()
+        until = time.monotonic() + patience_s
+        if not self._lock.acquire(timeout=patience_s):
+            raise StoreError(
+                f"the names at {self._log.location} are being read for too long by another thread; try again"
+            )
+        self._holder.is_here = True
+        try:
+            with self._alone_in_folder(until):
+                yield
+        finally:
+            self._holder.is_here = False
+            self._lock.release()
+
+    @contextmanager
+    def _alone_in_folder(self, until: float) -> Iterator[None]:
+        if self._path is None:
+            yield
+            return
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise StoreError(
+                            f"the names at {self._log.location} are being read for too long by another process; try again"
+                        ) from None
+                    time.sleep(_POLL_S)
+            yield
+        finally:
+            let_go(fd)
+
+
+def _held(drafts: Drafts, unit: UnitName) -> list[str]:
+    """Return the ids that a unit has here; a chunk that has come into a document is that document's."""
+    if unit.document is not None:
+        return drafts.ids(unit.document)
+    return [unit.id] if unit.id is not None and drafts.document_of(unit.id) is None else []
+
+
+def _units_now(connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Iterable[str]) -> Iterator[Unit]:
+    """Yield the documents that were drafted, and chunks that are of none, or were, as they are now."""
+    row = connection.execute("SELECT tenant FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
+    tenant = "" if row is None else str(row[0])
+    for document in drafts.names():
+        rules, pieces = drafts.pieces(document)
+        origins = _origins_of(connection, namespace, [piece.record.id for piece in pieces])
+        yield Unit(UnitName(namespace, document=document), tenant, rules, pieces, origins)
+    for id in dict.fromkeys(alone):
+        [found] = look_up(connection, namespace, [id])
+        record = None if found is None or drafts.document_of(id) is not None else record_of(namespace, id, *found)
+        pieces = [] if record is None else [NamedPiece(record, None)]
+        yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces, origins=_origins_of(connection, namespace, [id]))
+
+
+def _origins_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Return id, owner and source of each origin of chunks."""
+    query = (
+        "SELECT id, owner, source FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND id = ? ORDER BY owner"
+    )
+    return [row for id in ids for row in connection.execute(query, (namespace, id))]
+
+
+def _set_origins(
+    connection: sqlite3.Connection, namespace: str, ids: Iterable[str], origins: Iterable[tuple[str, str, str]]
+) -> None:
+    """Let chunks have these origins and no others."""
+    node = "(SELECT seq FROM nodes WHERE namespace = ? AND id = ?)"
+    connection.executemany(f"DELETE FROM origins WHERE node = {node}", [(namespace, id) for id in ids])
+    connection.executemany(
+        "INSERT INTO origins SELECT seq, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
+        [(owner, source, namespace, id) for id, owner, source in origins],
+    )
+
+
+def _note(connection: sqlite3.Connection, birth: str, position: int) -> None:
+    """Note up to where the log is followed."""
+    connection.execute("INSERT OR REPLACE INTO shared VALUES (1, ?, ?)", (birth, position))
