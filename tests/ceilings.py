@@ -34,7 +34,7 @@ LINES = {
     "integrations/attachments/cacheblend_attachments": (410, 2),
     "integrations/langchain/langchain_cacheblend": (3163, 20),
     "integrations/llama_index/llama_index_cacheblend": (3786, 18),
-    "integrations/ray/cacheblend_ray": (2322, 17),
+    "integrations/ray/cacheblend_ray": (2257, 12),
     "integrations/serve/cacheblend_serve": (3716, 25),
     "integrations/vllm/vllm_cacheblend": (1742, 14),
     "lab/cacheblend_lab": (18175, 109),

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from cacheblend_rag.errors import AnswerTimeoutError, BackendError
-from cacheblend_ray.call import ANSWERING, Call, names_in
+from cacheblend_ray.nearness import ANSWERING, Call, names_in
 from cacheblend_serve.errors import explained
 from cacheblend_serve.limits import Overload
 from cacheblend_serve.settings import ServeConfig

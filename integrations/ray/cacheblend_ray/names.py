@@ -280,7 +280,7 @@ class LoggedNames(SharedNames):
 
     def _send(self, connection: sqlite3.Connection, units: Sequence[Unit]) -> None:
         """Write units to the log where they are changed here, not read from it."""
-        at = getattr(self._holder, "at", None)
+        at: tuple[str, int] | None = getattr(self._holder, "at", None)
         if at is not None and units:
             ahead_s = self._clock.ahead_s()
             states = {unit.name.packed(): unit.packed(ahead_s) for unit in units}

@@ -1,21 +1,109 @@
-"""Which replica has most of what a request names, by what the replicas say they hold and what they were sent since."""
+"""What a request names, and which replica has most of that, by what the replicas say they hold and what they were sent since."""
 
 from __future__ import annotations
 
+import json
 import random
+import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-__all__ = ["Choice", "Nearness", "name_number", "pack_numbers"]
+from cacheblend_rag.errors import CacheBlendError
+
+__all__ = ["ANSWERING", "Call", "Choice", "HeldNames", "Nearness", "name_number", "names_in", "pack_numbers"]
 
 # A name that nobody holds goes to the replica that it belongs to, if that is all there is to say.
 _IN_RAM, _ON_DISK, _AT_HOME = 1.0, 0.5, 0.1
 # Names that were sent to a replica and that it has not spoken of yet.
 _MOST_SENT = 16_384
+# Of what a replica tells, the names of latest use.
+_MOST_TOLD = 16_384
+ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/engine/answer"})
+"""Where answers are asked for, which have a time limit."""
+_DOCUMENTS = "/v1/documents/"
+# What has names in its body.
+_NAMING = ANSWERING | {"/v1/chunks", "/v1/chunks/delete", "/v1/prefetch", "/v1/engine/add"}
+# More than these say no more of where a request should go.
+_MOST_NAMES = 256
+# A chunk's namespace, which is a tenant's own, and its id.
+Name = tuple[str, str]
+
+
+@dataclass
+class Call:
+    """An HTTP request, read whole.
+
+    Attributes
+    ----------
+    method, path, query, headers, body, client
+        The request, as ASGI has it.
+    names : tuple of str
+        The documents and chunks that it names.
+    why : str
+        Why it went where it goes, once it is routed: "near" what it names, by "load" instead, or "any".
+    near : tuple of str
+        The replicas that it was to go to first.
+    """
+
+    method: str
+    path: str
+    raw_path: bytes
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    client: tuple[str, int] | None
+    names: tuple[str, ...] = ()
+    why: str = "any"
+    near: tuple[str, ...] = ()
+
+
+def names_in(method: str, path: str, body: bytes) -> tuple[str, ...]:
+    """Return the documents and chunks that a request names, each once; none where it cannot be read, which a replica will say."""
+    if path.startswith(_DOCUMENTS):
+        return (path.removeprefix(_DOCUMENTS),)
+    if method != "POST" or path not in _NAMING:
+        return ()
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return ()
+    names: dict[str, None] = {}
+    for name in _named(said):
+        if isinstance(name, str) and name:
+            names[name] = None
+            if len(names) == _MOST_NAMES:
+                break
+    return tuple(names)
+
+
+def _named(said: Any) -> Iterator[Any]:
+    if not isinstance(said, dict):
+        return
+    yield from _items(said.get("ids"))
+    for document in _items(said.get("documents")):
+        yield document.get("id") if isinstance(document, dict) else document
+    for chunk in _dicts(said.get("chunks")):
+        yield chunk.get("document") or chunk.get("id")
+    for message in _dicts(said.get("messages")):
+        for part in _dicts(message.get("content")):
+            yield part.get("id") if part.get("type") == "document" else None
+    prompt = said.get("prompt")
+    for segment in _dicts(prompt.get("segments") if isinstance(prompt, dict) else None):
+        yield segment.get("ref")
+        yield from (chunk.get("id") for chunk in _dicts([segment.get("chunk")]))
+
+
+def _items(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
+
+
+def _dicts(given: Any) -> Iterator[dict[str, Any]]:
+    return (item for item in _items(given) if isinstance(item, dict))
 
 
 def name_number(name: str) -> int:
@@ -140,3 +228,77 @@ def _numbers(packed: object) -> frozenset[int]:
 
 def _two_of(replicas: list[str]) -> tuple[str, ...]:
     return tuple(random.sample(replicas, min(2, len(replicas))))
+
+
+class Placing(Protocol):
+    """Chunks of one tenant, and their documents."""
+
+    namespace: str
+
+    def places(self, ids: Sequence[str], /) -> Sequence[str | None]:
+        """Return the documents of chunks."""
+
+
+class HeldNames:
+    """The chunks that were used last, by ids, with the document of each: what RAM has room for, and what the disk has.
+
+    The same id of two tenants is two chunks. It mirrors the store's own LRU, as far as answers tell its order and sizes. Where it
+    is wrong, a request goes to a replica that reads from farther away than was thought.
+
+    Parameters
+    ----------
+    ram_bytes, disk_bytes : int
+        What each has room for; 0 for a disk that there is not.
+    """
+
+    def __init__(self, ram_bytes: int, disk_bytes: int) -> None:
+        self._limits = (ram_bytes, disk_bytes)
+        self._tiers: tuple[OrderedDict[Name, int], OrderedDict[Name, int]] = (OrderedDict(), OrderedDict())
+        self._used = [0, 0]
+        self._documents: dict[Name, str | None] = {}
+        self._lock = threading.Lock()
+        self._said = 0
+
+    def note(self, library: Placing, chunks: Iterable[tuple[str, int]]) -> None:
+        """Take note of chunks of a library that were used, by id, and the bytes of each."""
+        sizes = {(library.namespace, id): nbytes for id, nbytes in chunks}
+        with self._lock:
+            unknown = [name for name in sizes if name not in self._documents]
+        found: dict[Name, str | None] = {}
+        with suppress(CacheBlendError):
+            # Where names cannot be asked now, they are the next time.
+            found = dict(zip(unknown, library.places([id for _, id in unknown]), strict=True)) if unknown else {}
+        with self._lock:
+            self._documents |= found
+            for name, nbytes in sizes.items():
+                self._keep(0, name, nbytes)
+
+    def told(self) -> dict[str, object]:
+        """Return what the router is told: a number that rises, and what RAM and disk hold."""
+        with self._lock:
+            self._said += 1
+            ram, disk = (self._names(tier) for tier in self._tiers)
+            return {"said": self._said, "ram": pack_numbers(ram), "disk": pack_numbers(disk)}
+
+    def _keep(self, level: int, name: Name, nbytes: int) -> None:
+        tier = self._tiers[level]
+        self._used[level] += nbytes - tier.pop(name, 0)
+        tier[name] = nbytes
+        while self._used[level] > self._limits[level] and tier:
+            old, size = tier.popitem(last=False)
+            self._used[level] -= size
+            if level == 0:
+                self._keep(1, old, size)
+            elif old not in self._tiers[0]:
+                self._documents.pop(old, None)
+
+    def _names(self, tier: OrderedDict[Name, int]) -> list[int]:
+        names: Counter[str] = Counter()
+        for name in reversed(tier):
+            document = self._documents.get(name)
+            names[name[1]] += 1
+            if document is not None:
+                names[document] += 1
+            if len(names) >= _MOST_TOLD:
+                break
+        return [name_number(name) for name in names]

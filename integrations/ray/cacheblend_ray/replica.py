@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import ExitStack
+import fcntl
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric
 from ray import serve
 
-from cacheblend_rag.errors import BackendError
-from cacheblend_ray.call import Call
-from cacheblend_ray.held import HeldNames
-from cacheblend_ray.nearness import name_number
+from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import ChunkLibrary
+from cacheblend_rag.errors import BackendError, ConfigError
+from cacheblend_ray.nearness import Call, HeldNames, name_number
 from cacheblend_ray.settings import AppArgs, AppSettings
-from cacheblend_ray.slots import own_folder
-from cacheblend_ray.watched import Watched
 from cacheblend_serve.app import make_app
-from cacheblend_serve.backend import Wanted, backend_module
+from cacheblend_serve.asker import in_thread
+from cacheblend_serve.backend import Asked, Backend, Wanted, backend_module
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "Watched", "own_folder"]
 
 # How long an answer that nobody waits for may take to end.
 _END_S = 10.0
@@ -147,3 +150,97 @@ def _scope(call: Call) -> dict[str, Any]:
         "server": None,
         "state": {},
     }
+
+
+class Watched(Backend):
+    """A backend whose answers are noted.
+
+    Parameters
+    ----------
+    inner : Backend
+        What answers.
+    held : HeldNames
+        What is told.
+    bytes_per_token : int
+        Bytes of KV of a token.
+    """
+
+    def __init__(self, inner: Backend, held: HeldNames, bytes_per_token: int) -> None:
+        super().__init__(inner.model_name, inner.library(None))
+        self.makes_pages = inner.makes_pages
+        self._inner = inner
+        self._held = held
+        self._bytes_per_token = bytes_per_token
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self._inner.end_ids
+
+    @property
+    def blend(self) -> BlendConfig:
+        """How prompts are blended."""
+        return self._inner.blend
+
+    def is_ready(self) -> bool:
+        return self._inner.is_ready()
+
+    def library(self, tenant: str | None) -> ChunkLibrary:
+        return self._inner.library(tenant)
+
+    async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        async with aclosing(self._inner.answer(library, asked)) as spoken:
+            async for piece in spoken:
+                if isinstance(piece, Answer):
+                    used = [(each.id, each.tokens * self._bytes_per_token) for each in piece.report.chunks if each.id]
+                    await in_thread(self._held.note, library, used)
+                yield piece
+
+    def collect(self) -> Iterator[Metric]:
+        return self._inner.collect()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+_MOST_REPLICAS = 1000
+
+
+class Slot:
+    """A replica's own folder.
+
+    Attributes
+    ----------
+    path : Path
+        The folder.
+    home : str
+        What the replica is called, from start to start: the machine and the folder's number.
+    """
+
+    def __init__(self, path: Path, number: int) -> None:
+        self.path = path
+        self.home = f"{socket.gethostname()}/{number}"
+
+
+@contextmanager
+def own_folder(root: Path) -> Iterator[Slot]:
+    """Have the first folder below `root` that no other process of this machine has, for the time of a ``with`` block.
+
+    Raises
+    ------
+    ConfigError
+        If none can be had.
+    """
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for number in range(_MOST_REPLICAS):
+            with open(root / f"replica-{number}.lock", "w", encoding="ascii") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                yield Slot(root / f"replica-{number}", number)
+                return
+    except OSError as error:
+        raise ConfigError(f"folder {root} cannot be written: {error.strerror}") from error
+    raise ConfigError(f"all {_MOST_REPLICAS} folders below {root} are in use; give another folder")

@@ -7,8 +7,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.util.metrics import Counter
 
-from cacheblend_ray.call import Call
-from cacheblend_ray.nearness import Nearness
+from cacheblend_ray.nearness import Call, Nearness
 
 __all__ = ["NearestRouter"]
 

@@ -31,7 +31,7 @@ import torch
 from cacheblend_rag import EngineConfig
 from cacheblend_ray import warm
 from cacheblend_ray.rows import Columns
-from cacheblend_ray.warmer import Warmer, WarmJob
+from cacheblend_ray.warming import Warmer, WarmJob
 from integrations.ray.tests.conftest import CHAT, put, question, served
 from integrations.serve.tests.process import ServerProcess
 from tests.store.remote.conftest import RedisServer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendPrompt, Chunk, FixedText
-from cacheblend_ray.call import names_in
+from cacheblend_ray.nearness import names_in
 from cacheblend_serve.client.wire import PromptItem
 
 CHAT = "/v1/chat/completions"

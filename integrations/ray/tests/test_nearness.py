@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cacheblend_ray.held import HeldNames
-from cacheblend_ray.nearness import Nearness, name_number, pack_numbers
+from cacheblend_ray.nearness import HeldNames, Nearness, name_number, pack_numbers
 
 REPLICAS = ("a", "b", "c")
 IDLE = dict.fromkeys(REPLICAS, 0)

@@ -21,7 +21,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_ray import build_app
 from cacheblend_ray.nearness import name_number
 from cacheblend_ray.rows import Columns
-from cacheblend_ray.warmer import Warmer, WarmJob
+from cacheblend_ray.warming import Warmer, WarmJob
 from cacheblend_serve import ServedEngine
 from integrations.ray.tests.conftest import (
     CHAT,

@@ -18,7 +18,7 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import BackendError, ConfigError
 from cacheblend_ray import WarmSummary, warm
 from cacheblend_ray.rows import Columns
-from cacheblend_ray.warmer import Warmer, WarmJob
+from cacheblend_ray.warming import Warmer, WarmJob
 from integrations.ray.tests.conftest import Opener, documents_of, workers
 
 WORKER = "ray::MapWorker"
