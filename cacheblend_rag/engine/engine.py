@@ -30,7 +30,7 @@ from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.many import Call, Many, options_of_each
-from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look_at_model, open_engine_store
+from cacheblend_rag.engine.opening import engine_identity, look_at_model, open_engine_store
 from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduling import GaveWayError, Patience, aside, scheduler_lock
@@ -39,6 +39,7 @@ from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelErro
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import Capability, ModelCard, WeightsWatch, capability, model_window, num_decoder_layers
+from cacheblend_rag.model.checkpoint import load_pretrained
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore

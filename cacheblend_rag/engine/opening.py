@@ -1,212 +1,29 @@
-"""Making an engine: the model is loaded and inspected, its KV gets an identity, the store is opened."""
+"""Making an engine: the model is inspected, its KV gets an identity, the store is opened."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import re
 import uuid
-from difflib import get_close_matches
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from cacheblend_rag.config import EngineConfig, did_you_mean
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.engine.selfcheck import check_blending
-from cacheblend_rag.errors import (
-    ConfigError,
-    StoreError,
-    StoreFormatError,
-    StoreReadOnlyError,
-    UnsupportedModelError,
-)
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreReadOnlyError, UnsupportedModelError
 from cacheblend_rag.model import Decoder, inspect_model, model_fingerprint
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.device import spare_bytes
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["engine_identity", "load_pretrained", "look_at_model", "model_folder", "open_engine_store"]
+__all__ = ["engine_identity", "look_at_model", "open_engine_store"]
 
 logger = logging.getLogger(__name__)
-
-# What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
-_HUB_OPTIONS = frozenset(
-    {
-        "cache_dir",
-        "force_download",
-        "local_files_only",
-        "proxies",
-        "revision",
-        "subfolder",
-        "token",
-        "trust_remote_code",
-    }
-)
-# What else `from_pretrained` takes, of ours and of transformers, as far as it is likely to be misspelt.
-_OPTIONS = ("config", "blend", "store", "tenant", "tuning", "attn_implementation", "device_map", "quantization_config")
-# `dtype` is an option of the models as well.
-_ONLY_SETTINGS = frozenset(EngineConfig.kinds) - {"dtype"}
-_REFERENCE = "reference"
-
-
-def load_pretrained(
-    model: str | Path, config: EngineConfig, model_kwargs: dict[str, Any]
-) -> tuple[PreTrainedModel, Any]:
-    """Load a model and its tokenizer; see `BlendEngine.from_pretrained`.
-
-    Parameters
-    ----------
-    model : str or Path
-        A Hugging Face id, a folder, a GGUF file or a folder with one, or "reference".
-    config : EngineConfig
-        `dtype` and `device` say how the model is loaded.
-    model_kwargs : dict
-        Passed to ``AutoModelForCausalLM.from_pretrained``.
-
-    Returns
-    -------
-    model, tokenizer
-        Both, the model on its device.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such model, it cannot be reached, its device is not there, or an option is one of the engine's settings.
-    """
-    settings = sorted(_ONLY_SETTINGS.intersection(model_kwargs))
-    if settings:
-        name, value = settings[0], model_kwargs[settings[0]]
-        raise ConfigError(
-            f"{name}={value!r} is a setting, not an option of the model; give it in {EngineConfig.kinds[name].__name__}"
-        )
-    name, gguf = _unpacked(_checked_name(model))
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    placed = "device_map" in model_kwargs
-    if not placed:
-        _check_device(device)
-    dtype = config.torch_dtype() or (torch.float32 if device == "cpu" else "auto")
-    hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
-    try:
-        _ask_hub(name, hub_options)
-        loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **gguf, **model_kwargs})
-        tokenizer = AutoTokenizer.from_pretrained(name, **gguf, **hub_options)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(model, error) from error
-    except TypeError as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is None or unknown[1] not in model_kwargs:
-            raise
-        hint = did_you_mean(unknown[1], [*_OPTIONS, *_HUB_OPTIONS, *EngineConfig.kinds])
-        raise ConfigError(f"from_pretrained: unknown option {unknown[1]}{hint}") from error
-    if not placed:
-        loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
-    return loaded, tokenizer
-
-
-def model_folder(model: str | Path) -> Path:
-    """Return the folder of a model, which is downloaded first if it is on the Hub and not here.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such model, or it cannot be reached.
-    """
-    name = _checked_name(model)
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        _ask_hub(name, {})
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
-    except OSError as error:
-        raise _not_loaded(model, error) from error
-
-
-def _not_loaded(model: str | Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
-        'reached, a folder with a model and its tokenizer, or "reference"'
-    )
-
-
-def _ask_hub(name: str, options: dict[str, Any]) -> None:
-    """See that a model that is not here is on the Hub, by one request: transformers tries for most of a minute."""
-    where = {option: options.get(option) for option in ("cache_dir", "revision")}
-    if (
-        Path(name).is_dir()
-        or options.get("local_files_only")
-        or isinstance(try_to_load_from_cache(name, "config.json", **where), str)
-    ):
-        return
-    url = hf_hub_url(name, "config.json", subfolder=options.get("subfolder"), revision=options.get("revision"))
-    try:
-        get_hf_file_metadata(url, token=options.get("token"))
-    except httpx.TransportError as error:
-        raise OSError(f"there is no such folder, and the Hugging Face Hub cannot be reached ({error}).") from error
-    except GatedRepoError:
-        pass
-    except RepositoryNotFoundError as error:
-        raise OSError("there is no such folder, and no such model on the Hugging Face Hub.") from error
-    # The model may have no such file, as an adapter has none; transformers explains what else there is.
-    except OSError:
-        pass
-
-
-def _checked_name(model: str | Path) -> str:
-    """Return the folder or the Hugging Face id that `model` means."""
-    name = str(model)
-    for packaged in entry_points(group="cacheblend_rag.models", name=name):
-        return str(packaged.load())
-    if name == _REFERENCE:
-        raise ConfigError(
-            'model "reference" cannot be loaded: it is for tests and examples, and comes with another package: pip install '
-            "cacheblend-rag-lab. Or name a model of your own"
-        )
-    if name.startswith((".", "/", "~")) or isinstance(model, Path):
-        folder = Path(model).expanduser()
-        if not folder.is_dir() and not _is_gguf(folder):
-            raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file")
-        return str(folder)
-    # No id on the Hub is like this one, and asking there takes its time.
-    if get_close_matches(name.strip().lower(), [_REFERENCE], cutoff=0.8) and not Path(name).is_dir():
-        raise ConfigError(f'model {name!r} cannot be loaded: the model that comes with this project is "{_REFERENCE}"')
-    return name
-
-
-def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
-
-
-def _unpacked(name: str) -> tuple[str, dict[str, str]]:
-    """Return a model's folder or id, and what transformers takes to unpack the weights from a GGUF file there."""
-    path = Path(name)
-    inside = [path] if _is_gguf(path) else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    if not inside:
-        return name, {}
-    if len(inside) > 1:
-        raise ConfigError(f"model {name} is a folder with {len(inside)} GGUF files; name one, {inside[0]} for example")
-    with needs_extra("gguf", "a model in a GGUF file"):
-        import gguf  # noqa: F401
-    return str(inside[0].parent), {"gguf_file": inside[0].name}
-
-
-def _check_device(device: str) -> None:
-    """See that a device is there, before a model is loaded for it."""
-    try:
-        torch.empty(1, device=device)
-    # torch has no class of its own for what a missing device raises.
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise ConfigError(
-            f"device={device!r} cannot be used: {str(error).strip().splitlines()[0]}; give one that exists, or leave device out"
-        ) from error
 
 
 def look_at_model(model: PreTrainedModel, *, strict: bool, self_check: bool) -> tuple[Decoder | None, str | None]:

@@ -413,7 +413,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_reference_model_is_not_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.opening.entry_points", lambda **_: ())
+    monkeypatch.setattr("cacheblend_rag.model.checkpoint.entry_points", lambda **_: ())
     with pytest.raises(ConfigError, match=r"pip install cacheblend-rag-lab\. Or name a model of your own"):
         BlendEngine.from_pretrained("reference")
     with pytest.raises(ConfigError, match=r"'refernce' .* the model that comes with this project is \"reference\""):

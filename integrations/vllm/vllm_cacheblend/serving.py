@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.engine.opening import engine_identity, look_at_model, model_folder, open_engine_store
+from cacheblend_rag.engine.opening import engine_identity, look_at_model, open_engine_store
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
+from cacheblend_rag.model.checkpoint import model_folder
 from cacheblend_rag.tuning import Tuning
 from cacheblend_serve.backend import Wanted
 from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, kv_transfer_config
