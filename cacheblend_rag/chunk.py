@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError
 from cacheblend_rag.keys import HEAD_PREFIX
@@ -18,10 +18,13 @@ __all__ = [
     "ChunkPart",
     "ChunkRef",
     "FixedText",
+    "PROMPT_KEY",
     "Segment",
+    "carried_prompt",
     "check_text",
     "chunk_list",
     "id_list",
+    "is_part",
     "text_hash",
 ]
 
@@ -370,3 +373,38 @@ def chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
                 f"the id {chunk.id!r} begins with {HEAD_PREFIX!r}, as the names of prompts' heads do; give the chunk another id"
             )
     return chunks
+
+
+PROMPT_KEY = "cacheblend_prompt"
+"""Where a text (as an attribute) or a message (in `additional_kwargs`) carries a prompt, such as one of `cacheblend_pml`."""
+
+
+class CarriedPrompt(Protocol):
+    """A whole prompt on its way through a framework, which becomes a `BlendPrompt` when an engine is known."""
+
+    def blend(self, engine: Any) -> BlendPrompt: ...
+
+
+def carried_prompt(given: Sequence[Any], **beside: object) -> CarriedPrompt | None:
+    """Return the prompt that a text or messages of either framework carry, if they do; `PromptError` for anything beside it."""
+    if isinstance(given, str):
+        found: list[Any] = [getattr(given, PROMPT_KEY)] if hasattr(given, PROMPT_KEY) else []
+    else:
+        found = [each.additional_kwargs[PROMPT_KEY] for each in given if PROMPT_KEY in each.additional_kwargs]
+        beside["other messages"] = found and len(given) > 1
+    if not found:
+        return None
+    others = [name for name, value in beside.items() if value]
+    if others or not hasattr(found[0], "blend"):
+        raise PromptError(
+            f"a schema's prompt is a whole conversation, and there are {', '.join(others) or 'its words alone'} beside it; "
+            "put messages, and a system prompt that the model was given, into the schema or the prompt, as <system>, <user> and "
+            "<assistant>, and documents in the place of a module (PMLPromptTemplate, documents=)"
+        )
+    prompt: CarriedPrompt = found[0]
+    return prompt
+
+
+def is_part(id: str) -> bool:
+    """Whether a chunk is a part of a schema (`cacheblend_pml`): no vector store knows its id, and its text is a label."""
+    return id.startswith("pml/")

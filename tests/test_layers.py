@@ -50,11 +50,12 @@ LAB = "cacheblend_lab"
 FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
-DOOR = ("engine", "pml", "calibration", "chat", *FLOORS[0])
+DOOR = ("engine", "calibration", "chat", *FLOORS[0])
 # What else of it some need: attachments watch a forward, vLLM moves KV itself, servers cut documents, commands share options,
 # names that machines share are the store's.
 WORKSHOPS = {
     "cacheblend_attachments": ("fuse", "model", "selection"),
+    "cacheblend_pml": ("cli",),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store", "reading"),
     "vllm_cacheblend": ("kv", "layout", "store", "model", "encode", "loader"),
@@ -62,7 +63,8 @@ WORKSHOPS = {
 # Which distributions they build on.
 ON_TOP_OF = {
     "cacheblend_serve": {"cacheblend_attachments"},
-    **{name: {"cacheblend_serve"} for name in ("llama_index_cacheblend", "langchain_cacheblend", "cacheblend_ray")},
+    **{name: {"cacheblend_serve", "cacheblend_pml"} for name in ("llama_index_cacheblend", "langchain_cacheblend")},
+    "cacheblend_ray": {"cacheblend_serve"},
     "vllm_cacheblend": {"cacheblend_serve"},
 }
 INTEGRATIONS = {file.parent.name: file.parent for file in sorted(ROOT.glob("integrations/*/*/__init__.py"))}

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
-from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
+from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, is_part, text_hash
 from cacheblend_rag.engine import ChunkLibrary, Library
 from cacheblend_rag.errors import BackendError, StoreError
-from cacheblend_rag.pml import is_part
 
 __all__ = ["ChunkCatalog", "catalog_of"]
 

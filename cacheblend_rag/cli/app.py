@@ -17,7 +17,6 @@ from cacheblend_rag.cli.calibrate import calibrate
 from cacheblend_rag.cli.inspect import inspect
 from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.output import on_interrupt
-from cacheblend_rag.cli.pml import pml_app
 from cacheblend_rag.cli.profile import profile
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
@@ -30,6 +29,7 @@ __all__ = ["app"]
 _ELSEWHERE = {
     **dict.fromkeys(("bench", "demo", "eval", "families"), "cacheblend-rag-lab"),
     **dict.fromkeys(("keys", "serve"), "cacheblend-serve"),
+    "pml": "cacheblend-pml",
     "warm-ray": "cacheblend-ray",
 }
 
@@ -88,7 +88,6 @@ def _root(
 for _command in (warm, ask, inspect, profile, calibrate, models):
     app.command()(_command)
 app.add_typer(store_app, name="store")
-app.add_typer(pml_app, name="pml")
 for _entry in sorted(entry_points(group="cacheblend_rag.commands"), key=lambda entry: entry.name):
     _added = _entry.load()
     if isinstance(_added, typer.Typer):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cacheblend_rag.chat.render import around_context
-from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.chunk import BlendPrompt, Chunk, is_part
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.splitter import Passage
@@ -28,7 +28,6 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.files import replace_text
-from cacheblend_rag.pml import is_part
 from cacheblend_rag.store import KVStore, open_store
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from cacheblend_pml import Import, Schema, Schemas, Turn
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.pml import Import, Schema, Schemas, Turn
 
 HERE = Path(__file__).parent
 TASK = Turn("user", "Create a main entry point for the game, using Map, Player, and Game classes.")

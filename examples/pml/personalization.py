@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from cacheblend_pml import Import, Schema, Schemas, Turn
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.pml import Import, Schema, Schemas, Turn
 
 LEARNERS = {
     "Ada": ("middle-school", "beginner", "studied-a-year-before", "auditory", "essay", "high-intrinsic-motivation"),

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.documents import open_chroma
-from cacheblend_rag.pml import Schema, Schemas
 
 from .conftest import Command, read_rows
 
@@ -174,7 +173,7 @@ def test_others_stay(warm: Any, run: Command, documents: Path, store: Path, tmp_
     assert row["removed"] == 0
     assert len(passages_in(store)) == names_in(run, store, tmp_path) == 8
     with BlendEngine.from_pretrained(model_folder, store=store / "kv") as engine:
-        Schemas(engine).load(Schema.from_text("<schema name='s'><module name='m'>A rule.</module></schema>"))
+        engine.add([Chunk("A rule.", "pml/s/m")])
     warm()
     assert names_in(run, store, tmp_path) == 8 + 1
 

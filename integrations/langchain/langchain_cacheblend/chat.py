@@ -23,12 +23,11 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema
 from cacheblend_rag.chat.render import answer_head, knows_tools, render_chat
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
+from cacheblend_rag.chunk import carried_prompt
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.pml import Schemas, prompt_in
 from langchain_cacheblend.calls import Call, info_of, usage_of, with_objects
 from langchain_cacheblend.holes import fixed_head
 from langchain_cacheblend.model import BlendModel
-from langchain_cacheblend.pml import refuse_beside
 from langchain_cacheblend.structured import AnswerForm, with_schema
 from langchain_cacheblend.template import passages, turns_of
 from langchain_cacheblend.tools import as_functions, call_chunks, calls_of
@@ -80,10 +79,9 @@ class ChatBlend(BlendModel, BaseChatModel):
             Documents in addition to the conversation.
         """
         messages = self._convert_input(input).to_messages()
-        prompt = prompt_in(messages)
+        prompt = carried_prompt(messages, tools=tools, documents=documents)
         if prompt is not None:
-            refuse_beside(tools=tools, documents=documents)
-            return Schemas(self.engine).prompt(prompt)
+            return prompt.blend(self.engine)
         shown = as_functions(tools) if tools else []
         parts = render_chat(
             self.engine.tokenizer, turns_of(messages), tools=shown, documents=passages(documents) if documents else ()

@@ -13,9 +13,9 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ValidationError
 
+from cacheblend_rag.chunk import is_part
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml import is_part
 
 __all__ = ["Inventory", "Siblings"]
 

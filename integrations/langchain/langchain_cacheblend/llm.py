@@ -16,14 +16,12 @@ from pydantic import PrivateAttr
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
-from cacheblend_rag.chunk import Segment
-from cacheblend_rag.pml import PMLText, Schemas
+from cacheblend_rag.chunk import Segment, carried_prompt
 from langchain_cacheblend.batch import options_of_all
 from langchain_cacheblend.calls import Call, info_of, usage_of
 from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import PromptText, TextPromptValue
 from langchain_cacheblend.model import BlendModel
-from langchain_cacheblend.pml import refuse_beside
 from langchain_cacheblend.template import render_text
 
 __all__ = ["BlendLLM"]
@@ -59,10 +57,10 @@ class BlendLLM(BlendModel, BaseLLM):
         documents : sequence of Document
             Documents that go before it.
         """
-        text = input if isinstance(input, PromptText | PMLText) else self._convert_input(input).to_string()
-        if isinstance(text, PMLText):
-            refuse_beside(documents=documents)
-            return Schemas(self.engine).prompt(text.prompt)
+        text = input if isinstance(input, str) else self._convert_input(input).to_string()
+        prompt = carried_prompt(text, documents=documents)
+        if prompt is not None:
+            return prompt.blend(self.engine)
         parts: list[Segment] = []
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]

@@ -12,10 +12,11 @@ from langchain_core.prompts.string import PromptTemplateFormat, get_template_var
 from langchain_core.utils.formatting import formatter
 from pydantic import ConfigDict
 
-from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.pml import PROMPT_KEY, PMLText, Prompt, Schema
+from cacheblend_pml import PMLText, Prompt, Schema
+from cacheblend_rag.chunk import PROMPT_KEY
+from cacheblend_rag.errors import ConfigError
 
-__all__ = ["PMLPromptTemplate", "PMLPromptValue", "refuse_beside"]
+__all__ = ["PMLPromptTemplate", "PMLPromptValue"]
 
 _FORMAT: PromptTemplateFormat = "f-string"
 
@@ -138,16 +139,6 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
     @property
     def _prompt_type(self) -> str:
         return "pml"
-
-
-def refuse_beside(**given: Any) -> None:
-    """Raise `PromptError` for what would have to be written into a schema's prompt."""
-    for name, value in given.items():
-        if value:
-            raise PromptError(
-                f"{name} cannot be combined with a schema's prompt, which itself says what the model reads; leave them out, or "
-                "put documents in the place of a module (PMLPromptTemplate, documents=)"
-            )
 
 
 def _texts(documents: Any) -> list[str]:

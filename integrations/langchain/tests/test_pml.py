@@ -15,9 +15,9 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import RunnablePassthrough
 
+from cacheblend_pml import Import, Schema, Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PMLError, PromptError
-from cacheblend_rag.pml import Import, Schema, Schemas
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, PMLPromptTemplate
 
 SCHEMA = Schema.from_text(
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused(store: BlendVectorStore) -> None:
     assert isinstance(message, HumanMessage)
     with pytest.raises(PromptError, match="whole conversation"):
         llm.invoke([SystemMessage("Be kind."), message])
-    with pytest.raises(PromptError, match="documents cannot be combined with"):
+    with pytest.raises(PromptError, match="documents beside it"):
         llm.invoke([message], documents=[Document("d")])
     with pytest.raises(PMLError, match="union"):
         PMLPromptTemplate.from_markup(SCHEMA, MARKUP, documents="plain")

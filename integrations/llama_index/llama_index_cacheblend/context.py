@@ -17,10 +17,8 @@ from llama_index.core.schema import NodeWithScore
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import PromptTooLongError, StoreError
-from cacheblend_rag.pml import Schemas
 from cacheblend_rag.report import CallReport
 from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.pml import PMLPromptTemplate
 from llama_index_cacheblend.report import AnswerReport
 from llama_index_cacheblend.sources import annotate, warn_of_other_texts
 
@@ -73,7 +71,7 @@ def make_context_prompt(
     PromptTooLongError
         If there is room for none of the chunks, or not even for what stands around them.
     """
-    if isinstance(template, PMLPromptTemplate):
+    if hasattr(template, "pml_prompt"):  # a PMLPromptTemplate, of a package that may not be there
         return _of_schema(llm, template, chunks, values, variable, limit, refines)
     # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
@@ -100,7 +98,7 @@ def make_context_prompt(
 
 def _of_schema(
     llm: BlendLLM,
-    template: PMLPromptTemplate,
+    template: Any,
     chunks: Sequence[Chunk],
     values: dict[str, Any],
     variable: str,
@@ -111,7 +109,7 @@ def _of_schema(
 
     def filled(some: Sequence[Chunk]) -> tuple[Any, BlendPrompt, int]:
         prompt = template.pml_prompt(**values, **{variable: [chunk.text for chunk in some]})
-        blend = Schemas(llm.engine).prompt(prompt)
+        blend = prompt.blend(llm.engine)
         assert blend.positions is not None and isinstance(blend.segments[-1], tuple)
         return prompt, blend, blend.positions[-1] + len(blend.segments[-1])
 
@@ -130,8 +128,7 @@ def _of_schema(
         )
     text = prompt.plain_text()
     messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
-    context = BLANK_LINE.join(chunk.text for chunk in kept)
-    return ContextPrompt(text, messages, context, blend, left_over, dropped)
+    return ContextPrompt(text, messages, BLANK_LINE.join(chunk.text for chunk in kept), blend, left_over, dropped)
 
 
 def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:

@@ -30,12 +30,11 @@ from llama_index.core.settings import Settings
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.calibration import ModelCall
-from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt
+from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, carried_prompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
 from cacheblend_rag.engine import BlendEngine, BlendStream, Engine, EngineConversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
-from cacheblend_rag.pml import Schemas, prompt_in
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
 from llama_index_cacheblend.report import watching
@@ -286,9 +285,9 @@ class BlendLLM(JSONAnswers):
     def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the engine's arguments for a call, and its stop strings."""
         others = self.generation_kwargs | kwargs
-        prompt, of_schema = others.pop("blend_prompt", None), prompt_in(given)
-        if prompt is None and of_schema is not None:
-            prompt = Schemas(self._engine).prompt(of_schema)
+        prompt, carried = others.pop("blend_prompt", None), carried_prompt(given)
+        if prompt is None and carried is not None:
+            prompt = carried.blend(self._engine)
         elif prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
         stops = _stop_list(others.pop("stop", self.stop))

@@ -12,8 +12,9 @@ from llama_index.core.prompts.prompt_type import PromptType
 from llama_index.core.prompts.utils import format_string, get_template_vars
 from llama_index.core.schema import BaseNode, NodeWithScore
 
+from cacheblend_pml import PMLText, Prompt, Schema
+from cacheblend_rag.chunk import PROMPT_KEY
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml import PROMPT_KEY, PMLText, Prompt, Schema
 from llama_index_cacheblend.nodes import llm_text
 
 __all__ = ["CONTEXT", "PMLPromptTemplate"]

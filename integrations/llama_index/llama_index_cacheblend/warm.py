@@ -13,9 +13,9 @@ from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from cacheblend_rag.chunk import is_part
 from cacheblend_rag.engine import AddJob, AddResult, Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml import is_part
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.llm import BlendLLM, find_engine
 from llama_index_cacheblend.nodes import Boundary, EncodedNodes, NodeEncoder, Progress, TextOf

@@ -13,9 +13,9 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import llama_index_cacheblend
+from cacheblend_pml import Import, Schema, Schemas
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ConfigError, PMLError, PromptError, PromptTooLongError
-from cacheblend_rag.pml import Import, Schema, Schemas
 from llama_index_cacheblend import BlendLLM, BlendVectorStore, PMLPromptTemplate, warm_index
 from llama_index_cacheblend.context import make_context_prompt
 from llama_index_cacheblend.nodes import node_chunks

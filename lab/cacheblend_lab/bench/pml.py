@@ -14,9 +14,9 @@ from transformers import DynamicCache
 from cacheblend_lab.bench.runner import RoundsBench, say_range
 from cacheblend_lab.bench.settings import NO_LIMIT, PMLSetting
 from cacheblend_lab.bench.shapes import RandomWords, make_model
+from cacheblend_pml import Import, Module, Param, Prompt, Schema, Schemas, Text
 from cacheblend_rag.cli.output import say_seconds
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.pml import Import, Module, Param, Prompt, Schema, Schemas, Text
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 

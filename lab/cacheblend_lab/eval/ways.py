@@ -14,13 +14,13 @@ from cacheblend_lab.eval.journal import Answer
 from cacheblend_lab.eval.methods import WHOLE_WAYS, EvalMethod
 from cacheblend_lab.eval.prefix import PrefixAnswer, PrefixCache
 from cacheblend_lab.settings import engine_settings, settings_of
+from cacheblend_pml import Import, Module, Node, Param, Prompt, Schema, Schemas, Text
 from cacheblend_rag.calibration.loss import right_losses
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import num_decoder_layers
-from cacheblend_rag.pml import Import, Module, Node, Param, Prompt, Schema, Schemas, Text
 from cacheblend_rag.selection import make_selector
 
 __all__ = ["Way", "budget_for_charge", "make_way"]

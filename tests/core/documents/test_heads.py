@@ -19,7 +19,6 @@ from cacheblend_lab import families
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
-from cacheblend_rag.pml import Schema, Schemas
 from cacheblend_rag.store import check_store
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
@@ -181,8 +180,6 @@ def test_a_prompt_with_positions_of_its_own_takes_none(make: MakeEngine) -> None
     prompt = BlendPrompt(segments=[FixedText(HEAD), QUESTION], positions=[0, 40])
     for _ in range(2):
         assert engine.prefill(prompt).report.head_tokens == 0
-    schema = Schema.from_text(f"<schema name='s'><module name='m'>{HEAD}</module></schema>")
-    Schemas(engine).load(schema)
     assert engine.heads() == []
 
 

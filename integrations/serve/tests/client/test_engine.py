@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
 
+from cacheblend_pml import Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
 from cacheblend_rag.chat.answer import Deadline, Ending, EndWhenSet
 from cacheblend_rag.chat.catalog import catalog_of
@@ -26,7 +27,6 @@ from cacheblend_rag.errors import (
     PromptTooLongError,
     UnknownChunkError,
 )
-from cacheblend_rag.pml import Schemas
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
 from integrations.serve.tests.conftest import engine_of, serving

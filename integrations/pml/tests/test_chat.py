@@ -11,10 +11,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer
 
 from cacheblend_lab import reference
+from cacheblend_pml import Import, Schema, SchemaLayout, Tokens, Turn, lay_out
+from cacheblend_pml.chat import Message
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, Turn, lay_out
-from cacheblend_rag.pml.chat import Message
-from tests.pml.naive import tokenize
+from integrations.pml.tests.naive import tokenize
 
 CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"

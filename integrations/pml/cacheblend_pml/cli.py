@@ -20,8 +20,8 @@ from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_same
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.pml import Prompt, Schema
-    from cacheblend_rag.pml.show import LayoutRow
+    from cacheblend_pml import Prompt, Schema
+    from cacheblend_pml.show import LayoutRow
 
 __all__ = ["pml_app"]
 
@@ -70,7 +70,7 @@ def check(
         *(f"{path.name}: a prompt with {_count(len(prompt.imports), 'import')}" for path, prompt in read),
     ]
     if model is not None:
-        from cacheblend_rag.pml import SchemaLayout, Tokens, lay_out
+        from cacheblend_pml import SchemaLayout, Tokens, lay_out
 
         with open_engine(model) as engine:
             layout = SchemaLayout(schema, Tokens.of(engine.tokenizer))
@@ -96,8 +96,8 @@ def show(
     json_file: JsonOption = None,
 ) -> None:
     """Print where the modules of a schema stand, their tokens and the bytes of their KV; and the same of prompts."""
-    from cacheblend_rag.pml import SchemaLayout, Tokens, lay_out
-    from cacheblend_rag.pml.show import draw_layout, layout_rows, segment_rows
+    from cacheblend_pml import SchemaLayout, Tokens, lay_out
+    from cacheblend_pml.show import draw_layout, layout_rows, segment_rows
 
     schema, read = _read(file, prompts, root)
     with open_engine(model) as engine:
@@ -153,8 +153,8 @@ def run(
     json_file: JsonOption = None,
 ) -> None:
     """Load a schema and answer a prompt of it; what has not changed since the last run is taken from the store."""
-    from cacheblend_rag.pml import Schema, Schemas
-    from cacheblend_rag.pml.read import schema_beside
+    from cacheblend_pml import Schema, Schemas
+    from cacheblend_pml.read import schema_beside
 
     of = Schema.from_file(schema_beside(file) if schema is None else schema, root=root)
     prompt = of.read_prompt(file)
@@ -193,7 +193,7 @@ def run(
 
 
 def _read(file: Path, prompts: list[Path] | None, root: Path | None) -> tuple[Schema, list[tuple[Path, Prompt]]]:
-    from cacheblend_rag.pml import Schema
+    from cacheblend_pml import Schema
 
     schema = Schema.from_file(file, root=root)
     return schema, [(path, schema.read_prompt(path)) for path in prompts or []]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from cacheblend_rag.pml.layout import LaidOutPrompt, SchemaLayout, Span
+from cacheblend_pml.layout import LaidOutPrompt, SchemaLayout, Span
 
 __all__ = ["LayoutRow", "draw_layout", "layout_rows", "segment_rows"]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli.app import app
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "pml"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "pml"
 
 
 def run(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cacheblend_pml import Import, LaidOutPrompt, Schema, SchemaLayout, Tokens, lay_out
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml import Import, LaidOutPrompt, Schema, SchemaLayout, Tokens, lay_out
-from tests.pml.naive import (
+from integrations.pml.tests.naive import (
     BOS,
     FILLER,
     TooLong,

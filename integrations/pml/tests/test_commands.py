@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Command, read_rows
+from tests.cli.conftest import Command, read_rows
+from tests.cli.conftest import model_folder as model_folder
+from tests.cli.conftest import run as run
 
 SCHEMA = """<schema name="trip">
   <module name="plan">Away for <param name="days" len="9"/>.</module>

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from cacheblend_rag.pml.nodes import Place, Role
+from cacheblend_pml.nodes import Place, Role
 
 __all__ = ["ChatFrame", "Message", "Tokens"]
 

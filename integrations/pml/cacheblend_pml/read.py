@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 from xml.parsers import expat
 
-from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml.nodes import (
+from cacheblend_pml.nodes import (
     MAX_DEPTH,
     MAX_PARAM_LENGTH,
     ROLES,
@@ -34,6 +33,7 @@ from cacheblend_rag.pml.nodes import (
     Turn,
     Union,
 )
+from cacheblend_rag.errors import PMLError
 
 __all__ = ["SchemaReader", "parse_prompt", "read_text", "schema_beside"]
 

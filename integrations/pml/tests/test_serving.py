@@ -11,11 +11,11 @@ import torch
 
 from cacheblend_lab.families import tiny_config, tiny_model
 from cacheblend_lab.settings import engine_settings
+from cacheblend_pml import Import, Module, Param, Prompt, Scaffold, Schema, Schemas, Text, Union
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.pml import Import, Module, Param, Prompt, Scaffold, Schema, Schemas, Text, Union
+from tests.core.gapped import own_logits
 from tests.families import tiny_tokenizer, words
-from tests.pml.dense import own_logits
 
 TOLERANCE = 1e-4
 # Behind the BOS alone, which every prompt begins with.

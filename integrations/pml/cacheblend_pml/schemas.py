@@ -9,16 +9,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from cacheblend_pml.chat import Tokens
+from cacheblend_pml.layout import Part, SchemaLayout, Span, lay_out
+from cacheblend_pml.schema import Prompt, Schema
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, Segment
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.pml.chat import Tokens
-from cacheblend_rag.pml.layout import Part, SchemaLayout, Span, lay_out
-from cacheblend_rag.pml.schema import Prompt, Schema
 
 if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine, Engine
 
-__all__ = ["LoadedSchema", "Schemas", "is_part"]
+__all__ = ["LoadedSchema", "Schemas"]
 
 _PREFIX = "pml/"
 _MOST_LAYOUTS = 64
@@ -221,11 +221,6 @@ class Schemas:
         prefix = _id(schema, "")
         names = [id.removeprefix(prefix) for id in self._engine.ids() if id.startswith(prefix)]
         return self._engine.delete(_id(schema, name) for name in names if name not in kept)
-
-
-def is_part(id: str) -> bool:
-    """Whether a chunk's id is that of a part of a schema."""
-    return id.startswith(_PREFIX)
 
 
 def _id(schema: str, part: str) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, count, groupby
 
-from cacheblend_rag.pml.chat import ChatFrame, Tokens
-from cacheblend_rag.pml.nodes import Import, Module, Node, Param, Role, Scaffold, Text, Turn, Union, walk
-from cacheblend_rag.pml.schema import Prompt, Schema
+from cacheblend_pml.chat import ChatFrame, Tokens
+from cacheblend_pml.nodes import Import, Module, Node, Param, Role, Scaffold, Text, Turn, Union, walk
+from cacheblend_pml.schema import Prompt, Schema
 
 __all__ = ["LaidOutPrompt", "Part", "Span", "SchemaLayout", "lay_out"]
 

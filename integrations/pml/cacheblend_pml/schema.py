@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.errors import PMLError, PromptError
-from cacheblend_rag.pml.nodes import (
+from cacheblend_pml.nodes import (
     MAX_DEPTH,
     MAX_PARAM_LENGTH,
     ROLES,
@@ -29,13 +28,15 @@ from cacheblend_rag.pml.nodes import (
     prompt_nodes,
     walk,
 )
-from cacheblend_rag.pml.read import SchemaReader, parse_prompt, read_text
-from cacheblend_rag.pml.template import Template, read_template
+from cacheblend_pml.read import SchemaReader, parse_prompt, read_text
+from cacheblend_pml.template import Template, read_template
+from cacheblend_rag.errors import PMLError
 
-__all__ = ["PROMPT_KEY", "PMLText", "Prompt", "Schema", "prompt_in"]
+if TYPE_CHECKING:
+    from cacheblend_rag.chunk import BlendPrompt
+    from cacheblend_rag.engine import Engine
 
-PROMPT_KEY = "cacheblend_pml"
-"""Under what a message's ``additional_kwargs`` have the prompt whose plain text it holds."""
+__all__ = ["PMLText", "Prompt", "Schema"]
 
 _PARAM_NAME = re.compile(r"[^\W\d][\w.-]*")
 _MAX_NAME_LENGTH = 200
@@ -276,6 +277,12 @@ class Prompt:
         imports = [number for number, node in enumerate(self.children, 1) if isinstance(node, Import)]
         return imports[-1] if imports else 0
 
+    def blend(self, engine: Engine) -> BlendPrompt:
+        """Return the prompt as an engine takes it, as `Schemas.prompt` does."""
+        from cacheblend_pml import Schemas
+
+        return Schemas(engine).prompt(self)
+
     def texts(self) -> Iterator[str]:
         """Yield what the prompt brings along: arguments and new text, in reading order."""
         return _texts_of(self.children)
@@ -409,36 +416,14 @@ class PMLText(str):
     Frameworks hand models that are no chat models a string. This one is the prompt's words for whatever shows or caches it.
     """
 
-    prompt: Prompt
+    cacheblend_prompt: Prompt
 
     @classmethod
     def of(cls, prompt: Prompt) -> PMLText:
         """Return the text of a prompt."""
         text = cls(prompt.plain_text())
-        text.prompt = prompt
+        text.cacheblend_prompt = prompt
         return text
-
-
-def prompt_in(given: str | Sequence[Any]) -> Prompt | None:
-    """Return the prompt of a schema that a text or messages of either framework carry, if they do.
-
-    Raises
-    ------
-    PromptError
-        If there are other messages beside it.
-    """
-    if isinstance(given, str):
-        return given.prompt if isinstance(given, PMLText) else None
-    messages: Sequence[Any] = given
-    found = [each.additional_kwargs[PROMPT_KEY] for each in messages if PROMPT_KEY in each.additional_kwargs]
-    if not found:
-        return None
-    if len(messages) > 1 or not isinstance(found[0], Prompt):
-        raise PromptError(
-            "a schema's prompt is a whole conversation; put other messages, and a system prompt that the model was given, into "
-            "the schema or the prompt, as <system>, <user> and <assistant>"
-        )
-    return found[0]
 
 
 def _texts_of(nodes: Sequence[PromptNode | str]) -> Iterator[str]:

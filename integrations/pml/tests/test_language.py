@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_pml import Import, Module, Param, Schema, SchemaLayout, Text, Tokens, Turn, Union, lay_out
 from cacheblend_rag.errors import CacheBlendError, PMLError
-from cacheblend_rag.pml import Import, Module, Param, Schema, SchemaLayout, Text, Tokens, Turn, Union, lay_out
-from tests.pml.naive import tokenize
+from integrations.pml.tests.naive import tokenize
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "pml"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "pml"
 
 
 def texts(markup: str) -> list[tuple[str | None, str]]:

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias, get_type_hints
 
 from jinja2 import Environment, TemplateSyntaxError, nodes
 
+from cacheblend_pml.nodes import Import, MaxTokens, Module, Node, Param, Place, Role, RoleName, Text, Union
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml.nodes import Import, MaxTokens, Module, Node, Param, Place, Role, RoleName, Text, Union
 
 __all__ = ["Template", "read_template"]
 

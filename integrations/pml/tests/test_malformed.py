@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cacheblend_pml import Import, Schema, SchemaLayout, Tokens, lay_out
+from cacheblend_pml.chat import Message
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, lay_out
-from cacheblend_rag.pml.chat import Message
-from tests.pml.naive import tokenize
+from integrations.pml.tests.naive import tokenize
 
 SEEDS = [
     """<schema name="travel">

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheblend_lab.families import tiny_config, tiny_model
 from cacheblend_lab.settings import engine_settings
+from cacheblend_pml import Schema, Schemas
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml import Schema, Schemas
-from tests.pml.dense import own_logits
-from tests.pml.naive import items_markup, requests, schema_markup, schemas
+from integrations.pml.tests.naive import items_markup, requests, schema_markup, schemas
+from tests.core.gapped import own_logits
 
 TOLERANCE = 1e-4
 

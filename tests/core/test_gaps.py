@@ -13,8 +13,8 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import ChunkPart
 from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError
+from tests.core.gapped import own_logits
 from tests.families import tiny_tokenizer
-from tests.pml.dense import own_logits
 
 TOLERANCE = 1e-4
 BOS = 1

@@ -14,10 +14,10 @@ from llama_index.core.prompts import ChatPromptTemplate as LlamaIndexChat
 from llama_index.core.prompts import PromptTemplate as LlamaIndexTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
+from cacheblend_pml import MaxTokens, Prompt, Schema, SchemaLayout, Tokens, lay_out
+from cacheblend_pml.chat import Message
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml import MaxTokens, Prompt, Schema, SchemaLayout, Tokens, lay_out
-from cacheblend_rag.pml.chat import Message
-from tests.pml.naive import tokenize
+from integrations.pml.tests.naive import tokenize
 
 
 def chat(messages: list[Message]) -> str:
