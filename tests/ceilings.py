@@ -35,7 +35,7 @@ LINES = {
     "integrations/llama_index/llama_index_cacheblend": (3783, 18),
     "integrations/pml/cacheblend_pml": (3058, 10),
     "integrations/ray/cacheblend_ray": (2257, 12),
-    "integrations/serve/cacheblend_serve": (3705, 25),
+    "integrations/serve/cacheblend_serve": (3643, 21),
     "integrations/vllm/vllm_cacheblend": (1736, 14),
     "lab/cacheblend_lab": (18175, 109),
     "tests": (47686, 285),

@@ -30,7 +30,7 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.splitter import named_passages
-from cacheblend_serve.asking import calls_for
+from cacheblend_serve.completions import calls_for
 from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import CompletionRequest
 from integrations.serve.tests.process import LEAST, ServerProcess

@@ -18,8 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from cacheblend_rag.errors import AnswerTimeoutError, BackendError
 from cacheblend_ray.nearness import ANSWERING, Call, names_in
-from cacheblend_serve.errors import explained
-from cacheblend_serve.limits import Overload
+from cacheblend_serve.errors import Overload, explained
 from cacheblend_serve.settings import ServeConfig
 
 __all__ = ["Front"]

@@ -20,8 +20,8 @@ from cacheblend_rag.errors import BackendError, ConfigError
 from cacheblend_ray.nearness import Call, HeldNames, name_number
 from cacheblend_ray.settings import AppArgs, AppSettings
 from cacheblend_serve.app import make_app
-from cacheblend_serve.asker import in_thread
 from cacheblend_serve.backend import Asked, Backend, Wanted, backend_module
+from cacheblend_serve.server import in_thread
 
 __all__ = ["Replica", "Watched", "own_folder"]
 

@@ -1,30 +1,32 @@
-"""The application: what each address does, and what is said when something goes wrong."""
+"""The application, and what a request has to be before it is read: for a name of this machine, from a known key, in bounds."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import math
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-from fastapi import FastAPI, Request, Response
+import anyio
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_serve.answers import ANSWERS
-from cacheblend_serve.asker import FromAsker, Server, in_thread
+from cacheblend_serve import chunks, completions, engine_calls
 from cacheblend_serve.backend import Backend
-from cacheblend_serve.engine_calls import ENGINE_CALLS
-from cacheblend_serve.errors import Denied, explained
-from cacheblend_serve.guarded import Guarded
-from cacheblend_serve.limits import Overload
+from cacheblend_serve.errors import Denied, Overload, explained
 from cacheblend_serve.pages import PAGE_HEADERS
+from cacheblend_serve.server import FromAsker, Server, in_thread
 from cacheblend_serve.settings import ServeConfig
-from cacheblend_serve.stock import STOCK
 
-__all__ = ["make_app"]
+__all__ = ["Guarded", "make_app"]
+
+router = APIRouter()
 
 
 def make_app(backend: Backend, config: ServeConfig | None = None) -> FastAPI:
@@ -54,8 +56,8 @@ def make_app(backend: Backend, config: ServeConfig | None = None) -> FastAPI:
 
     app = FastAPI(title="cacheblend-rag", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    for path, method, answer in (*_SELF, *ANSWERS, *STOCK, *ENGINE_CALLS):
-        app.add_api_route(path, answer, methods=[method], response_model=None)
+    for part in (router, completions.router, chunks.router, engine_calls.router):
+        app.include_router(part)
     for kind in (Denied, Overload, CacheBlendError, RecursionError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _explained)
     app.add_middleware(Guarded, server=server)
@@ -69,10 +71,12 @@ async def _explained(_: Request, error: Exception) -> Response:
 # Whether it lives
 
 
+@router.get("/healthz", response_model=None)
 async def _healthz() -> dict[str, str]:
     return {"status": "alive"}
 
 
+@router.get("/readyz", response_model=None)
 async def _readyz(request: Request) -> Response:
     server = request.app.state.server
     is_ready = await in_thread(server.backend.is_ready)
@@ -80,6 +84,7 @@ async def _readyz(request: Request) -> Response:
     return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
 
+@router.get("/metrics", response_model=None)
 async def _metrics(asker: FromAsker) -> Response:
     if asker.owner.is_admin:
         registry = CollectorRegistry()
@@ -92,10 +97,12 @@ async def _metrics(asker: FromAsker) -> Response:
 # Pages of answers
 
 
+@router.get("/ui", response_model=None)
 async def _list_pages(asker: FromAsker) -> Response:
     return HTMLResponse(asker.server.pages.index(asker.owner), headers=PAGE_HEADERS)
 
 
+@router.get("/ui/{name}", response_model=None)
 async def _show_page(name: str, asker: FromAsker) -> Response:
     page = asker.server.pages.page(asker.owner, name)
     if page is None:
@@ -103,10 +110,88 @@ async def _show_page(name: str, asker: FromAsker) -> Response:
     return HTMLResponse(page, headers=PAGE_HEADERS)
 
 
-_SELF: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-    ("/healthz", "GET", _healthz),
-    ("/readyz", "GET", _readyz),
-    ("/metrics", "GET", _metrics),
-    ("/ui", "GET", _list_pages),
-    ("/ui/{name}", "GET", _show_page),
-)
+# What is asked without a key.
+_OPEN = ("/healthz", "/readyz", "/openapi.json")
+
+
+class Guarded:
+    """Middleware that refuses requests before they are read, and reads only so many bytes for so long.
+
+    Parameters
+    ----------
+    app : ASGIApp
+        The application; it finds who asks in the request's state, as ``owner``.
+    server : Server
+        Knows who may ask, and the limits.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._check(scope)
+        except Exception as error:
+            await explained(error)(scope, receive, send)
+            return
+        begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, self._bounded(receive), noting)
+        except asyncio.CancelledError:
+            # The server stops, and has waited as long as it does.
+            if not begun:
+                text = "the server stops, and this was not finished; what was to be stored may have been; ask, or send it again"
+                await explained(HTTPException(503, text, {"Connection": "close"}))(scope, receive, send)
+            raise
+
+    async def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        self._server.check_host(headers.get("host", ""))
+        length = headers.get("content-length", "0").encode()
+        if not length.isdigit() or int(length) > self._server.config.body_bytes:
+            raise self._too_large()
+        path = scope["path"]
+        if path not in _OPEN:
+            owner = await in_thread(self._server.owner, headers.get("authorization"), path.startswith("/ui"))
+            scope.setdefault("state", {})["owner"] = owner
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Return `receive`, within the limits, whatever the headers say."""
+        config = self._server.config
+        left, until = config.body_bytes, anyio.current_time() + config.body_s
+
+        async def bounded() -> Message:
+            nonlocal left, until
+            with anyio.CancelScope(deadline=until) as patience:
+                message = await receive()
+            if patience.cancelled_caught:
+                text = (
+                    f"the request did not arrive within {config.body_s:g} s; send less at once, or over a faster line"
+                )
+                raise HTTPException(408, text, {"Connection": "close"})
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                # All that comes now is that the client leaves, which may take as long as it likes.
+                until = math.inf
+            return message
+
+        return bounded
+
+    def _too_large(self) -> HTTPException:
+        text = (
+            f"the request is larger than the {self._server.config.body_bytes} bytes that are taken; send less at once"
+        )
+        return HTTPException(413, text, {"Connection": "close"})

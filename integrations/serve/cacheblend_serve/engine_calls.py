@@ -14,28 +14,31 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import Response
+from fastapi import APIRouter, Response
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.grammar import check_grammar
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError
-from cacheblend_serve.asker import Asker, FromAsker, in_thread
-from cacheblend_serve.asking import check_length
 from cacheblend_serve.backend import Asked
+from cacheblend_serve.chunks import store
 from cacheblend_serve.client.wire import AnswerCall, ChunksCall, IdsCall, PromptItem
+from cacheblend_serve.completions import check_length
 from cacheblend_serve.errors import explained
-from cacheblend_serve.live import EventStream
+from cacheblend_serve.responses import EventStream
+from cacheblend_serve.server import Asker, FromAsker, in_thread
 from cacheblend_serve.settings import ServeConfig
-from cacheblend_serve.storing import store
 
-__all__ = ["ENGINE_CALLS"]
+__all__ = ["router"]
+
+router = APIRouter()
 
 # Settings that the frameworks' objects look at; the others are the server's business.
 _TOLD = {"context", "separator", "tenant"}
 
 
+@router.get("/v1/engine", response_model=None)
 async def _facts(asker: FromAsker) -> dict[str, Any]:
     library, backend = await asker.library(), asker.server.backend
     return {
@@ -48,11 +51,13 @@ async def _facts(asker: FromAsker) -> dict[str, Any]:
     }
 
 
+@router.get("/v1/engine/tokenizer", response_model=None)
 async def _tokenizer(asker: FromAsker) -> Response:
     packed = await asker.of_library(lambda library: _packed(library.tokenizer))
     return Response(packed, media_type="application/zip")
 
 
+@router.post("/v1/engine/add", response_model=None)
 async def _add(request: ChunksCall, asker: FromAsker) -> Response:
     numbers = {id(chunk): number for number, chunk in enumerate(request.chunks)}
 
@@ -79,6 +84,7 @@ async def _add(request: ChunksCall, asker: FromAsker) -> Response:
     return await store(asker, add, is_streamed=True)
 
 
+@router.post("/v1/engine/flush", response_model=None)
 async def _flush(asker: FromAsker) -> Response:
     library = await asker.library()
 
@@ -90,40 +96,49 @@ async def _flush(asker: FromAsker) -> Response:
     return EventStream(events(), asker.server.config.reader_s, explained, tells_life=True)
 
 
+@router.post("/v1/engine/estimate", response_model=None)
 async def _estimate(request: ChunksCall, asker: FromAsker) -> dict[str, Any]:
     with asker.server.gate.pass_through():
         return asdict(await asker.of_library(lambda library: library.estimate(request.chunks)))
 
 
+@router.post("/v1/engine/delete", response_model=None)
 async def _delete(request: IdsCall, asker: FromAsker) -> int:
     sources = request.sources or ()
     return await asker.of_library(lambda library: library.delete(request.ids, owner=request.owner, sources=sources))
 
 
+@router.post("/v1/engine/owned", response_model=None)
 async def _owned(request: IdsCall, asker: FromAsker) -> list[str]:
     return await asker.of_library(lambda library: library.owned(request.owner, request.sources))
 
 
+@router.get("/v1/engine/document", response_model=None)
 async def _document(name: str, asker: FromAsker) -> list[str]:
     return await asker.of_library(lambda library: library.document(name))
 
 
+@router.post("/v1/engine/places", response_model=None)
 async def _places(request: IdsCall, asker: FromAsker) -> list[str | None]:
     return await asker.of_library(lambda library: library.places(request.ids))
 
 
+@router.get("/v1/engine/ids", response_model=None)
 async def _ids(asker: FromAsker) -> Response:
     return await _written(asker, lambda library: library.ids())
 
 
+@router.post("/v1/engine/records", response_model=None)
 async def _records(request: IdsCall, asker: FromAsker) -> Response:
     return await _written(asker, lambda library: [each and asdict(each) for each in library.records(request.ids)])
 
 
+@router.get("/v1/engine/changes", response_model=None)
 async def _changes(asker: FromAsker, since: int | None = None) -> Response:
     return await _written(asker, lambda library: asdict(library.changes(since)))
 
 
+@router.post("/v1/engine/layout", response_model=None)
 async def _layout(request: PromptItem, asker: FromAsker) -> Response:
     return await _written(asker, lambda library: asdict(library.prompt_layout(request.prompt())))
 
@@ -134,6 +149,7 @@ async def _written(asker: Asker, find: Callable[[ChunkLibrary], Any]) -> Respons
     return Response(written, media_type="application/json")
 
 
+@router.post("/v1/engine/answer", response_model=None)
 async def _answer(request: AnswerCall, asker: FromAsker) -> Response:
     server = asker.server
     with ExitStack() as entered:
@@ -185,22 +201,3 @@ def _packed(tokenizer: Any) -> bytes:
             if path.is_file():
                 archive.write(path, path.relative_to(folder))
     return packed.getvalue()
-
-
-ENGINE_CALLS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-    ("/v1/engine", "GET", _facts),
-    ("/v1/engine/tokenizer", "GET", _tokenizer),
-    ("/v1/engine/ids", "GET", _ids),
-    ("/v1/engine/changes", "GET", _changes),
-    ("/v1/engine/document", "GET", _document),
-    ("/v1/engine/add", "POST", _add),
-    ("/v1/engine/flush", "POST", _flush),
-    ("/v1/engine/estimate", "POST", _estimate),
-    ("/v1/engine/delete", "POST", _delete),
-    ("/v1/engine/owned", "POST", _owned),
-    ("/v1/engine/places", "POST", _places),
-    ("/v1/engine/records", "POST", _records),
-    ("/v1/engine/layout", "POST", _layout),
-    ("/v1/engine/answer", "POST", _answer),
-)
-"""Addresses, their methods, and what answers there."""

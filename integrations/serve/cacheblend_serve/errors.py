@@ -20,9 +20,8 @@ from cacheblend_rag.errors import (
     StoreError,
     UnknownChunkError,
 )
-from cacheblend_serve.limits import Overload
 
-__all__ = ["Denied", "error_body", "explained"]
+__all__ = ["Denied", "Overload", "error_body", "explained"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +44,23 @@ class Denied(Exception):
     def __init__(self, message: str, schemes: str = "Bearer") -> None:
         super().__init__(message)
         self.schemes = schemes
+
+
+class Overload(Exception):
+    """A request that is not let in now.
+
+    Attributes
+    ----------
+    retry_after_s : float
+        When it may come again.
+    is_rate : bool
+        Whether its sender asks too often, rather than everybody together too much.
+    """
+
+    def __init__(self, message: str, retry_after_s: float, *, is_rate: bool) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.is_rate = is_rate
 
 
 def error_body(message: str, kind: str = _SENDERS, code: str | None = None) -> dict[str, Any]:

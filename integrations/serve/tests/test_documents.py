@@ -17,8 +17,8 @@ import pytest
 from cacheblend_rag import BlendEngine, BlendPrompt
 from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.errors import StoreError
-from cacheblend_serve.asker import Server
 from cacheblend_serve.inprocess import EngineBackend
+from cacheblend_serve.server import Server
 from cacheblend_serve.settings import ServeConfig
 from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, process_of
 
@@ -148,7 +148,7 @@ def test_what_takes_long_gives_signs_of_life(
     engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = serve(engine)
-    monkeypatch.setattr("cacheblend_serve.live._LIFE_S", 0.01)
+    monkeypatch.setattr("cacheblend_serve.responses._LIFE_S", 0.01)
     with scheduler_lock(engine.model):
         body = {"chunks": [{"id": "mara", "text": CHUNKS["mara"]}], "stream": True}
         with client.stream("POST", "/v1/chunks", json=body) as reply:

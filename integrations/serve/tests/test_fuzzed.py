@@ -17,7 +17,7 @@ from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
 from integrations.serve.tests.conftest import engine_of
 
-ADDRESSES = 31
+ADDRESSES = 30
 HERE = {"Host": "localhost"}
 SAMPLED, ALL = 210, 10_000
 

@@ -28,14 +28,13 @@ from typer.testing import CliRunner
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_serve.asker import Server
+from cacheblend_serve.app import Guarded
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.cli import _server
-from cacheblend_serve.errors import explained
-from cacheblend_serve.guarded import Guarded
+from cacheblend_serve.errors import Overload, explained
 from cacheblend_serve.inprocess import EngineBackend
-from cacheblend_serve.limits import Gate, Overload, Rates
-from cacheblend_serve.live import EventStream, Whole
+from cacheblend_serve.responses import EventStream, Whole
+from cacheblend_serve.server import Gate, Rates, Server
 from cacheblend_serve.settings import ServeConfig
 from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, process_of
 

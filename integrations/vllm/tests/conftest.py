@@ -28,7 +28,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.prefix import StoredPrefix
-from cacheblend_serve.asking import calls_for
+from cacheblend_serve.completions import calls_for
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import ChatRequest

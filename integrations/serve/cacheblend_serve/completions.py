@@ -1,23 +1,152 @@
-"""From a request to what a backend is asked: the prompt with its chunks, and how it is answered."""
+"""OpenAI's chats and completions: from a request to what a backend is asked, and its answers, whole or piece by piece."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any
 
+from fastapi import APIRouter, Response
+from starlette.exceptions import HTTPException
+
+from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
 from cacheblend_rag.chat.render import Passage, answer_head, around_question, render_chat
-from cacheblend_rag.chat.tools import call_grammar, chosen_tools
+from cacheblend_rag.chat.tools import ToolGate, call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, PromptTooLongError, UnknownChunkError
-from cacheblend_serve.backend import Asked
+from cacheblend_serve.backend import Asked, Backend
+from cacheblend_serve.errors import explained
+from cacheblend_serve.responses import EventStream, Whole
+from cacheblend_serve.server import Asker, FromAsker, in_thread
 from cacheblend_serve.settings import ServeConfig
-from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem
+from cacheblend_serve.spans import RequestSpans
+from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies
 
-__all__ = ["calls_for", "check_length"]
+__all__ = ["router", "calls_for", "check_length"]
+
+router = APIRouter()
+
+Speak = Callable[[Asked], AsyncGenerator[str | Answer, None]]
+Keep = Callable[[list[Answer]], Awaitable[None]]
+
+
+@router.get("/v1/models", response_model=None)
+async def _models(asker: FromAsker) -> dict[str, Any]:
+    library = await asker.library()
+    model = {"id": asker.server.backend.model_name, "object": "model", "created": 0, "owned_by": "cacheblend-rag"}
+    return {"object": "list", "data": [model | {"max_model_len": library.window}]}
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def _chat(request: ChatRequest, asker: FromAsker) -> Response:
+    return await _answer(request, asker)
+
+
+@router.post("/v1/completions", response_model=None)
+async def _complete(request: CompletionRequest, asker: FromAsker) -> Response:
+    return await _answer(request, asker)
+
+
+async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Response:
+    server = asker.server
+    served = server.backend.model_name
+    if request.model is not None and request.model != served:
+        raise HTTPException(404, f"the model {request.model!r:.60} is not served here, but {served!r} is")
+    if request.keep:
+        server.pages.check()
+        if not server.backend.makes_pages:
+            raise PromptError(
+                "this server's model does not answer in its own process, and has no pages; leave keep out"
+            )
+    # Those of a stream are answered one after the other.
+    prompts = len(request.prompts) if isinstance(request, CompletionRequest) and not request.stream else 1
+    with ExitStack() as entered:
+        entered.enter_context(server.gate.pass_through(prompts))
+        library = await asker.library()
+        calls = await in_thread(calls_for, library, request, server.config)
+        replies = Replies(served, request)
+        speak = partial(_spoken, server.backend, library, asker.spans)
+        keep = partial(_keep, asker, request, replies)
+        leave, reader_s = entered.pop_all().close, server.config.reader_s
+        if request.stream:
+            return EventStream(_pieces(calls, replies, speak, keep), reader_s, explained, leave)
+        return Whole(partial(_whole, calls, replies, speak, keep), reader_s, explained, leave)
+
+
+async def _whole(calls: Sequence[Asked], replies: Replies, speak: Speak, keep: Keep) -> dict[str, Any]:
+    tasks = [asyncio.create_task(_last(speak(call))) for call in calls]
+    try:
+        answers = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    await keep(answers)
+    return replies.whole(answers, calls[0].reply(answers[0]))
+
+
+async def _last(spoken: AsyncGenerator[str | Answer, None]) -> Answer:
+    async with aclosing(spoken):
+        async for piece in spoken:
+            if isinstance(piece, Answer):
+                return piece
+    raise AssertionError("an answer has an end")
+
+
+async def _pieces(
+    calls: Sequence[Asked], replies: Replies, speak: Speak, keep: Keep
+) -> AsyncGenerator[dict[str, Any], None]:
+    answers: list[Answer] = []
+    has_begun = False
+    for number, call in enumerate(calls):
+        gate = ToolGate() if call.tools else None
+        async with aclosing(speak(call)) as spoken:
+            async for piece in spoken:
+                # Not before there is something to say: until then, what goes wrong has a status of its own.
+                for event in () if has_begun else replies.begin():
+                    yield event
+                has_begun = True
+                if isinstance(piece, Answer):
+                    reply = call.reply(piece)
+                    rest = "" if gate is None or reply is None else reply.text[gate.shown :]
+                    if rest:
+                        yield replies.piece(rest, number)
+                    for event in replies.end(piece, reply, number):
+                        yield event
+                    answers.append(piece)
+                    continue
+                shown = piece if gate is None else gate.pass_on(piece)
+                if shown:
+                    yield replies.piece(shown, number)
+    await keep(answers)
+    for event in replies.last(answers):
+        yield event
+
+
+async def _spoken(
+    backend: Backend, library: ChunkLibrary, spans: RequestSpans, asked: Asked
+) -> AsyncGenerator[str | Answer, None]:
+    """Yield an answer piece by piece, and at its end the whole of it."""
+    async with aclosing(backend.answer(library, asked)) as spoken:
+        async for piece in spoken:
+            if isinstance(piece, Answer):
+                spans.record(piece)
+            yield piece
+
+
+async def _keep(
+    asker: Asker, request: ChatRequest | CompletionRequest, replies: Replies, answers: list[Answer]
+) -> None:
+    """Keep the pages of all answers to a request, in the order of its prompts, if it asks for them."""
+    if request.keep:
+        keep = asker.server.pages.keep
+        replies.pages = [await in_thread(keep, asker.owner, answer.report) for answer in answers]
+
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _Part = str | Chunk | ChunkRef
@@ -34,7 +163,7 @@ def calls_for(library: ChunkLibrary, request: ChatRequest | CompletionRequest, c
         If a prompt cannot be made, or is too long.
     """
     if isinstance(request, ChatRequest):
-        calls = [_chat(library, request, config)]
+        calls = [_chat_call(library, request, config)]
     else:
         prompts = [_completion(library, prompt, request.documents) for prompt in request.prompts]
         calls = [_asked(prompt, request, config) for prompt in prompts]
@@ -51,7 +180,7 @@ def check_length(library: ChunkLibrary, prompt: BlendPrompt, config: ServeConfig
         )
 
 
-def _chat(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> Asked:
+def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> Asked:
     tools, must_call = chosen_tools(request.tools, request.tool_choice) if request.tools else ([], False)
     turns = [_turn(message, number) for number, message in enumerate(request.messages)]
     grammar: str | None = None

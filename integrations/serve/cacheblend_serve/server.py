@@ -1,12 +1,16 @@
-"""Who asks, and what they share: the backend, the keys, the limits."""
+"""Who asks, and what they share: the backend, the keys, the limits of requests a minute and of answers at the same time."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import logging
+import math
+import threading
+import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -16,16 +20,15 @@ from starlette.exceptions import HTTPException
 
 from cacheblend_attachments import Guard
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner
 from cacheblend_serve.backend import Backend
-from cacheblend_serve.errors import Denied
-from cacheblend_serve.limits import Gate, Overload, Rates
+from cacheblend_serve.errors import Denied, Overload
 from cacheblend_serve.pages import KeptPages
 from cacheblend_serve.settings import LOOPBACK, ServeConfig
 from cacheblend_serve.spans import RequestSpans
 
-__all__ = ["Asker", "FromAsker", "Server", "in_thread"]
+__all__ = ["Asker", "FromAsker", "Gate", "Rates", "Server", "in_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -162,3 +165,102 @@ async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
     """Return what `work` returns; who else is served goes on being served meanwhile."""
     # Tokenizers, disks and models are waited for outside of the loop that serves all clients.
     return await anyio.to_thread.run_sync(partial(work, *arguments))
+
+
+class Rates:
+    """Lets each sender make so many requests a minute, in a bucket that fills steadily and holds a minute's.
+
+    Parameters
+    ----------
+    clock : callable
+        Seconds, from any moment on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, sender: str, per_minute: int | None) -> None:
+        """Count a request; `Overload` if it is one too many. None sets no limit."""
+        if per_minute is None:
+            return
+        with self._lock:
+            now = self._clock()
+            left, seen = self._left.get(sender, (float(per_minute), now))
+            left = min(left + (now - seen) * per_minute / 60, float(per_minute))
+            if left < 1:
+                self._left[sender] = (left, now)
+                raise Overload(
+                    f"this key has had its {per_minute} requests of a minute; ask again later, or ask for a larger share",
+                    (1 - left) * 60 / per_minute,
+                    is_rate=True,
+                )
+            self._left[sender] = (left - 1, now)
+
+
+class Gate:
+    """Lets so many requests in at the same time, and none once it is closed.
+
+    Parameters
+    ----------
+    most : int
+        How many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed_at = math.inf
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are let in, if there is room."""
+        return self._closed_at == math.inf
+
+    @contextmanager
+    def pass_through(self, places: int = 1) -> Iterator[None]:
+        """Be inside for the time of a ``with`` block, in the places of so many requests.
+
+        Raises
+        ------
+        PromptError
+            If there are never so many.
+        Overload
+            If they are not free, or the gate is closed.
+        """
+        if places > self._most:
+            raise PromptError(
+                f"the request has {places} prompts, and this server answers {self._most} at the same time; send fewer at once"
+            )
+        with self._changed:
+            if not self.is_open:
+                raise Overload(
+                    "this server is about to stop; ask another one, or the same in a moment", 5, is_rate=False
+                )
+            if self._inside + places > self._most:
+                raise Overload(
+                    f"{self._inside} requests are being answered, of {self._most} at the same time; ask again in a moment",
+                    1,
+                    is_rate=False,
+                )
+            self._inside += places
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= places
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        # Without the lock, which whoever is interrupted by a signal may have.
+        self._closed_at = min(self._closed_at, time.monotonic())
+
+    def drain(self, most_s: float) -> bool:
+        """Close, and wait for those inside up to so many seconds after that; return whether all have gone."""
+        self.close()
+        with self._changed:
+            left = self._closed_at + most_s - time.monotonic()
+            return self._changed.wait_for(lambda: not self._inside, max(left, 0))

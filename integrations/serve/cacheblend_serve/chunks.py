@@ -1,27 +1,36 @@
-"""What a tenant has stored: chunks and documents, added, listed, deleted."""
+"""What a tenant has stored: chunks and documents, added, listed, deleted.
+
+Work that stores goes on to its end, whoever waits for it, and tells how far it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Query, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.documents.splitter import named_passages, split_text
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, UnknownChunkError
-from cacheblend_serve.asker import FromAsker
-from cacheblend_serve.storing import store
+from cacheblend_serve.errors import explained
+from cacheblend_serve.responses import EventStream, Whole
+from cacheblend_serve.server import Asker, FromAsker, in_thread
 from cacheblend_serve.wire import AddRequest, DocumentRequest, IdsRequest
 
-__all__ = ["STOCK"]
+__all__ = ["router", "store"]
+
+router = APIRouter()
 
 _PAGE = 1000
 
 
+@router.get("/v1/chunks", response_model=None)
 async def _list_chunks(
     asker: FromAsker, after: str = "", limit: Annotated[int, Query(ge=1, le=_PAGE)] = _PAGE
 ) -> dict[str, Any]:
@@ -34,15 +43,18 @@ async def _list_chunks(
     return await asker.of_library(found)
 
 
+@router.post("/v1/chunks", response_model=None)
 async def _add_chunks(request: AddRequest, asker: FromAsker) -> Response:
     chunks = [Chunk(**each.model_dump()) for each in request.chunks]
     return await store(asker, partial(_add, request, lambda library: chunks, False), is_streamed=request.stream)
 
 
+@router.post("/v1/chunks/delete", response_model=None)
 async def _delete_chunks(request: IdsRequest, asker: FromAsker) -> dict[str, int]:
     return {"deleted": await asker.of_library(lambda library: library.delete(request.ids))}
 
 
+@router.get("/v1/documents", response_model=None)
 async def _list_documents(
     asker: FromAsker, after: str = "", limit: Annotated[int, Query(ge=1, le=_PAGE)] = _PAGE
 ) -> dict[str, Any]:
@@ -53,6 +65,7 @@ async def _list_documents(
     return await asker.of_library(found)
 
 
+@router.get("/v1/documents/{name:path}", response_model=None)
 async def _show_document(name: str, asker: FromAsker) -> dict[str, Any]:
     ids = await asker.of_library(lambda library: library.document(name))
     if not ids:
@@ -60,11 +73,13 @@ async def _show_document(name: str, asker: FromAsker) -> dict[str, Any]:
     return {"id": name, "object": "document", "chunks": ids}
 
 
+@router.put("/v1/documents/{name:path}", response_model=None)
 async def _put_document(name: str, request: DocumentRequest, asker: FromAsker) -> Response:
     add = partial(_add, request, partial(_chunks_of, name, request), True)
     return await store(asker, add, is_streamed=request.stream, document=name)
 
 
+@router.delete("/v1/documents/{name:path}", response_model=None)
 async def _delete_document(name: str, asker: FromAsker) -> dict[str, int]:
     async with asker.server.writer(asker.owner.tenant, name):
         deleted = await asker.of_library(lambda library: library.delete_document(name))
@@ -73,6 +88,7 @@ async def _delete_document(name: str, asker: FromAsker) -> dict[str, int]:
     return {"deleted": deleted}
 
 
+@router.post("/v1/prefetch", response_model=None)
 async def _prefetch(request: IdsRequest, asker: FromAsker) -> Response:
     await asker.of_library(lambda library: library.prefetch(request.ids))
     return JSONResponse({"status": "begun"}, 202)
@@ -109,14 +125,54 @@ def _chunks_of(name: str, request: DocumentRequest, library: ChunkLibrary) -> li
     return [passage.chunk for passage in named_passages(name, pieces)]
 
 
-STOCK: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-    ("/v1/chunks", "GET", _list_chunks),
-    ("/v1/chunks", "POST", _add_chunks),
-    ("/v1/chunks/delete", "POST", _delete_chunks),
-    ("/v1/documents", "GET", _list_documents),
-    ("/v1/documents/{name:path}", "GET", _show_document),
-    ("/v1/documents/{name:path}", "PUT", _put_document),
-    ("/v1/documents/{name:path}", "DELETE", _delete_document),
-    ("/v1/prefetch", "POST", _prefetch),
-)
-"""Addresses, their methods, and what answers there."""
+Tell = Callable[[int, int], None]
+Add = Callable[[ChunkLibrary, Tell], dict[str, Any]]
+"""Stores chunks in a library, telling how many are done of how many, and returns what the client is told at the end."""
+
+
+async def store(asker: Asker, add: Add, *, is_streamed: bool, document: str | None = None) -> Response:
+    """Encode and store chunks, to the end even if the client leaves; what is told is stored, whatever becomes of this process.
+
+    Parameters
+    ----------
+    asker : Asker
+        Whose chunks they are.
+    add : callable
+        See `Add`; called in a thread.
+    is_streamed : bool
+        Whether the client is told how far it is.
+    document : str, optional
+        The document that is written, by one at a time.
+    """
+    server = asker.server
+    loop = asyncio.get_running_loop()
+    steps: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
+
+    def tell(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(steps.put_nowait, (done, total))
+
+    async def work(library: ChunkLibrary, place: ExitStack) -> dict[str, Any]:
+        with place:
+            try:
+                if document is None:
+                    return await in_thread(add, library, tell)
+                async with server.writer(asker.owner.tenant, document):
+                    return await in_thread(add, library, tell)
+            finally:
+                steps.put_nowait(None)
+
+    with ExitStack() as entered:
+        entered.enter_context(server.gate.pass_through())
+        library = await asker.library()
+        task = server.begin(work(library, entered.pop_all()))
+    if is_streamed:
+        return EventStream(_progress(steps, task), server.config.reader_s, explained, tells_life=True)
+    return Whole(partial(asyncio.shield, task), server.config.reader_s, explained)
+
+
+async def _progress(
+    steps: asyncio.Queue[tuple[int, int] | None], task: asyncio.Task[dict[str, Any]]
+) -> AsyncGenerator[dict[str, Any], None]:
+    while (step := await steps.get()) is not None:
+        yield {"done": step[0], "total": step[1]}
+    yield await asyncio.shield(task)
