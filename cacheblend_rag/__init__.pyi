@@ -1,5 +1,4 @@
 from . import errors
-from .calibration.calibrate import calibrate
 from .chunk import BlendPrompt, Chunk, ChunkRef, FixedText
 from .config import BlendConfig, EngineConfig
 from .engine import BlendEngine, BlendStream, GenerationResult
@@ -25,7 +24,6 @@ __all__ = [
     "Selection",
     "Selector",
     "Tuning",
-    "calibrate",
     "errors",
     "open_remote",
     "open_store",

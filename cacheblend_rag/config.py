@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -25,6 +24,8 @@ _Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "in
 _PREFIX = "CACHEBLEND_"
 SERVER_KEY_VARIABLE = "CACHEBLEND_SERVER_KEY"
 """The environment variable that has the key of the servers that are asked."""
+_ATTACHED = {"quality_ratio": "AutoRatio(quality_ratio)"}
+"""What is attached to an engine instead of a setting of this name."""
 # Of a message, however long the values that it speaks of.
 _PROBLEMS_SHOWN = 5
 _NAME_SHOWN = 60
@@ -128,6 +129,10 @@ class SettingsBase(BaseSettings):
                 # The address of a remote tier may hold a password, and so may all settings together.
                 shown = "" if name in ("settings", "remote", "names") else f"={_shown.repr(item.get('input'))}"
                 problems.append(f"{name}{shown}: {message}")
+            elif name in _ATTACHED:
+                problems.append(
+                    f"{name} is attached, not set: engine.attach({_ATTACHED[name]}), from cacheblend_attachments"
+                )
             elif (other := cls.kinds.get(name)) is not None:
                 problems.append(f"{name} is {other.lifetime}; give it in {other.__name__}({name}=...)")
             else:
@@ -303,14 +308,10 @@ class BlendConfig(SettingsBase):
     ----------
     enabled : bool
         False prefills every prompt in full.
-    recompute_ratio : float or "auto"
+    recompute_ratio : float
         Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill of the chunks). Chunks that remember their
         documents need none: a recomputed token forgets its document and sees the prompt instead. For chunks that were encoded
-        alone CacheBlend (section 7) finds 0.15 enough. "auto" lets the controller choose for each prompt, from what it measured
-        of this machine: the largest ratio that adds no delay, never under `quality_ratio`, or full prefill where that is no
-        slower; 0 where chunks remember.
-    quality_ratio : float
-        The smallest ratio that "auto" chooses where no chunk remembers its document, r* in CacheBlend (section 5).
+        alone CacheBlend (section 7) finds 0.15 enough.
     selector : str or Selector
         Which tokens to recompute: "hkvd", "query", "a3", "boundary", "random", "none", "full", or any that was registered, with
         options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
@@ -332,8 +333,7 @@ class BlendConfig(SettingsBase):
     lifetime = "a per-call setting"
 
     enabled: bool = True
-    recompute_ratio: float | Literal["auto"] = 0.0
-    quality_ratio: float = 0.15
+    recompute_ratio: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     selector: Any = "hkvd"
     kv_capacity: int | float | None = None
     source_attention: bool = False
@@ -345,21 +345,9 @@ class BlendConfig(SettingsBase):
 
     @field_validator("recompute_ratio", mode="before")
     @classmethod
-    def _ratio_or_auto(cls, ratio: Any) -> Any:
-        # Read here, since a union would report each of its members for one mistake.
+    def _ratio_is_a_number(cls, ratio: Any) -> Any:
         if ratio == "auto":
-            return ratio
-        try:
-            number = float(ratio)
-        except (TypeError, ValueError):
-            raise ValueError('must be a number from 0 (plain reuse) to 1 (full prefill), or "auto"') from None
-        return cls._ratio_in_range(number)
-
-    @field_validator("quality_ratio")
-    @classmethod
-    def _ratio_in_range(cls, ratio: float) -> float:
-        if not math.isfinite(ratio) or not 0 <= ratio <= 1:
-            raise ValueError("must be a finite number from 0 (plain reuse) to 1 (full prefill)")
+            raise ValueError("must be a number; engine.attach(AutoRatio()), from cacheblend_attachments, chooses one")
         return ratio
 
     @field_validator("selector")

@@ -73,7 +73,7 @@ class BlendReport:
     recomputed_tokens : int
         Chunk tokens that were recomputed by the prefill, in all layers after the selection or up to `BlendConfig.stop_layer`.
     recompute_ratio : float
-        The ratio that was asked for, or that "auto" chose; 1 where the whole prompt was computed.
+        The ratio that was asked for, or that an attachment chose; 1 where the whole prompt was computed.
     charged_ratio : float
         Work done on chunk tokens divided by (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
         a block's arithmetic. Selecting and repairing are part of it, encoding misses is not.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError
 
@@ -48,11 +46,6 @@ class Tuning:
     write_back_bytes : int
         Maximum bytes of KV of misses that wait in RAM to be written to disk in the background. A miss for which there is no room
         is not stored. With 0 an answer waits for its misses to be written.
-    profile_path : Path, optional
-        The file in which "auto" keeps what it measured; by default one in the folder of the store, or in the user's cache
-        directory where there is none.
-    profile_budget_s : float
-        About how long "auto" may measure when it is first used and finds no such file; 0 never measures.
     observation_window : int
         The last tokens of the prompt, after the last chunk, whose attention says which context tokens are kept (`kv_capacity`).
     pooling_kernel : int
@@ -76,8 +69,6 @@ class Tuning:
     pipeline: bool = True
     page_locked: bool | None = None
     write_back_bytes: int = 256 * 1024**2
-    profile_path: Path | None = None
-    profile_budget_s: float = 5.0
     observation_window: int = 32
     pooling_kernel: int = 7
     self_check: bool = True
@@ -91,12 +82,6 @@ class Tuning:
             raise ConfigError(
                 f"pooling_kernel={self.pooling_kernel} must be odd, for as many neighbours on one side as on the other"
             )
-        if not isinstance(self.profile_budget_s, int | float) or not 0 <= self.profile_budget_s < math.inf:
-            raise ConfigError(
-                f"profile_budget_s={self.profile_budget_s!r} must be a finite number of seconds, 0 or more"
-            )
-        if not isinstance(self.profile_path, Path | None):
-            raise ConfigError(f"profile_path={self.profile_path!r} must be a Path, or None")
 
     @property
     def threads(self) -> int:

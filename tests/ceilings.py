@@ -16,11 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LINES = {
     "cacheblend_rag": (32351, 152),
-    "cacheblend_rag/calibration": (597, 5),
-    "cacheblend_rag/chat": (1220, 8),
+    "cacheblend_rag/chat": (1230, 8),
     "cacheblend_rag/cli": (1869, 13),
     "cacheblend_rag/codec": (387, 3),
-    "cacheblend_rag/controller": (938, 3),
     "cacheblend_rag/documents": (780, 4),
     "cacheblend_rag/engine": (7765, 31),
     "cacheblend_rag/fuse": (933, 6),
@@ -30,7 +28,7 @@ LINES = {
     "cacheblend_rag/selection": (833, 6),
     "cacheblend_rag/store": (8539, 29),
     "examples": (743, 15),
-    "integrations/attachments/cacheblend_attachments": (410, 2),
+    "integrations/attachments/cacheblend_attachments": (2529, 14),
     "integrations/langchain/langchain_cacheblend": (3160, 20),
     "integrations/llama_index/llama_index_cacheblend": (3783, 18),
     "integrations/pml/cacheblend_pml": (3058, 10),

@@ -36,9 +36,9 @@ FLOORS: dict[int, tuple[str, ...]] = {
     ),
     1: ("kv", "rope", "reading", "selection", "layout", "codec"),
     2: ("store", "model"),
-    3: ("encode", "loader", "controller", "fuse", "snapkv"),
+    3: ("encode", "loader", "fuse", "snapkv"),
     4: ("engine",),
-    5: ("pml", "documents", "calibration", "chat", "cli", "__main__"),
+    5: ("pml", "documents", "chat", "cli", "__main__"),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 ENGINE_FLOOR = FLOOR_OF["engine"]
@@ -50,11 +50,11 @@ LAB = "cacheblend_lab"
 FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
-DOOR = ("engine", "calibration", "chat", *FLOORS[0])
+DOOR = ("engine", "chat", *FLOORS[0])
 # What else of it some need: attachments watch a forward, vLLM moves KV itself, servers cut documents, commands share options,
 # names that machines share are the store's.
 WORKSHOPS = {
-    "cacheblend_attachments": ("fuse", "model", "selection"),
+    "cacheblend_attachments": tuple("cli documents encode fuse kv layout loader model selection store".split()),
     "cacheblend_pml": ("cli",),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store", "reading"),
@@ -63,7 +63,10 @@ WORKSHOPS = {
 # Which distributions they build on.
 ON_TOP_OF = {
     "cacheblend_serve": {"cacheblend_attachments"},
-    **{name: {"cacheblend_serve", "cacheblend_pml"} for name in ("llama_index_cacheblend", "langchain_cacheblend")},
+    **{
+        name: {"cacheblend_attachments", "cacheblend_serve", "cacheblend_pml"}
+        for name in ("llama_index_cacheblend", "langchain_cacheblend")
+    },
     "cacheblend_ray": {"cacheblend_serve"},
     "vllm_cacheblend": {"cacheblend_serve"},
 }

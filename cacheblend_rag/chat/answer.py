@@ -10,12 +10,23 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from cacheblend_rag.engine import GenerationResult, StopStrings
+from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import Engine, GenerationResult, StopStrings
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import cut_at_stop
 
-__all__ = ["Answer", "Deadline", "EndWhenSet", "Ending"]
+__all__ = ["Answer", "Deadline", "EndWhenSet", "Ending", "ModelCall"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One call of a framework's model: its engine, its prompt, and the settings of the call over the engine's."""
+
+    engine: Engine
+    prompt: BlendPrompt
+    blend: BlendConfig | None
 
 
 class Deadline(StoppingCriteria):

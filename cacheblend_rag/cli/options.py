@@ -85,7 +85,7 @@ SelectorOption = Annotated[str | None, typer.Option("--selector", metavar="NAME"
 AnswerTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of the answer.")]
 CompareOption = Annotated[bool, typer.Option("--compare", help="Answer by full prefill too, and show both times.")]
 _STREAM = "Show the answer as it is written; by default on a terminal."
-_RATIO = 'Share of the passages\' tokens to recompute, 0 to 1, or "auto".'
-RatioOption = Annotated[str | None, typer.Option("--ratio", help=_RATIO)]
+_RATIO = "Share of the passages' tokens to recompute, 0 to 1."
+RatioOption = Annotated[float | None, typer.Option("--ratio", help=_RATIO)]
 TopKOption = Annotated[int, typer.Option("--top-k", min=1, help="How many passages to answer from.")]
 StreamOption = Annotated[bool | None, typer.Option("--stream/--no-stream", help=_STREAM)]

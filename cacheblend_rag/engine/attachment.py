@@ -14,6 +14,7 @@ from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.snapkv import Eviction
+from cacheblend_rag.store import KVReader
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["Attachment", "alone_reason", "attach"]
@@ -34,6 +35,14 @@ class Attachment:
 
     def order(self) -> Order | None:
         """Return settings for requests that bring none; None leaves the engine's. Of several attachments the last is followed."""
+        return None
+
+    def choose(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, str | None] | None:
+        """Return the ratio of a prompt whose call sets none, and why it is to be prefilled in full instead, if it is.
+
+        It is asked before the KV of the prompt's chunks is opened, when `readers` is None and only the latter counts, and again
+        with readers of what is stored. None leaves the settings' ratio; of several attachments the last is followed.
+        """
         return None
 
     def around(self, run: PromptRun, cache: BlendCache, headroom: int) -> AbstractContextManager[object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,6 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.controller import Profile
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.background import in_thread
@@ -155,7 +153,6 @@ class BlendEngine(ChunkLibrary):
                 self._answering,
                 self._supply,
                 config,
-                self.blend,
                 self.tuning,
             )
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
@@ -313,43 +310,6 @@ class BlendEngine(ChunkLibrary):
         if limit < 0:
             raise ConfigError(f"max_bytes={limit} is negative; give a number of bytes, 0 to keep nothing")
         return Conversation(self._kept, limit)
-
-    def profile(self, *, budget_s: float | None = None, progress: Callable[[str], None] | None = None) -> Profile:
-        """Measure how fast this model computes and loads here, and keep it for ``recompute_ratio="auto"``.
-
-        Random tokens are prefilled and blended, and random KV is put into each tier of the store and read. Prompts wait
-        meanwhile.
-
-        Parameters
-        ----------
-        budget_s : float, optional
-            About how many seconds it may take; 5 by default. More time allows longer prompts and more
-            repetitions.
-        progress : callable, optional
-            Called with what is currently being measured.
-
-        Returns
-        -------
-        Profile
-            What was measured; it is used from now on, and kept on disk.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If the model cannot be blended.
-        ConfigError
-            If `budget_s` is not above 0.
-        """
-        self._check_open()
-        if self.unsupported_reason is not None:
-            raise UnsupportedModelError(f"{self.unsupported_reason}; there is nothing to profile")
-        budget = self.tuning.profile_budget_s if budget_s is None else budget_s
-        if not 0 < budget < math.inf:
-            raise ConfigError(
-                f"a time limit of {budget} s leaves no time to measure; give a few seconds, for example 5"
-            )
-        with self._runner.lock:
-            return self._runner.controller().measure(budget, progress)
 
     def card(self) -> ModelCard:
         """Return what a server of the same weights must know to take KV from this engine's store.
@@ -687,9 +647,9 @@ class BlendEngine(ChunkLibrary):
         # Before all that takes time: what is reset from now on forgets this turn too.
         turn = None if conversation is None else Turn(conversation)
         self._weights.check()
-        order = None
+        order, sets_ratio = None, False
         if blend is not None and blend is not self.blend:
-            blend = self.check_blend(blend)
+            blend, sets_ratio = self.check_blend(blend), "recompute_ratio" in blend.model_fields_set
         else:
             order = next(filter(None, (each.order() for each in reversed(self._runner.attachments))), None)
             blend = self.blend if order is None else order.blend
@@ -706,6 +666,7 @@ class BlendEngine(ChunkLibrary):
             Patience() if patience is None else patience,
             turn,
             order,
+            sets_ratio,
             max_new_tokens=max_new_tokens,
             options=options or {},
         )

@@ -58,6 +58,8 @@ class Request:
         The turn of a conversation that it is.
     order : Order or None
         What an attachment had put in force when the call came, if that brought no settings.
+    sets_ratio : bool
+        Whether the call itself says at which ratio.
     rows : torch.Tensor or None
         The chunk rows to recompute, ascending, where no selector is to choose them.
     max_new_tokens : int or None
@@ -72,6 +74,7 @@ class Request:
     patience: Patience = field(default_factory=Patience)
     turn: Turn | None = None
     order: Order | None = None
+    sets_ratio: bool = False
     rows: torch.Tensor | None = None
     max_new_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)

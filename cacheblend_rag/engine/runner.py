@@ -12,8 +12,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.controller import Controller
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.attachment import Attachment, alone_reason, attach
 from cacheblend_rag.engine.conversation import Resumption
@@ -61,15 +60,13 @@ class Runner:
         store: AnsweringStore,
         supply: KVSupply,
         config: EngineConfig,
-        blend: BlendConfig,
         tuning: Tuning,
     ) -> None:
         self._model, self._decoder, self._unsupported = model, decoder, unsupported
         self._store = store
         self._supply = supply
-        self._config, self._blend, self._tuning = config, blend, tuning
+        self._config, self._tuning = config, tuning
         self._num_layers = num_decoder_layers(model)
-        self._controller: Controller | None = None
         self.lock = supply.lock
         self.attachments: list[Attachment] = []
 
@@ -130,7 +127,7 @@ class Runner:
         runs : sequence of PromptRun
             The prompts, before their prefill. Of those that are prefilled in full nothing is encoded.
         """
-        self._supply.encode_misses([run for run in runs if self._whole_plan(run) is None])
+        self._supply.encode_misses([run for run in runs if self._whole_plan(run)[1] is None])
 
     def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
         """Return what a model that cannot be blended is called with to put its tokens into their places.
@@ -148,32 +145,27 @@ class Runner:
             )
         return {"position_ids": torch.tensor([list(places)], device=self._model.device)}
 
-    def controller(self) -> Controller:
-        """Return the controller that chooses ratios, for a model that can be blended; call it under `lock`."""
-        assert self._decoder is not None
-        if self._controller is None:
-            self._controller = Controller(self._decoder, self._blend, self._tuning, self._store.store)
-        return self._controller
-
     def _prepare(self, run: PromptRun) -> dict[int, KVReader] | None:
         """Decide how a prompt is prefilled; return readers of what it takes over, by rows; None for nothing."""
         blend, given = run.request.blend, run.request.rows
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
         run.resumed = None
         run.figures["head_tokens"] = 0
-        ratio = blend.recompute_ratio if given is None else 0.0
-        run.plan = self._whole_plan(run)
+        ratio, run.plan = self._whole_plan(run)
         found: dict[str, KVReader | None] = {}
         if run.plan is None:
-            if ratio != "auto":
+            if ratio is not None:
                 self._resume(run, ratio)
             found = self._supply.open_all(run)
             missing = [key for key, reader in found.items() if reader is None]
             if missing and self._supply.limit_misses(run, missing):
                 return self._prepare(run)
-            if ratio == "auto":
+            if ratio is None:
                 opened = [found[chunk.key] for chunk in run.prompt.chunks]
-                ratio, run.plan = self._choice(run, [reader for reader in opened if reader is not None])
+                ratio, run.plan = self._choice(run, [each for each in opened if each is not None]) or (
+                    blend.recompute_ratio,
+                    None,
+                )
                 if run.plan is None:
                     self._resume(run, ratio)
         if run.plan is not None:
@@ -188,26 +180,30 @@ class Runner:
             given = given[torch.isin(given, context.context_rows)]
             run.plan = Plan(FixedSelection(given), "given", given.numel() / context.context_tokens)
         else:
-            assert ratio != "auto"
+            assert ratio is not None
             run.plan = make_plan(blend, run.layout, self._num_layers, ratio)
         return readers if run.resumed is None else {**readers, **run.resumed.readers}
 
-    def _whole_plan(self, run: PromptRun) -> Plan | None:
-        """Return the plan of a prompt that is prefilled in full, as far as that is known before its stored KV is opened."""
-        blend, layout = run.request.blend, run.prompt.layout
-        ratio = blend.recompute_ratio if run.request.rows is None else 0.0
-        plan = whole_plan(blend, layout, self._refusal(layout), ratio)
-        # If not even free loading makes blending pay, nothing need be opened.
-        return self._choice(run, None)[1] if plan is None and ratio == "auto" else plan
+    def _whole_plan(self, run: PromptRun) -> tuple[float | None, Plan | None]:
+        """Return the ratio of a prompt, and its plan if it is prefilled in full, as far as that is known before its KV is opened.
 
-    def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None]:
-        """Return the ratio that "auto" stands for, and the plan of a prompt that is prefilled in full at it."""
-        blend, layout = run.request.blend, run.prompt.layout
-        with self.lock.within(run.request.patience):
-            choice = self.controller().choose(blend, layout, readers)
-        if choice.fallback_reason is not None:
-            return choice.ratio, Plan(None, "full", fallback_reason=choice.fallback_reason)
-        return choice.ratio, None if readers is None else whole_plan(blend, layout, None, choice.ratio)
+        The ratio is None where an attachment is to choose it then.
+        """
+        blend, layout, given = run.request.blend, run.prompt.layout, run.request.rows
+        ratio = blend.recompute_ratio if given is None else 0.0
+        plan = whole_plan(blend, layout, self._refusal(layout), ratio)
+        choice = self._choice(run, None) if plan is None and given is None else None
+        return (ratio, plan) if choice is None else (None, choice[1])
+
+    def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None] | None:
+        """Return the ratio that an attachment chooses, and the plan if the prompt is prefilled in full; None where none does."""
+        if run.request.sets_ratio:
+            return None
+        for each in reversed((*self.attachments,)):
+            if (choice := each.choose(run, readers)) is not None:
+                ratio, reason = choice
+                return ratio, None if reason is None else Plan(None, "full", fallback_reason=reason)
+        return None
 
     def _forward(
         self,

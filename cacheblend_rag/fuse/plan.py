@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
@@ -81,12 +80,10 @@ def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None 
     return selector
 
 
-def whole_plan(
-    blend: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float | Literal["auto"]
-) -> Plan | None:
+def whole_plan(blend: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float) -> Plan | None:
     """Return the plan of a prompt that is prefilled in full, or None if it is to be blended.
 
-    `unsupported` is why the model cannot be blended, if it cannot; `ratio` is "auto" while it is not decided.
+    `unsupported` is why the model cannot be blended, if it cannot.
     """
     if not blend.enabled:
         return Plan(None, "full")

@@ -10,7 +10,7 @@
     revision          the revision of both, by which a mirror is known to be behind where the index is lost
     kv/ab/…           one file a chunk, in a folder named by the first two digits of its key
     tmp/              files not yet in their place, each locked by its writer
-    profiles/         how fast models are on this machine and this disk (`cacheblend_rag.controller`)
+    profiles/         how fast models are on this machine and this disk (`cacheblend_attachments.auto`)
     reserve           room on the disk, given up so that things can be deleted when it is full
 """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend_attachments import AutoRatio
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
@@ -134,11 +135,11 @@ def test_a_store_for_other_devices_serves_from_the_cpu(make: Make, monkeypatch: 
 
 
 def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
-    with make(device_bytes=10**8, profile_path=tmp_path / "profile.json") as engine:
-        assert [cost.tier for cost in engine.profile(budget_s=0.5).loads] == ["device", "ram", "disk"]
+    with make(device_bytes=10**8) as engine:
+        auto = engine.attach(AutoRatio(path=tmp_path / "profile.json"))
+        assert [cost.tier for cost in auto.profile(budget_s=0.5).loads] == ["device", "ram", "disk"]
         engine.add(CHUNKS)
-        auto = engine.blend.replace(recompute_ratio="auto")
-        assert {engine.prefill(PROMPTS[0], blend=auto).report.hits for _ in range(3)} == {4}
+        assert {engine.prefill(PROMPTS[0]).report.hits for _ in range(3)} == {4}
 
 
 def test_how_much_by_default(make: Make) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cacheblend_attachments.calibration import write_settings
 from cacheblend_rag import BlendConfig, EngineConfig
-from cacheblend_rag.calibration import write_settings
 from cacheblend_rag.errors import ConfigError
 from tests.limits import within
 
@@ -137,7 +137,7 @@ def test_what_settings_need_is_read(tmp_path: Path) -> None:
     numbers = list(range(3000))
     path.write_text(f"preamble: {numbers}\n")
     assert EngineConfig.from_yaml(path).preamble == tuple(numbers)
-    path.write_text("recompute_ratio: &r 0.2\nquality_ratio: *r\n")
-    assert BlendConfig.from_yaml(path).quality_ratio == 0.2
+    path.write_text("recompute_ratio: &r 1\nttl_s: *r\n")
+    assert EngineConfig.from_yaml(path).ttl_s == 1
     path.write_text("preamble: '" + "text " * 20_000 + "'\n")
     assert len(str(EngineConfig.from_yaml(path).preamble)) > 90_000

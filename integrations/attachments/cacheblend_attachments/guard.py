@@ -66,7 +66,7 @@ class GuardStatus:
         Average distance of the answers from full prefill's, 0 to 1; what `limit` of the guard is compared with.
     first_token_kl : float or None
         Average Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats.
-    recompute_ratio : float or "auto"
+    recompute_ratio : float
         The ratio in force; 1 where the guard has fallen back to full prefill.
     action : str or None
         What the guard has changed, and why.
@@ -81,7 +81,7 @@ class GuardStatus:
     window: int
     divergence: float | None
     first_token_kl: float | None
-    recompute_ratio: float | Literal["auto"]
+    recompute_ratio: float
     action: str | None
 
 
@@ -260,8 +260,8 @@ class Guard(Attachment, Collector):
         )
         for name, text in _GAUGES.items():
             value = getattr(status, name)
-            # There may be no average yet, and "auto" is no ratio.
-            if isinstance(value, int | float):
+            # There may be no average yet.
+            if value is not None:
                 yield GaugeMetricFamily(_METRIC + name, text, value)
         acted = float(status.action is not None)
         yield GaugeMetricFamily(f"{_METRIC}acted", "1 while the guard has changed the settings.", acted)
@@ -340,14 +340,12 @@ class Guard(Attachment, Collector):
 
     def _next(self, found: str) -> Order:
         blend = self._order.blend
-        # "auto" never goes below quality_ratio.
-        name = "quality_ratio" if blend.recompute_ratio == "auto" else "recompute_ratio"
-        ratio = getattr(blend, name)
-        higher = next((step for step in _LADDER if step > ratio), None)
+        higher = next((step for step in _LADDER if step > blend.recompute_ratio), None)
         if self._action == "full" or higher is None or make_selector(blend.selector).name == "none":
             return Order(blend.replace(enabled=False), f"full prefill: {found}")
-        own = getattr(self._engine.blend, name)
-        return Order(blend.replace(**{name: higher}), f"{name} raised from {own:g} to {higher:g}: {found}")
+        own = self._engine.blend.recompute_ratio
+        text = f"recompute_ratio raised from {own:g} to {higher:g}: {found}"
+        return Order(blend.replace(recompute_ratio=higher), text)
 
     def _adopt(self, order: Order) -> None:
         with self._changed:

@@ -308,7 +308,7 @@ def test_every_engine_draws_alike() -> None:
     assert 0 < counts[-1] < 12
 
 
-def test_it_raises_up_to_full_prefill_and_the_floor_of_auto() -> None:
+def test_it_raises_up_to_full_prefill() -> None:
     def orders(**changes: Any) -> list[str]:
         with tiny_engine(**changes) as engine:
             guard, found = engine.attach(Guard(action="raise")), []
@@ -318,8 +318,6 @@ def test_it_raises_up_to_full_prefill_and_the_floor_of_auto() -> None:
             return found
 
     assert orders(recompute_ratio=0.5) == ["recompute_ratio raised from 0.5 to 0.75: why", "full prefill: why"]
-    assert orders(recompute_ratio="auto", quality_ratio=0.75) == ["full prefill: why"]
-    assert orders(recompute_ratio="auto", quality_ratio=0.6)[0] == "quality_ratio raised from 0.6 to 0.75: why"
     assert orders(selector="none") == ["full prefill: why"]
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.runnables import Runnable
 
-from cacheblend_rag.calibration import Calibration, ModelCall, calibrate_asking
+from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
 from langchain_cacheblend.calls import calls_made
+
+if TYPE_CHECKING:
+    from cacheblend_attachments.calibration import Calibration
 
 __all__ = ["calibrate"]
 
@@ -18,8 +22,8 @@ def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: An
     """Find the smallest recompute ratio that keeps what full prefill knows, on the prompts that a chain makes.
 
     The chain is invoked once with each question. The prompt that answered it is then answered by full prefill and at each ratio,
-    under the settings that the chain's model has, as `cacheblend_rag.calibrate` says. Nothing is changed: give what was found to
-    the model, ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
+    under the settings that the chain's model has, as `cacheblend_attachments.calibrate` says. Nothing is changed: give
+    what was found to the model, ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
 
     Parameters
     ----------
@@ -28,8 +32,7 @@ def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: An
     questions : sequence
         What the chain is invoked with, ten at least.
     **options : Any
-        As for `cacheblend_rag.calibrate`: ``answers``, ``selector``, ``ratios``, ``target``,
-        ``max_new_tokens``, ``progress``.
+        As for `cacheblend_attachments.calibrate`: ``answers``, ``selector``, ``ratios``, ``target`` and so on.
 
     Returns
     -------
@@ -49,4 +52,6 @@ def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: An
             chain.invoke(question)
         return calls
 
+    with needs_extra("attachments", "calibrate"):
+        from cacheblend_attachments.calibration import calibrate_asking
     return calibrate_asking(ask, questions, **options)

@@ -13,8 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendPrompt
-from cacheblend_rag.calibration import ModelCall
-from cacheblend_rag.chat.answer import Answer, Ending
+from cacheblend_rag.chat.answer import Answer, Ending, ModelCall
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra

@@ -13,8 +13,7 @@ from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
-from cacheblend_rag.calibration import ModelCall
-from cacheblend_rag.chat.answer import Answer, Deadline, Ending
+from cacheblend_rag.chat.answer import Answer, Deadline, Ending, ModelCall
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
 from cacheblend_rag.chat.finder import HEAD_CHARS
 from cacheblend_rag.chunk import BLANK_LINE, Segment

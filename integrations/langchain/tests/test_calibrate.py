@@ -12,8 +12,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
+from cacheblend_attachments import calibrate as calibrate_prompts
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
-from cacheblend_rag import calibrate as calibrate_prompts
 from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, calibrate
 

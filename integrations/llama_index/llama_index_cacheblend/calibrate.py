@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 
-from cacheblend_rag.calibration import Calibration, ModelCall, calibrate_asking
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
 from llama_index_cacheblend.report import Calls
+
+if TYPE_CHECKING:
+    from cacheblend_attachments.calibration import Calibration
 
 __all__ = ["calibrate"]
 
@@ -17,9 +20,8 @@ __all__ = ["calibrate"]
 def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options: Any) -> Calibration:
     """Find the smallest recompute ratio that keeps what full prefill knows, on the prompts that a query engine makes.
 
-    Each question is asked once through the query engine. The prompt that answered it is then answered by full prefill and at each
-    ratio, under the settings that the query engine has, as `cacheblend_rag.calibrate` says. Nothing is changed: give what was
-    found to the model or the synthesizer, ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
+    Each question is asked once. The prompt that answered it is then answered by full prefill and at each ratio, under the query
+    engine's settings. Nothing is changed: give the model ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
 
     Parameters
     ----------
@@ -28,8 +30,7 @@ def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options
     questions : sequence of str
         Questions as users ask them, ten at least.
     **options : Any
-        As for `cacheblend_rag.calibrate`: ``answers``, ``selector``, ``ratios``, ``target``,
-        ``max_new_tokens``, ``progress``.
+        As for `cacheblend_attachments.calibrate`: ``answers``, ``selector``, ``ratios``, ``target`` and so on.
 
     Returns
     -------
@@ -42,15 +43,14 @@ def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options
         If it is not a query engine, blends nothing.
     """
     if not isinstance(query_engine, BaseQueryEngine):
-        raise ConfigError(
-            f"query_engine is a {type(query_engine).__name__}; give what index.as_query_engine(llm=llm, "
-            "response_mode='blend') returns"
-        )
+        raise ConfigError(f"query_engine is a {type(query_engine).__name__}; give what index.as_query_engine() returns")
 
-    def ask(question: str) -> list[ModelCall]:
+    def ask(question: str) -> Any:
         with Calls() as calls:
             # A stream is read, since it may ask the model only then.
             str(calls.complete(query_engine.query(question), is_ours=False))
         return calls.made
 
+    with needs_extra("attachments", "calibrate"):
+        from cacheblend_attachments.calibration import calibrate_asking
     return calibrate_asking(ask, questions, **options)

@@ -29,7 +29,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.settings import Settings
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
-from cacheblend_rag.calibration import ModelCall
+from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, carried_prompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
 from cacheblend_rag.engine import BlendEngine, BlendStream, Engine, EngineConversation, GenerationResult

@@ -12,7 +12,7 @@ from typing import Any
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 
-from cacheblend_rag.calibration import ModelCall
+from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.report import BlendReport, CallReport
 
 __all__ = ["REPORT_KEY", "AnswerReport", "Calls", "watching"]

@@ -10,8 +10,8 @@ from llama_index.core import VectorStoreIndex
 from llama_index.core.query_engine import CustomQueryEngine
 from llama_index.core.schema import NodeWithScore
 
+from cacheblend_attachments import calibrate as calibrate_prompts
 from cacheblend_rag import BlendConfig
-from cacheblend_rag import calibrate as calibrate_prompts
 from cacheblend_rag.errors import ConfigError
 from integrations.llama_index.tests.conftest import WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, calibrate, install

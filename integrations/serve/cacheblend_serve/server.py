@@ -18,7 +18,7 @@ import anyio.to_thread
 from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
-from cacheblend_attachments import Guard
+from cacheblend_attachments import AutoRatio, Guard
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner
@@ -51,13 +51,12 @@ class Server:
         self._keys = None if config.keys is None else KeyFile(config.keys)
         if self._keys is not None:
             self._keys.check()
-        if config.guard_share:
-            first = backend.library(None)
-            if not isinstance(first, BlendEngine):
-                raise ConfigError(
-                    f"guard_share={config.guard_share}: only answers of the backend 'engine' are compared"
-                )
-            first.attach(Guard(config.guard_share, action=config.guard_action))
+        wanted: list[Any] = [] if config.auto_ratio is None else [AutoRatio(config.auto_ratio)]
+        wanted += [Guard(config.guard_share, action=config.guard_action)] if config.guard_share else []
+        for each in wanted:
+            if not isinstance(first := backend.library(None), BlendEngine):
+                raise ConfigError("guard_share and auto_ratio are for the backend 'engine'; leave them out")
+            first.attach(each)
         # One writer of a document at a time.
         self._writers: weakref.WeakValueDictionary[tuple[str | None, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._begun: set[asyncio.Task[Any]] = set()

@@ -52,6 +52,8 @@ class ServeConfig(SettingsBase):
         else. By default none is kept.
     guard_share, guard_action : float, {"report", "raise", "full"}
         Share of the answers that an online guard (`Guard`) compares with full prefill, by default none, and what it does then.
+    auto_ratio : float, optional
+        The least ratio with which `AutoRatio` chooses those of requests that set none; by default the engine's own holds.
     """
 
     model_config = SettingsConfigDict(
@@ -74,6 +76,7 @@ class ServeConfig(SettingsBase):
     pages_s: float | None = Field(default=None, gt=0)
     guard_share: float = Field(default=0.0, ge=0, le=1)
     guard_action: Literal["report", "raise", "full"] = "report"
+    auto_ratio: float | None = Field(default=None, ge=0, le=1)
 
     @model_validator(mode="after")
     def _keys_if_others_can_ask(self) -> ServeConfig:

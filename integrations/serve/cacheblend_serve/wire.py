@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -100,7 +100,7 @@ class Decoding(BaseModel):
     stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     ignore_eos: bool = False
-    recompute_ratio: float | Literal["auto"] | None = Field(default=None)
+    recompute_ratio: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     report: bool = False
     keep: bool = False
 
@@ -117,8 +117,6 @@ class Decoding(BaseModel):
         for each in self.stop_strings:
             if not each:
                 raise ValueError("a stop string is empty; every text begins with it")
-        if isinstance(self.recompute_ratio, float) and not 0 <= self.recompute_ratio <= 1:
-            raise ValueError(f"recompute_ratio={self.recompute_ratio} must be from 0 to 1, or auto")
         return self
 
     @property

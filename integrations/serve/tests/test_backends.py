@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
+from cacheblend_attachments import AutoRatio, Guard
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.config import BlendConfig, EngineConfig
@@ -68,8 +69,9 @@ def test_there_are_threads_for_more_than_the_requests_that_are_answered(engine: 
         assert client.portal.call(anyio.to_thread.current_default_thread_limiter).total_tokens > 100
 
 
-def test_an_online_guard_is_attached_where_settings_say_so(engine: BlendEngine) -> None:
-    make_app(EngineBackend(engine), ServeConfig(guard_share=1.0))
+def test_what_is_attached_where_settings_say_so(engine: BlendEngine) -> None:
+    make_app(EngineBackend(engine), ServeConfig(guard_share=1.0, auto_ratio=0.2))
+    assert [type(each) for each in engine._runner.attachments] == [AutoRatio, Guard]
     assert engine.metrics.registry.get_sample_value("cacheblend_guard_pending") == 0
 
 

@@ -82,7 +82,7 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
         (SHORT | {"documents": [{}]}, 400, "a document has neither id nor text"),
         (SHORT | {"documents": ["nobody"]}, 404, "nobody"),
         (SHORT | {"model": "other"}, 404, "the model 'other' is not served here"),
-        (SHORT | {"recompute_ratio": 2.0}, 400, "recompute_ratio=2.0 must be from 0 to 1"),
+        (SHORT | {"recompute_ratio": 2.0}, 400, "recompute_ratio: Input should be less than or equal to 1"),
         (SHORT | {"response_format": {"type": "poem"}}, 400, "is not known"),
         (SHORT | {"tools": [{"type": "code_interpreter"}]}, 400, "is not a function with a name"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "tokens"),

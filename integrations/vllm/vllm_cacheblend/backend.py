@@ -26,7 +26,7 @@ from vllm_cacheblend.library import VLLMLibrary
 __all__ = ["VLLMBackend"]
 
 # Settings of blending that ask for what vLLM does anyway.
-_AS_IT_IS: dict[str, tuple[Any, ...]] = {"enabled": (True,), "recompute_ratio": (0, "auto")}
+_AS_IT_IS: dict[str, tuple[Any, ...]] = {"enabled": (True,), "recompute_ratio": (0,)}
 
 
 class VLLMBackend(Backend):

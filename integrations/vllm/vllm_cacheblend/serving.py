@@ -50,7 +50,7 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
     BackendError
         If vLLM does not start, or is not there.
     """
-    if wanted.blend.recompute_ratio not in (0, "auto"):
+    if wanted.blend.recompute_ratio != 0:
         raise ConfigError(
             f"recompute_ratio={wanted.blend.recompute_ratio} is not possible with vLLM, which goes on behind stored KV and "
             "recomputes nothing in it; leave it at 0, or use --backend engine"

@@ -1,4 +1,4 @@
-"""Whether ``recompute_ratio="auto"`` finds the measured optimum: a grid of tiers and prompts, every setting in alternation."""
+"""Whether `AutoRatio` finds the measured optimum: a grid of tiers and prompts, every setting in alternation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from cacheblend_attachments import AutoRatio
+from cacheblend_attachments.auto import Profile
 from cacheblend_lab.bench.runner import Bench, Say, in_rounds, say_nothing, wait_for_device
 from cacheblend_lab.bench.settings import NO_LIMIT, AutoSetting, device_rate
 from cacheblend_lab.bench.shapes import RandomWords, make_model
 from cacheblend_lab.bench.tiers import SlowStore, drop_cached, stored_files, temporary_folder
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.cli.output import say_seconds
-from cacheblend_rag.controller import Profile
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, open_store
@@ -90,7 +90,7 @@ class AutoBench(Bench[AutoSetting, AutoRow]):
         super().__init__(setting)
         self.runs: list[AutoRun] = []
         self.profiles: dict[str, Profile] = {}
-        self._settings = setting.engine_settings(recompute_ratio="auto", quality_ratio=setting.quality_ratio)
+        self._settings = setting.engine_settings()
         self._model, self._tokenizer = make_model(setting)
 
     def measure(self, say: Say = say_nothing) -> list[AutoRow]:
@@ -100,7 +100,8 @@ class AutoBench(Bench[AutoSetting, AutoRow]):
                 place = Path(folder) / str(number)
                 with self._engine(tier, place) as engine:
                     say(f"measuring {tier}: profile")
-                    self.profiles[tier] = engine.profile(budget_s=self.setting.profile_s)
+                    auto = engine.attach(AutoRatio(self.setting.quality_ratio, path=place.with_suffix(".profile")))
+                    self.profiles[tier] = auto.profile(budget_s=self.setting.profile_s)
                     for chunks, tokens in self.setting.prompts:
                         say(f"measuring {tier}: {chunks} chunks of {tokens} tokens")
                         rows.append(self._cell(engine, tier, place, chunks, tokens))
@@ -108,14 +109,13 @@ class AutoBench(Bench[AutoSetting, AutoRow]):
 
     @contextmanager
     def _engine(self, tier: str, place: Path) -> Iterator[BlendEngine]:
-        settings = engine_settings(self._settings, profile_path=place.with_suffix(".profile"))
         rate = device_rate(tier)
         store: KVStore
         if rate is not None:
             store = SlowStore(tier, rate, NO_LIMIT)
         else:
             store = open_store(place if tier == "disk" else None, ram_bytes=0 if tier == "disk" else NO_LIMIT)
-        with closing(store), BlendEngine(self._model, self._tokenizer, store=store, **settings) as engine:
+        with closing(store), BlendEngine(self._model, self._tokenizer, store=store, **self._settings) as engine:
             yield engine
 
     def _cell(self, engine: BlendEngine, tier: str, place: Path, chunks: int, tokens: int) -> AutoRow:

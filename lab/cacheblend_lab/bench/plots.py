@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 
+from cacheblend_attachments.auto import Profile, Work, choose, layer_compute_s, layer_load_s
 from cacheblend_lab.bench.auto import AutoRun
 from cacheblend_lab.figures import new_figure, save_figure
-from cacheblend_rag.controller import Profile, Work, choose, layer_compute_s, layer_load_s
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["plot_profile", "plot_runs"]

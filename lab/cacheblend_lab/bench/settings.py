@@ -599,7 +599,7 @@ class FindSetting(BenchSetting):
 
 @dataclass(frozen=True)
 class AutoSetting(ModelSetting):
-    """Compare recompute_ratio="auto" with full prefill and fixed ratios, over tiers and prompts, in alternation.
+    """Compare AutoRatio with full prefill and fixed ratios, over tiers and prompts, in alternation.
 
     "regret" is how much longer auto took than the best setting whose ratio is not under the quality floor; "of the choice" is how
     much longer what it chose took when asked for as a fixed setting: 0 where it chose the best one.

@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from cacheblend_attachments.cli.profile import (
+    TYPICAL_CHUNKS,
+    MeasuredStoreOption,
+    PredictedTokensOption,
+    SecondsOption,
+    predicted_works,
+)
 from cacheblend_lab.bench.settings import SETTINGS, BenchSetting, options_of
 from cacheblend_lab.cli.cluster import cluster_app
 from cacheblend_lab.cli.options import command_of
@@ -20,13 +27,6 @@ from cacheblend_lab.figures import needs_drawing
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption, ModelOption
 from cacheblend_rag.cli.output import console, make_quiet, show_table, write_json
-from cacheblend_rag.cli.profile import (
-    TYPICAL_CHUNKS,
-    MeasuredStoreOption,
-    PredictedTokensOption,
-    SecondsOption,
-    predicted_works,
-)
 from cacheblend_rag.cli.store import kv_folder_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
@@ -103,21 +103,22 @@ def figures(
     ] = None,
 ) -> None:
     """Draw CacheBlend's Figure 10 from a profile of this machine, and from runs its Figures 15a, 15b and 17."""
+    from cacheblend_attachments import AutoRatio
     from cacheblend_lab.bench.plots import plot_profile, plot_runs
 
     needs_drawing()
     measured_runs = _read_runs(runs)
-    with open_engine(model, store=kv_folder_of(store), recompute_ratio="auto") as engine:
+    with open_engine(model, store=kv_folder_of(store)) as engine:
         with console(stderr=True).status("measuring") as status:
-            found = engine.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
-        quality = engine.blend.quality_ratio
+            auto = engine.attach(AutoRatio())
+            found = auto.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
         works = predicted_works(engine, found, chunk_tokens)
     typical = {
         tier if codec == "native" else f"{tier}, {codec}": work
         for (tier, codec, chunks), work in works.items()
         if chunks == TYPICAL_CHUNKS
     }
-    files, lacks = [plot_profile(found, typical, quality, out)], list[str]()
+    files, lacks = [plot_profile(found, typical, auto.quality_ratio, out)], list[str]()
     if measured_runs:
         more, lacks = plot_runs(measured_runs, out)
         files += more

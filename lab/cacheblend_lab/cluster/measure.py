@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from cacheblend_attachments.auto.measure import fit_costs
 from cacheblend_lab.cluster.asking import Answered, Asker, store_corpus
 from cacheblend_lab.cluster.caches import Capacities
 from cacheblend_lab.cluster.cores import Cores
 from cacheblend_lab.cluster.costs import Costs, TierCost
 from cacheblend_lab.cluster.servers import Servers, cpu_s
 from cacheblend_lab.cluster.workload import Workload
-from cacheblend_rag.controller.measure import fit_costs
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.tuning import usable_cores
 

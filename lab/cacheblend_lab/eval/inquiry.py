@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from cacheblend_attachments.calibration.loss import written_behind
 from cacheblend_lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUMENTS
 from cacheblend_lab.eval.retrieve import Retriever
 from cacheblend_lab.eval.task import EvalContext, EvalQuestion, EvalTask
-from cacheblend_rag.calibration.loss import written_behind
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import PromptTooLongError

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from cacheblend_attachments.calibration.statistics import Bootstrap, Interval
 from cacheblend_lab.eval.asking import EvalSetting
 from cacheblend_lab.eval.journal import Answer, Asked
 from cacheblend_lab.eval.methods import FULL, FULL_DOCUMENTS, NO_CONTEXT, EvalMethod
-from cacheblend_lab.eval.statistics import Bootstrap, Interval
 from cacheblend_lab.eval.task import EvalTask
 from cacheblend_rag.errors import ConfigError
 

@@ -7,15 +7,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from cacheblend_attachments.calibration.loss import right_losses
 from cacheblend_lab.eval.inquiry import Inquiry
 from cacheblend_lab.eval.journal import Answer
 from cacheblend_lab.eval.methods import WHOLE_WAYS, EvalMethod
 from cacheblend_lab.eval.prefix import PrefixAnswer, PrefixCache
 from cacheblend_lab.settings import engine_settings, settings_of
 from cacheblend_pml import Import, Module, Node, Param, Prompt, Schema, Schemas, Text
-from cacheblend_rag.calibration.loss import right_losses
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
@@ -130,7 +130,7 @@ class _Engine:
     ) -> Sequence[Answer | None]:
         answers: list[Answer | None] = [None] * len(inquiries)
         # A batch has one ratio.
-        by_ratio: dict[float | Literal["auto"], list[int]] = {}
+        by_ratio: dict[float, list[int]] = {}
         for number, (inquiry, others) in enumerate(zip(inquiries, before, strict=True)):
             ratio = self._ratio(inquiry, others)
             if ratio is not None:
@@ -167,7 +167,7 @@ class _Engine:
         asked = None if self._method.way in WHOLE_WAYS else report.recompute_ratio
         return Answer(result.text, report.charged_ratio, asked, report.ttft_s if alone else None, report.output_tokens)
 
-    def _ratio(self, inquiry: Inquiry, before: Mapping[str, Answer | None]) -> float | Literal["auto"] | None:
+    def _ratio(self, inquiry: Inquiry, before: Mapping[str, Answer | None]) -> float | None:
         """Return the ratio to ask for; None where the method cannot be as cheap as it was asked to be."""
         if self._method.equal_to is not None:
             other = before[self._method.equal_to]

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from cacheblend_rag.controller.policy import (
+from cacheblend_attachments.auto.policy import (
     BlendCost,
     BlendPoint,
     LoadCost,
@@ -27,6 +27,7 @@ from cacheblend_rag.controller.policy import (
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fuse import BlendCache, LayerSource, Steering
+from cacheblend_rag.fuse.plan import check_layers
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
@@ -92,8 +93,7 @@ class Measurement:
         self._ids = torch.randint(vocabulary, (_LENGTHS[-1],), generator=generator).tolist()
         few = Target(tuple(self._ids[1 : 1 + _SAMPLE_TOKENS]))
         [(_, self._sample)] = next(Encoder(decoder, self._ids[:1], _SAMPLE_TOKENS + 1).encode([few]))
-        task = SelectionTask(self._layout([1]), decoder.num_layers, 0)
-        self._first_layer = min(selector.begin(task).check_layers, default=0)
+        self._first_layer = min(check_layers(selector, decoder.num_layers), default=0)
 
     @torch.no_grad()
     def profile(self, identity: dict[str, str], probes: Sequence[TierProbe]) -> Profile:

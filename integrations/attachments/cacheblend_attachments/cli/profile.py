@@ -1,4 +1,4 @@
-"""``cacheblend-rag profile``: how fast a model is here, and what "auto" makes of it."""
+"""``cacheblend-rag profile``: how fast a model is here, and what `AutoRatio` makes of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.cli.store import kv_folder_of
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.controller import Profile, Work
+    from cacheblend_attachments.auto import Profile, Work
     from cacheblend_rag.engine import BlendEngine
 
 __all__ = [
@@ -47,25 +47,26 @@ def profile(
     store: MeasuredStoreOption = None,
     seconds: SecondsOption = 30.0,
     chunk_tokens: PredictedTokensOption = 256,
+    quality_ratio: Annotated[float, typer.Option(min=0, max=1, help="The least ratio that AutoRatio chooses.")] = 0.15,
     prices: Annotated[
         str | None,
         typer.Option(help="Prices a GB and month, as in ram=3,disk=0.1: name the cheapest tier that adds no delay."),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure how fast a model computes and loads here; recompute_ratio="auto" chooses by it from then on."""
-    from cacheblend_rag.controller import cheapest_tier
+    """Measure how fast a model computes and loads here; an attached AutoRatio chooses by it from then on."""
+    from cacheblend_attachments.auto import AutoRatio, cheapest_tier
 
     priced = _parse_prices(prices)
-    with open_engine(model, store=kv_folder_of(store), recompute_ratio="auto") as engine:
+    with open_engine(model, store=kv_folder_of(store)) as engine:
         with console(stderr=True).status("measuring") as status:
-            found = engine.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
-        quality = engine.blend.quality_ratio
+            auto = engine.attach(AutoRatio())
+            found = auto.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
         works = predicted_works(engine, found, chunk_tokens)
-    rows = [*_show_computing(found), *_show_loading(found), *_show_choices(found, works, quality, chunk_tokens)]
+    rows = [*_show_computing(found), *_show_loading(found), *_show_choices(found, works, quality_ratio, chunk_tokens)]
     if priced:
         typical = next(work for (_, _, chunks), work in works.items() if chunks == TYPICAL_CHUNKS)
-        choice = cheapest_tier(found, typical, quality, priced)
+        choice = cheapest_tier(found, typical, quality_ratio, priced)
         rows.append({"kind": "cheapest", **asdict(choice)})
         typer.echo(
             f"cheapest without delay for {TYPICAL_CHUNKS} chunks: {choice.tier}, codec {choice.codec} "
@@ -83,7 +84,7 @@ def predicted_works(engine: BlendEngine, found: Profile, chunk_tokens: int) -> d
     dict of (str, str, int) to Work
         By tier, codec and number of chunks.
     """
-    from cacheblend_rag.controller import StoredKV, prompt_work
+    from cacheblend_attachments.auto import StoredKV, prompt_work
     from cacheblend_rag.layout import ChunkSpan, PromptLayout
 
     assert engine.decoder is not None
@@ -138,7 +139,7 @@ def _show_loading(found: Profile) -> list[dict[str, Any]]:
 def _show_choices(
     found: Profile, works: dict[tuple[str, str, int], Work], quality: float, chunk_tokens: int
 ) -> list[dict[str, Any]]:
-    from cacheblend_rag.controller import choose
+    from cacheblend_attachments.auto import choose
 
     rows, lines = [], []
     for (tier, codec, chunks), work in works.items():
@@ -149,7 +150,7 @@ def _show_choices(
         facts = asdict(choice)
         row = {"kind": "choice", "tier": tier, "codec": codec, "chunks": chunks, "tokens": work.context_tokens}
         rows.append(row | {"recompute_ratio": facts.pop("ratio"), **facts})
-    columns = ("tier", "codec", "auto chooses", "chunks", "blended", "full prefill")
+    columns = ("tier", "codec", "AutoRatio chooses", "chunks", "blended", "full prefill")
     show_table(f"predicted for chunks of {chunk_tokens} tokens", columns, lines, text_columns=3)
     return rows
 

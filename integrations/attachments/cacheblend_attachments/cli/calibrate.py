@@ -26,7 +26,7 @@ from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, passages_of, 
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.calibration import Calibration
+    from cacheblend_attachments.calibration import Calibration
     from cacheblend_rag.chunk import BlendPrompt
     from cacheblend_rag.config import BlendConfig, EngineConfig
     from cacheblend_rag.documents import Library
@@ -93,8 +93,8 @@ def calibrate(
 
     Of documents that are named, passages are encoded in their documents and alone. Exits with 1 if nothing is found and written.
     """
-    from cacheblend_rag.calibration import calibrate as run
-    from cacheblend_rag.calibration import read_questions
+    from cacheblend_attachments.calibration import calibrate as run
+    from cacheblend_attachments.calibration import read_questions
     from cacheblend_rag.config import BlendConfig, EngineConfig
 
     tried = parse_ratios(ratios)
@@ -246,9 +246,7 @@ def _changes(
     ratio = found[best].recompute_ratio
     if ratio is None:
         return {"enabled": False} if disable else {}
-    # "auto" chooses ratios from quality_ratio on.
-    name = "quality_ratio" if blend.recompute_ratio == "auto" else "recompute_ratio"
-    changes: dict[str, bool | int | float | str] = {name: ratio}
+    changes: dict[str, bool | int | float | str] = {"recompute_ratio": ratio}
     if selector is not None and selector != blend.selector:
         changes["selector"] = selector
     if not blend.enabled:
@@ -259,7 +257,7 @@ def _changes(
 
 
 def _write(path: Path, changes: dict[str, bool | int | float | str]) -> None:
-    from cacheblend_rag.calibration import write_settings
+    from cacheblend_attachments.calibration import write_settings
 
     if not changes:
         typer.echo(f"nothing is written to {path}; --disable would switch blending off there")

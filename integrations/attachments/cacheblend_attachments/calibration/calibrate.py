@@ -9,7 +9,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from cacheblend_rag.calibration.loss import right_losses, written_behind
+from cacheblend_attachments.calibration.loss import right_losses, written_behind
+from cacheblend_attachments.calibration.statistics import Bootstrap
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
@@ -19,8 +20,6 @@ from cacheblend_rag.selection import make_selector
 __all__ = ["DEFAULT_RATIOS", "Calibration", "CalibrationRow", "calibrate", "checked_ratios"]
 
 DEFAULT_RATIOS = (0.0, 0.05, 0.15, 0.3)
-
-_RESAMPLES = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,16 +255,13 @@ def _row(
     ratio: float, measured: Sequence[_Measured], full: Sequence[_Measured], bare: Sequence[_Measured]
 ) -> CalibrationRow:
     own, best, worst = (np.array([each.loss for each in part]) for part in (measured, full, bare))
-    draws = np.random.default_rng(0).integers(len(own), size=(_RESAMPLES, len(own)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        shares = (worst - own)[draws].sum(axis=1) / (worst - best)[draws].sum(axis=1)
-    low, high = np.nanpercentile(shares, (2.5, 97.5))
+    recovered = Bootstrap().share(worst - own, worst - best, range(len(own)))
     return CalibrationRow(
         recompute_ratio=ratio,
         charged_ratio=fmean(each.charged_ratio for each in measured),
         loss=float(own.mean()),
-        recovered=float((worst - own).sum() / (worst - best).sum()),
-        recovered_low=float(low),
-        recovered_high=float(high),
+        recovered=recovered.mean,
+        recovered_low=recovered.low,
+        recovered_high=recovered.high,
         ttft_ratio=median(each.ttft_s for each in measured) / median(each.ttft_s for each in full),
     )

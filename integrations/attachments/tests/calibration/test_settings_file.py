@@ -14,12 +14,12 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cacheblend_attachments.calibration import read_questions, write_settings
+from cacheblend_attachments.calibration.files import edit_settings
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.calibration import read_questions, write_settings
-from cacheblend_rag.calibration.files import edit_settings
 from cacheblend_rag.errors import ConfigError
 
-KEYS = st.sampled_from(["recompute_ratio", "selector", "enabled", "quality_ratio"])
+KEYS = st.sampled_from(["recompute_ratio", "selector", "enabled", "ttl_s"])
 NEW = st.one_of(st.booleans(), st.floats(allow_nan=False), st.integers(), st.text(max_size=8))
 CHANGES = st.dictionaries(KEYS, NEW, min_size=1, max_size=3)
 OLD = st.recursive(
@@ -62,7 +62,7 @@ LINES = st.lists(
             "recompute_ratio: 0.3  # a guess",
             "selector:   hkvd",
             "enabled:",
-            "quality_ratio: !!float 0.2",
+            "ttl_s: !!float 0.2",
             "ttl_s: 1\r",
             "preamble:\n  - 1\n  - 2  # two",
             "preamble: |\n  Read this.\n  And this.",
@@ -101,7 +101,7 @@ def test_comments_and_lines_stay(lines: list[str], changes: dict[str, Any], ends
         ("ttl_s: 1\n...\n", "recompute_ratio: 0.05\nttl_s: 1\n...\n"),
         # What cannot be edited where it stands is written anew.
         ("{ttl_s: 1}", "ttl_s: 1\nrecompute_ratio: 0.05\n"),
-        ("recompute_ratio: &r 0.2\nquality_ratio: *r\n", "recompute_ratio: 0.05\nquality_ratio: 0.2\n"),
+        ("recompute_ratio: &r 0.2\nttl_s: *r\n", "recompute_ratio: 0.05\nttl_s: 0.2\n"),
         ("{}\n", "recompute_ratio: 0.05\n"),
     ],
 )

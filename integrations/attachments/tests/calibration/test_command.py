@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from cacheblend_attachments.calibration import Calibration, CalibrationRow
+from cacheblend_attachments.cli.calibrate import _best, _changes, _show, _write
 from cacheblend_lab.reference import demo_documents
-from cacheblend_rag.calibration import Calibration, CalibrationRow
-from cacheblend_rag.cli.calibrate import _best, _changes, _show, _write
 from cacheblend_rag.config import BlendConfig
-
-from .conftest import Command, read_rows
+from tests.cli.conftest import Command, read_rows
 
 # Two questions: what is measured is tested elsewhere.
 EASY = ["--target", "0.97", "--max-new-tokens", "3", "--top-k", "2"]
@@ -58,9 +57,9 @@ def test_from_what_was_warmed(
 ) -> None:
     store = tmp_path / "store"
     run("warm", documents, "--store", store, "--model", model_folder, "--chunk-tokens", "40")
-    (tmp_path / "blend.yaml").write_text("recompute_ratio: auto\nenabled: false\n")
+    (tmp_path / "blend.yaml").write_text("recompute_ratio: 0.5\nenabled: false\n")
     output, config = calibrate("--store", store, "--ratios", "0.999", "--selector", "random")
-    assert config.read_text() == "recompute_ratio: auto\nenabled: true\nquality_ratio: 0.999\nselector: random\n"
+    assert config.read_text() == "recompute_ratio: 0.999\nenabled: true\nselector: random\n"
     assert "encoded in their documents, random" in output
     run("store", "check", "--store", store)
 

@@ -1,4 +1,4 @@
-"""`recompute_ratio="auto"` from end to end on a tiny model: what is predicted is what is done."""
+"""`AutoRatio` from end to end on a tiny model: what is predicted is what is done."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend_attachments import AutoRatio, Guard
+from cacheblend_attachments.auto import profile_identity, save_profile
+from cacheblend_attachments.auto.policy import BlendCost, LoadCost, PrefillCost, Profile
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.controller import Controller, profile_identity, save_profile
-from cacheblend_rag.controller.policy import BlendCost, LoadCost, PrefillCost, Profile
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.ram import RamReader
@@ -33,25 +34,26 @@ def write_profile(
     """A made-up machine, for this engine's model."""
     assert engine.decoder is not None
     per_token = float(engine.decoder.kv_bytes_per_token)
+    loads = (
+        LoadCost("ram", "native", 0.0, 1e-12, 1.0, per_token),
+        LoadCost("disk", "native", 0.0, 1 / disk_bytes_per_s, 1.0, per_token),
+    )
+    costs = PrefillCost(0.001, 1e-3, 0.0), BlendCost(fixed_s, 0.0, row_s, 0.0)
     profile = Profile(
-        identity=profile_identity(engine.decoder, "hkvd", (1,)),
-        num_layers=engine.decoder.num_layers,
-        prefill=PrefillCost(0.001, 1e-3, 0.0),
-        blend=BlendCost(fixed_s, 0.0, row_s, 0.0),
-        prefill_points=(),
-        blend_points=(),
-        loads=(
-            LoadCost("ram", "native", 0.0, 1e-12, 1.0, per_token),
-            LoadCost("disk", "native", 0.0, 1 / disk_bytes_per_s, 1.0, per_token),
-        ),
-        measured_s=0.0,
+        profile_identity(engine.decoder, "hkvd", (1,)), engine.decoder.num_layers, *costs, (), (), loads, 0.0
     )
     save_profile(path, profile)
 
 
-def make_engine(path: Path, store: Path | None = None, **settings: object) -> BlendEngine:
-    auto = engine_settings(strict=True, recompute_ratio="auto", selector="hkvd", profile_path=path, **settings)
-    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), **auto, store=store)
+def make_engine(path: Path, store: Path | None = None, auto: Any = None, **settings: Any) -> BlendEngine:
+    given = engine_settings(strict=True, selector="hkvd", **settings)
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **given, store=store)
+    engine.attach(AutoRatio(path=path, **(auto or {})))
+    return engine
+
+
+def attached(engine: BlendEngine) -> Any:
+    return engine._runner.attachments[0]
 
 
 @pytest.fixture
@@ -93,13 +95,13 @@ def test_a_long_prompt_is_blended_at_the_chosen_ratio(engine: BlendEngine) -> No
 
 def test_a_chunk_that_stands_twice_is_loaded_twice(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    choose = Controller.choose
+    choose = AutoRatio.choose
 
-    def note(controller: Controller, *arguments: Any) -> Any:
+    def note(auto: AutoRatio, *arguments: Any) -> Any:
         asked.append(arguments[-1])
-        return choose(controller, *arguments)
+        return choose(auto, *arguments)
 
-    monkeypatch.setattr(Controller, "choose", note)
+    monkeypatch.setattr(AutoRatio, "choose", note)
     assert engine.prefill(prompt([*CHUNKS, CHUNKS[0]])).report.fallback_reason is None
     assert [None if readers is None else len(readers) for readers in asked] == [None, 7]
 
@@ -115,9 +117,26 @@ def test_nothing_of_what_chunks_remember_is_recomputed(engine: BlendEngine) -> N
     torch.testing.assert_close(found.logits, reused.logits, rtol=0, atol=0)
 
 
-def test_the_quality_floor_holds_for_one_call(engine: BlendEngine) -> None:
-    report = engine.prefill(prompt(CHUNKS), blend=engine.blend.replace(quality_ratio=0.4)).report
-    assert 0.4 <= report.recompute_ratio < 1
+def test_the_engines_ratio_is_a_floor_too(path: Path) -> None:
+    with make_engine(path, recompute_ratio=0.4) as engine:
+        write_profile(path, engine, fixed_s=0.05)
+        engine.add(CHUNKS)
+        assert 0.4 <= engine.prefill(prompt(CHUNKS)).report.recompute_ratio < 1
+        # What a guard raises.
+        guard = engine.attach(Guard(action="raise"))
+        guard._adopt(guard._next("why"))
+        assert 0.5 <= engine.prefill(prompt(CHUNKS)).report.recompute_ratio < 1
+        assert engine.prefill(prompt(CHUNKS), blend=BlendConfig(selector="random")).report.recompute_ratio >= 0.4
+
+
+def test_it_serves_tenants_and_is_detached(engine: BlendEngine) -> None:
+    chosen = engine.prefill(prompt(CHUNKS)).report.recompute_ratio
+    with engine.for_tenant("mara") as other:
+        other.add(CHUNKS)
+        assert attached(other)._profile == attached(engine)._profile is not None
+        assert other.prefill(prompt(CHUNKS)).report.recompute_ratio == chosen
+    attached(engine).close()
+    assert engine.prefill(prompt(CHUNKS)).report.recompute_ratio == 0
 
 
 def test_a_fixed_ratio_is_an_order(engine: BlendEngine) -> None:
@@ -133,11 +152,8 @@ def test_misses_are_encoded_and_blended(engine: BlendEngine) -> None:
     assert (again.hits, again.recompute_ratio) == (6, report.recompute_ratio)
 
 
-def test_generate_and_stream_choose_too(engine: BlendEngine) -> None:
-    result = engine.generate(prompt(CHUNKS), 4)
-    stream = engine.stream(prompt(CHUNKS), 4)
-    assert "".join(stream) == result.text
-    assert stream.result().report.recompute_ratio == result.report.recompute_ratio >= 0.15
+def test_generate_chooses_too(engine: BlendEngine) -> None:
+    assert engine.generate(prompt(CHUNKS), 4).report.recompute_ratio >= 0.15
 
 
 def test_a_slower_tier_gives_a_larger_ratio(path: Path, tmp_path: Path) -> None:
@@ -167,14 +183,14 @@ def test_damaged_kv_is_a_miss_under_auto(path: Path, tmp_path: Path) -> None:
 def test_the_first_use_measures_once_and_keeps_it_beside_the_store(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    auto = engine_settings(strict=True, recompute_ratio="auto", profile_budget_s=0.3)
+    settings = engine_settings(strict=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **auto, store=tmp_path / "kv") as engine:
+            with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
+                engine.attach(AutoRatio(budget_s=0.3))
                 engine.add(CHUNKS)
                 for chunks in (CHUNKS, CHUNKS[:1]):
-                    report = engine.prefill(prompt(chunks)).report
-                    assert report.recompute_ratio >= 0.15
+                    assert engine.prefill(prompt(chunks)).report.recompute_ratio >= 0.15
     assert caplog.text.count("measuring how fast") == 1
     [file] = (tmp_path / "kv" / "profiles").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -185,18 +201,16 @@ def test_the_first_use_measures_once_and_keeps_it_beside_the_store(
 def test_without_a_store_it_is_kept_in_the_users_cache(tmp_path: Path) -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(strict=True)) as engine:
         said: list[str] = []
-        profile = engine.profile(budget_s=0.3, progress=said.append)
+        profile = engine.attach(AutoRatio()).profile(budget_s=0.3, progress=said.append)
         assert {(cost.tier, cost.codec) for cost in profile.loads} == {("ram", "native")}
-        assert "full prefill" in said
-        assert profile.prefill_points
-        assert profile.blend_points
+        assert "full prefill" in said and profile.prefill_points and profile.blend_points
     assert len(list((tmp_path / "cache" / "cacheblend-rag" / "profiles").iterdir())) == 1
 
 
 def test_every_tier_of_the_store_is_measured(tmp_path: Path) -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(), store=tmp_path / "kv") as engine:
         engine.add(CHUNKS)
-        profile = engine.profile(budget_s=0.3)
+        profile = engine.attach(AutoRatio()).profile(budget_s=0.3)
         assert [cost.tier for cost in profile.loads] == ["ram", "disk"]
         assert all(cost.per_byte_s + cost.per_read_s > 0 for cost in profile.loads)
         # The store holds what it held.
@@ -220,27 +234,18 @@ def test_a_tier_that_was_never_measured_is_said_once(engine: BlendEngine, caplog
 
 
 def test_a_budget_of_nothing_never_measures(path: Path) -> None:
-    with make_engine(path, profile_budget_s=0.0, quality_ratio=0.3) as engine:
+    with make_engine(path, auto={"budget_s": 0.0, "quality_ratio": 0.3}) as engine:
         engine.add(CHUNKS)
         assert engine.prefill(prompt(CHUNKS)).report.recompute_ratio == 0.3
         assert not path.exists()
         with pytest.raises(ConfigError, match="leaves no time to measure"):
-            engine.profile()
-
-
-def test_a_damaged_profile_is_measured_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.write_text("{}")
-    with make_engine(path, profile_budget_s=0.2) as engine:
-        engine.add(CHUNKS)
-        engine.prefill(prompt(CHUNKS))
-    assert "damaged or not ours" in caplog.text
-    assert len(path.read_text()) > 100
+            attached(engine).profile()
 
 
 def test_a_profile_that_cannot_be_kept_is_used_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with make_engine(blocked / "profile.json", profile_budget_s=0.2) as engine:
+    with make_engine(blocked / "profile.json", auto={"budget_s": 0.2}) as engine:
         engine.add(CHUNKS)
         assert engine.prefill(prompt(CHUNKS)).report.recompute_ratio >= 0.15
     assert "cannot be kept" in caplog.text
@@ -248,22 +253,20 @@ def test_a_profile_that_cannot_be_kept_is_used_all_the_same(tmp_path: Path, capl
 
 def test_a_model_that_cannot_be_blended_has_no_profile() -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings()) as engine:
-        engine.unsupported_reason = "it cannot"
-        with pytest.raises(UnsupportedModelError, match="nothing to profile"):
-            engine.profile()
+        auto = engine.attach(AutoRatio())
+        engine.decoder, engine.unsupported_reason = None, "it cannot"
+        with pytest.raises(UnsupportedModelError, match="it cannot; there is nothing to profile"):
+            auto.profile()
 
 
-def test_auto_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "auto")
-    assert BlendConfig().recompute_ratio == "auto"
-    monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "0.3")
-    assert BlendConfig().recompute_ratio == 0.3
-
-
-@pytest.mark.parametrize("value", ["Auto", "", None, [], float("nan"), 1.1])
-def test_a_ratio_without_meaning_is_named(value: object) -> None:
-    with pytest.raises(ConfigError, match="recompute_ratio="):
-        BlendConfig(recompute_ratio=value)
+@pytest.mark.parametrize("value", ["Auto", None, [], float("nan"), 1.1])
+def test_an_option_without_meaning_is_named(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"quality_ratio=.* must be a number from 0 to 1"):
+        AutoRatio(value)
+    with pytest.raises(ConfigError, match="must be a finite number of seconds"):
+        AutoRatio(budget_s=-1)
+    with pytest.raises(ConfigError, match=r"recompute_ratio='auto': must be a number; engine.attach\(AutoRatio"):
+        BlendConfig(recompute_ratio="auto")
 
 
 def test_a_turn_of_a_conversation_survives_damaged_kv(path: Path, tmp_path: Path) -> None:
