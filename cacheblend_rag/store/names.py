@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.keys import chunk_key
@@ -151,7 +151,8 @@ class Names:
             keys = write_names(connection, namespace, tenant, records, targets)
             replaced += drafts.save(targets, ids)
             alone += [record.id for record in records if record.place is None]
-            self._publish(connection, namespace, drafts, alone)
+            if self.is_shared:
+                self._publish(connection, namespace, drafts, alone)
             return drop_nameless(connection, replaced, [*keys, *(target.record.key for target in targets.values())])
 
     def remove(
@@ -183,7 +184,8 @@ class Names:
             found |= left
             targets = drafts.targets()
             keys = [*found.values(), *drafts.save(targets)]
-            self._publish(connection, namespace, drafts, [*alone, *left])
+            if self.is_shared:
+                self._publish(connection, namespace, drafts, [*alone, *left])
             dropped = drop_nameless(connection, keys, [target.record.key for target in targets.values()])
             return set(found), ended, dropped
 
@@ -429,17 +431,8 @@ class SharedNames(Names, ABC):
         """Release connections."""
 
 
-class NamesSource(Protocol):
-    """Opens shared names over a store: its index, its folder if it has one, and what has its tiers follow dropped names."""
-
-    def __call__(
-        self,
-        index: Index,
-        clock: StoreClock,
-        waiting: WriteBack,
-        folder: Path | None,
-        drop: Callable[[Dropped], None],
-    ) -> SharedNames: ...
+NamesSource = Callable[[Index, StoreClock, WriteBack, Path | None, Callable[[Dropped], None]], SharedNames]
+"""Opens shared names over a store: its index, clock, unwritten names and folder, and what has its tiers follow dropped names."""
 
 
 def check_known(ids: Sequence[str], known: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
 from cacheblend_rag.store import KVStore, NodeRecord, export_store, import_store, open_store
 from cacheblend_ray import log
+from cacheblend_ray.names import open_names
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import key_of, make_kv, piece, record, start
 from tests.store.remote.conftest import RedisServer
@@ -124,8 +125,8 @@ def test_who_comes_later_finds_everything(tmp_path: Path, names: str, pair: tupl
     one.name(NAMESPACE, [piece("a", "d", 0), piece("b", "d", 10, 1)], tenant="acme")
     one.name("other", [record("n1", 1)])
     one.forget("other", ["n1"])
-    for folder in (tmp_path / "three", None):
-        three = opened(folder, names)
+    for folder, given in ((tmp_path / "three", names), (None, open_names(names))):
+        three = open_store(folder, 10**6, names=given)
         assert three.names.document(NAMESPACE, "d") == ["a", "b"]
         assert three.tenants() == ["acme"]
         assert three.names.ids("other") == []

@@ -34,8 +34,7 @@ from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, Pr
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.store import NameChanges, NodeRecord
 from cacheblend_serve.client.connection import Connection
-from cacheblend_serve.client.decoding import asked_decoding
-from cacheblend_serve.client.wire import PromptItem, read_report
+from cacheblend_serve.client.wire import PromptItem, asked_decoding, read_report
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
