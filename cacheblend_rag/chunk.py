@@ -141,16 +141,15 @@ class Chunk:
                 )
             if places[0] < 0 or any(after <= before for before, after in pairwise(places)):
                 raise ConfigError(f"the positions of chunk {self.id!r} must ascend from 0 or more; they are {places}")
-        self._check_place()
+        if self.document is not None:
+            self._check_place()
+        elif self.start is not None or self.previous is not None or self.body is not None:
+            raise ConfigError(
+                f"chunk {self.id!r} has a place (start={self.start}, previous={self.previous!r}, body={self.body}) but no "
+                "document; set document to the name of the one it is a piece of"
+            )
 
     def _check_place(self) -> None:
-        if self.document is None:
-            if self.start is not None or self.previous is not None or self.body is not None:
-                raise ConfigError(
-                    f"chunk {self.id!r} has a place (start={self.start}, previous={self.previous!r}, body={self.body}) but no "
-                    "document; set document to the name of the one it is a piece of"
-                )
-            return
         if not isinstance(self.document, str) or not self.document:
             raise ConfigError(f"the document of chunk {self.id!r} is {self.document!r:.40}; give a non-empty name")
         if self.id is None:

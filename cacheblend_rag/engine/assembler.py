@@ -122,12 +122,9 @@ class Assembler:
         PromptError
             If it holds half a character.
         """
-        return tuple(self._encode(text)["input_ids"])
-
-    def _encode(self, text: str, **options: Any) -> Any:
         check_text(text)
         # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
-        return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
         """Return the store key of the KV of a chunk that is encoded alone; see `chunk_key`."""
@@ -196,7 +193,9 @@ class Assembler:
         assert chunk.document is not None
         begin, end = (0, len(chunk.text)) if chunk.body is None else chunk.body
         if getattr(self.tokenizer, "is_fast", False):
-            encoding = self._encode(chunk.text, return_offsets_mapping=True)
+            check_text(chunk.text)
+            options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": True}
+            encoding = self.tokenizer(chunk.text, **options)
             ids, stops = tuple(encoding["input_ids"]), [stop for _, stop in encoding["offset_mapping"]]
         else:
             ids = self.tokenize(chunk.text)

@@ -1,8 +1,7 @@
-"""Decoding by the model's own ``generate``, whose first forward is the blended prefill."""
+"""Options of the model's own ``generate``, which decodes, and the result of a generation."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -11,19 +10,16 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
-from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer, StopStrings, TokenWatch
+from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
 from cacheblend_rag.engine.request import PromptRun, make_report
-from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import model_window, num_decoder_layers, unwrapped
 
-__all__ = ["checked_options", "complete_options", "decode", "make_result", "output_limit"]
+__all__ = ["checked_options", "complete_options", "make_result", "output_limit"]
 
 _DEFAULT_NEW_TOKENS = 256
 
@@ -135,59 +131,6 @@ def complete_options(model: PreTrainedModel, tokenizer: Any, options: dict[str, 
 def _stop_strings(tokenizer: Any, options: Mapping[str, Any]) -> StopStrings | None:
     strings = options.get("stop_strings")
     return StopStrings(tokenizer, [strings] if isinstance(strings, str) else strings) if strings else None
-
-
-def decode(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    runner: Runner,
-    run: PromptRun,
-    stop: threading.Event,
-    streamer: PieceStreamer | None = None,
-) -> GenerationResult:
-    """Generate an answer to one prompt, the first forward of which is the blended prefill.
-
-    Parameters
-    ----------
-    model, tokenizer : PreTrainedModel, Any
-        The model and its tokenizer.
-    runner : Runner
-        Runs prompts.
-    run : PromptRun
-        The prompt.
-    stop : threading.Event
-        Ends the generation at the next token.
-    streamer : PieceStreamer or None
-        Shows the answer as it comes.
-    """
-    layout, limit = run.prompt.layout, output_limit(model, run)
-    options = complete_options(model, tokenizer, run.request.options)
-    watch = TokenWatch(stop)
-    criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), watch])
-
-    def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        if stop.is_set() or (streamer is not None and not threading.main_thread().is_alive()):
-            # Closed while it waited for the model: nobody needs its prefill.
-            return torch.empty(0, dtype=torch.int64)
-        if streamer is not None:
-            # A second attempt, after damaged KV, hands the streamer the prompt again, which is not to be shown.
-            streamer.next_tokens_are_prompt = True
-        output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
-            **inputs,
-            attention_mask=torch.ones_like(inputs["input_ids"]),
-            **({} if cache is None else {"past_key_values": cache}),
-            max_new_tokens=limit,
-            stopping_criteria=criteria,
-            streamer=streamer,
-            **options,
-        )
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        generated = sequences[0, len(layout) :].cpu()
-        run.output_ids = tuple(generated.tolist())
-        return generated
-
-    runner.run(run, limit, forward)
-    return make_result(model, tokenizer, run, run.output_ids, watch)
 
 
 def end_ids(model: Any, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from cacheblend_rag.engine.attachment import alone_reason
-from cacheblend_rag.engine.decode import complete_options, decode, end_ids, make_result, output_limit
-from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
+from cacheblend_rag.engine.decode import complete_options, end_ids, make_result, output_limit
+from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer, TokenWatch
 from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
@@ -257,8 +257,36 @@ class Many:
         ]
 
     def alone(self, call: Call) -> GenerationResult:
-        """Answer a prompt by itself."""
-        return decode(self._model, self._tokenizer, self._runner, call.run, call.stop, call.streamer)
+        """Answer a prompt by itself: the first forward of the model's ``generate`` is the blended prefill."""
+        run, streamer = call.run, call.streamer
+        layout, limit = run.prompt.layout, output_limit(self._model, run)
+        options = complete_options(self._model, self._tokenizer, run.request.options)
+        watch = TokenWatch(call.stop)
+        criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), watch])
+
+        def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            if call.is_given_up:
+                # Closed while it waited for the model: nobody needs its prefill.
+                return torch.empty(0, dtype=torch.int64)
+            if streamer is not None:
+                # A second attempt, after damaged KV, hands the streamer the prompt again, which is not to be shown.
+                streamer.next_tokens_are_prompt = True
+            output = self._model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
+                **inputs,
+                attention_mask=torch.ones_like(inputs["input_ids"]),
+                **({} if cache is None else {"past_key_values": cache}),
+                max_new_tokens=limit,
+                stopping_criteria=criteria,
+                streamer=streamer,
+                **options,
+            )
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            generated = sequences[0, len(layout) :].cpu()
+            run.output_ids = tuple(generated.tolist())
+            return generated
+
+        self._runner.run(run, limit, forward)
+        return make_result(self._model, self._tokenizer, run, run.output_ids, watch)
 
     def _take_less(self, runs: Sequence[PromptRun]) -> None:
         """Have fewer prompts decoded together from now on, for these were too many."""

@@ -67,6 +67,7 @@ class Runner:
         self._supply = supply
         self._config, self._tuning = config, tuning
         self._num_layers = num_decoder_layers(model)
+        self._threads = tuning.threads if tuning.pipeline else 0
         self.lock = supply.lock
         self.attachments: list[Attachment] = []
 
@@ -243,7 +244,7 @@ class Runner:
                     first_layer,
                     len(loaded) + room,
                     tuning.prefetch_layers,
-                    tuning.threads if tuning.pipeline else 0,
+                    self._threads,
                     tuning.reposition,
                     run.layers,
                 )

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,17 +53,17 @@ def _end_workers() -> None:
         _pause(_OMP_PAUSE_SOFT)
 
 
+@dataclass
 class Patience:
     """How long a call waits for a model while others have it: until it has had it once, for then it is being answered.
 
-    Parameters
+    Attributes
     ----------
-    until : float, optional
-        When to give up, by `time.perf_counter`; by default it waits as long as it takes.
+    until : float or None
+        When to give up, by `time.perf_counter`; None waits as long as it takes.
     """
 
-    def __init__(self, until: float | None = None) -> None:
-        self._until = until
+    until: float | None = None
 
     @classmethod
     def of(cls, wait_s: float | None) -> Patience:
@@ -84,11 +85,7 @@ class Patience:
     @property
     def left_s(self) -> float:
         """Seconds that are left; infinite where there is no limit."""
-        return math.inf if self._until is None else self._until - time.perf_counter()
-
-    def end(self) -> None:
-        """Note that the call has had the model."""
-        self._until = None
+        return math.inf if self.until is None else self.until - time.perf_counter()
 
     def error(self) -> AnswerTimeoutError:
         """Return what is raised when nothing is left."""
@@ -196,7 +193,7 @@ class SchedulerLock:
                     line.waiting.remove(place)
                     line.changed.notify_all()
             line.depth += 1
-        patience.end()
+        patience.until = None
 
     def _leave(self) -> None:
         line = self._line

@@ -284,7 +284,8 @@ class KVSupply:
             found[chunk.key], run.kv.tiers[chunk.key] = reader, tier
             # After damaged KV the prompt is run again; what was a miss when the call came stays one in the report.
             run.kv.hits[chunk.key] = run.kv.hits.get(chunk.key, True) and reader is not None
-        self.note_fates(run, [key for key, reader in found.items() if reader is None])
+        if missing := [key for key, reader in found.items() if reader is None]:
+            self.note_fates(run, missing)
         run.timings.open_s += run.timings.note("open", opening)
         return found
 

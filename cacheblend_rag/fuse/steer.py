@@ -44,9 +44,7 @@ device with every chunk row filled, keys rotated to their position in the prompt
 class BlendCache(KVCache):
     """The cache of one prompt: `steering` guides its prefill, and afterwards it is an ordinary cache."""
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.steering: Steering | None = None
+    steering: Steering | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

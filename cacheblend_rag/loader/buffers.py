@@ -72,9 +72,5 @@ class BufferPool:
                 break
 
 
-_POOL = BufferPool(kept_bytes=256 << 20)
-
-
-def empty_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the process's pool."""
-    return _POOL.empty(shape, dtype)
+empty_buffer = BufferPool(kept_bytes=256 << 20).empty
+"""Returns a tensor of the process's pool; see `BufferPool.empty`."""

@@ -53,6 +53,8 @@ class KVReader:
     tier: str
     promotes_to_device = False
     """Whether the device tier is to get what is read: `keep` is then called with each layer."""
+    devices: tuple[torch.device, ...] = ()
+    """Where each layer is resident; empty where the KV is in no device tier."""
 
     def __init__(
         self, token_ids: tuple[int, ...], start: int, context: str, num_layers: int, codec: str, packed_bytes: int
@@ -63,11 +65,6 @@ class KVReader:
         self.num_layers = num_layers
         self.codec = codec
         self.packed_bytes = packed_bytes
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Where each layer is resident; empty where the KV is in no device tier."""
-        return ()
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU; the caller must not write to it.
@@ -103,13 +100,9 @@ class _Part(KVReader):
         ids = reader.token_ids[rows]
         nbytes = reader.packed_bytes * len(ids) // len(reader.token_ids)
         super().__init__(ids, reader.start + rows.start, reader.context, reader.num_layers, reader.codec, nbytes)
-        self.tier = reader.tier
+        self.tier, self.devices = reader.tier, reader.devices
         self._reader = reader
         self._rows = rows
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        return self._reader.devices
 
     def layer(self, index: int) -> LayerKV:
         return LayerKV(*(tensor[:, self._rows] for tensor in self._reader.layer(index)))

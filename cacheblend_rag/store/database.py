@@ -55,6 +55,13 @@ class DamagedIndexError(StoreError):
         self.doubt = doubt
 
 
+class _Hurry(threading.local):
+    """Whether this thread does not wait for those who write, and whether it has asked the mirror in vain."""
+
+    on = False
+    believes = False
+
+
 class Database:
     """One connection that reads and one that writes, so that no lookup waits for a commit; in memory where no `path` is given.
 
@@ -76,8 +83,7 @@ class Database:
         self._path = path
         self._prepare = prepare
         self._lock_timeout_s = lock_timeout_s
-        # Threads that do not wait for those who write, and those that have asked the mirror in vain.
-        self._hurry = threading.local()
+        self._hurry = _Hurry()
         self.read_only = read_only
         self._read_lock = ForkSafeLock()
         # In memory there is but one connection.
@@ -112,7 +118,7 @@ class Database:
         """Give the reading connection to one thread at a time."""
         with self._read_lock, _translated(self._path):
             connection = self._current("writer" if self._path is None else "reader")
-            self._set_patience(connection, _HURRY_S if self._is_hurrying else _LOOKUP_S)
+            self._set_patience(connection, _HURRY_S if self._hurry.on else _LOOKUP_S)
             yield connection
 
     def in_batches(self, query: str, after: Any) -> Iterator[Any]:
@@ -150,7 +156,7 @@ class Database:
             raise StoreReadOnlyError(
                 f"store folder {self._path and self._path.parent} is not writable; it can only be read"
             )
-        wait = self._path is None or (wait and not self._is_hurrying)
+        wait = self._path is None or (wait and not self._hurry.on)
         patience_s = self._lock_timeout_s if wait else 0.0
         until = time.monotonic() + patience_s
         if not self._write_lock.acquire(timeout=patience_s):
@@ -173,28 +179,13 @@ class Database:
             self._write_lock.release()
 
     @contextmanager
-    def hurrying(self) -> Iterator[None]:
-        """Have what this thread writes be an error where another process or thread is writing, and not wait for it."""
-        with self._hurrying(True):
-            yield
-
-    @contextmanager
-    def patient(self) -> Iterator[None]:
-        """Have what this thread writes wait for others again, within a block of `hurrying`."""
-        with self._hurrying(False):
-            yield
-
-    @contextmanager
-    def _hurrying(self, on: bool) -> Iterator[None]:
-        before, self._hurry.on = self._is_hurrying, on
+    def hurrying(self, on: bool = True) -> Iterator[None]:
+        """Have what this thread writes be an error where another process or thread is writing; with `on` False, wait again."""
+        before, self._hurry.on = self._hurry.on, on
         try:
             yield
         finally:
             self._hurry.on = before
-
-    @property
-    def _is_hurrying(self) -> bool:
-        return getattr(self._hurry, "on", False)
 
     def _set_patience(self, connection: sqlite3.Connection, patience_s: float) -> None:
         if self._path is not None:
@@ -236,7 +227,7 @@ class Database:
         if self.read_only:
             how = f"`cacheblend-rag store check --repair --store {shlex.quote(str(self._path.parent))}`"
             raise StoreError(f"{found}; repair it with {how}") from found
-        patience_s = _HURRY_S if self._is_hurrying else self._lock_timeout_s
+        patience_s = _HURRY_S if self._hurry.on else self._lock_timeout_s
         if not self._write_lock.acquire(timeout=patience_s):
             raise StoreError(f"index {self._path} is locked: another thread is writing to it") from found
         try:
@@ -280,7 +271,7 @@ class Database:
 
     def doubt(self, table: str, where: str, asked: Iterable[tuple[Any, ...]]) -> None:
         """Have the index healed if its mirror knows better, where the index says nothing, or nothing sound."""
-        if self._path is None or self.read_only or getattr(self._hurry, "believes", False):
+        if self._path is None or self.read_only or self._hurry.believes:
             return
         for values in asked:
             doubt = Doubt(table, where, values)
@@ -422,7 +413,7 @@ class Database:
             connection = _connect(path)
             if kind == "writer":
                 try:
-                    self._set_patience(connection, _HURRY_S if self._is_hurrying else self._lock_timeout_s)
+                    self._set_patience(connection, _HURRY_S if self._hurry.on else self._lock_timeout_s)
                     self._is_mirrored = self._is_mirror_due() and _mirror(connection, path)
                     if not self._is_mirrored:
                         self._unmirrored_at = time.monotonic()

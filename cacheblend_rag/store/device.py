@@ -64,11 +64,7 @@ class DeviceReader(KVReader):
     def __init__(self, kv: ResidentKV) -> None:
         super().__init__(kv.token_ids, kv.start, kv.context, len(kv.layers), "native", kv.nbytes)
         self._layers = kv.layers
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Where each layer is."""
-        return tuple(upload.layer.keys.device for upload in self._layers)
+        self.devices = tuple(upload.layer.keys.device for upload in kv.layers)
 
     def resident(self, index: int) -> LayerKV:
         return self._layers[index].receive()

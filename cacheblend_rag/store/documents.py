@@ -243,9 +243,10 @@ class Drafts:
                     if piece.key is not None:
                         replaced.append(piece.key)
                     tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
+                    name = self._namespace, record.id, record.key, record.text_hash
                     execute(
                         "UPDATE nodes SET key = ?, separator = ?, checksum = ? WHERE namespace = ? AND id = ?",
-                        (record.key, separator, record_checksum(self._namespace, record, tokens), self._namespace, id),
+                        (record.key, separator, record_checksum(*name, tokens, separator), self._namespace, id),
                     )
         return replaced
 
@@ -340,12 +341,11 @@ def _write_piece(connection: sqlite3.Connection, namespace: str, number: int | N
     )
 
 
-def record_checksum(namespace: str, record: NodeRecord, tokens: bytes) -> int:
-    """Return the checksum of a name's record, whose token ids are `tokens` when they are packed."""
-    texts = "\0".join((namespace, record.id, record.key, record.text_hash))
+def record_checksum(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes) -> int:
+    """Return the checksum of a name's record, whose token ids and separator are packed."""
+    texts = "\0".join((namespace, node, key, text_hash))
     # Records without a separator have the checksum that they have in every store there is.
-    tail = pack_tokens(record.separator)
-    return zlib.crc32(tail, zlib.crc32(tokens, zlib.crc32(texts.encode("utf-8", "surrogatepass"))))
+    return zlib.crc32(separator, zlib.crc32(tokens, zlib.crc32(texts.encode("utf-8", "surrogatepass"))))
 
 
 def is_sound(
@@ -356,8 +356,7 @@ def is_sound(
     texts = all(isinstance(text, str) for text in (namespace, node, key, text_hash))
     if not texts or not isinstance(tokens, bytes) or not isinstance(separator, bytes) or len(separator) % 4:
         return False
-    record = NodeRecord(node, key, text_hash, (), unpack_tokens(separator))
-    return record_checksum(namespace, record, tokens) == checksum
+    return record_checksum(namespace, node, key, text_hash, tokens, separator) == checksum
 
 
 def is_sound_document(namespace: str, name: str, limit: int | None, separator: bytes, checksum: int) -> bool:

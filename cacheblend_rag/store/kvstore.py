@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -51,6 +50,8 @@ class KVStore(ABC):
         The folder, if there is one and it may be written.
     is_private : bool
         Whether the store's contents end with this process and are reachable through this object alone.
+    hurrying : callable
+        Returns a context in which this thread waits for nobody who writes; what it cannot do then is an error.
     """
 
     path: Path | None = None
@@ -74,6 +75,7 @@ class KVStore(ABC):
         self._waiting = WriteBack(self._write, write_back_bytes)
         self._writes_at_once = not write_back_bytes
         self._index = index
+        self.hurrying = index.database.hurrying
         self._names = Names(index, clock.now, self._waiting)
         self._shared: SharedNames | None = None
         self._closed = False
@@ -201,10 +203,6 @@ class KVStore(ABC):
                 if not self._waiting.limit_bytes:
                     raise
         return self._waiting.put(chunk)
-
-    def hurrying(self) -> AbstractContextManager[None]:
-        """Have what this thread does in a ``with`` block wait for nobody who writes; what it cannot do then is an error."""
-        return self._index.database.hurrying()
 
     def settle(self) -> None:
         """Wait until everything that waited to be written is, or has failed to be."""

@@ -59,9 +59,8 @@ class Names:
         self._database = index.database
         self._now = now
         self._waiting = waiting
-
-    def _waiting_records(self, namespace: str) -> dict[str, NodeRecord]:
-        return {} if self._waiting is None else self._waiting.records(namespace)
+        self._waiting_records: Callable[[str], dict[str, NodeRecord]]
+        self._waiting_records = (lambda namespace: {}) if waiting is None else waiting.records
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
@@ -383,7 +382,8 @@ class Names:
         """Return the records in rows, once the connection has been given back: of damaged ones it is said that they are."""
         found = [None if row is None else record_of(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
         missing = [(namespace, node) for node, record in zip(ids, found, strict=True) if record is None]
-        self._database.doubt("nodes", _NAME, missing)
+        if missing:
+            self._database.doubt("nodes", _NAME, missing)
         for node, row, record in zip(ids, rows, found, strict=True):
             if record is None and row is not None:
                 _log.warning(
@@ -497,7 +497,7 @@ def write_names(
     for given in records:
         record = given if given.place is None else targets[given.id].record
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
-        checksum = record_checksum(namespace, record, tokens)
+        checksum = record_checksum(namespace, record.id, record.key, record.text_hash, tokens, separator)
         rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, checksum))
     keys = [row[2] for row in rows]
     _own(connection, namespace, tenant, keys)

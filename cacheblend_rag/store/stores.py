@@ -41,16 +41,17 @@ class MemoryStore(KVStore):
 
     def open(self, key: str) -> KVReader | None:
         self._check(key)
-        self._follow()
         now = self._clock.now()
         cached = self._ram.get(key, now)
         if cached is None:
             self._device.drop([key])
             return self._open_remote(key)
+        reader = RamReader(cached.kv, cached.nbytes)
+        if not self._device.limit_bytes:
+            return reader
+        self._follow()
         resident = self._device.get(key, now)
-        return (
-            self._promoting(key, RamReader(cached.kv, cached.nbytes)) if resident is None else DeviceReader(resident.kv)
-        )
+        return self._promoting(key, reader) if resident is None else DeviceReader(resident.kv)
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         figures = super().stats(tenant)

@@ -213,6 +213,8 @@ class WriteBack(WorkQueue[Computed]):
 
     def records(self, namespace: str) -> dict[str, NodeRecord]:
         """Return the records that wait with their KV, by id."""
+        if not self._waiting:
+            return {}
         chunks = [chunk for chunk in self.items() if chunk.namespace == namespace and not chunk.cancelled]
         return {record.id: record for chunk in chunks for record in chunk.records}
 

@@ -65,7 +65,7 @@ class BlendLLM(BlendModel, BaseLLM):
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]
         parts += text.parts if isinstance(text, PromptText) else [text]
-        return self._found_in(parts)
+        return self._catalog.prompt(self.engine, parts, self.min_chunk_chars)
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         return super().generate_prompt([self._convert_input(prompt) for prompt in prompts], *args, **kwargs)

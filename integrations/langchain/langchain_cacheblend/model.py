@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from pathlib import Path
@@ -16,7 +16,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
 from cacheblend_rag.chat.answer import Answer, Deadline, Ending, ModelCall
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
 from cacheblend_rag.chat.finder import HEAD_CHARS
-from cacheblend_rag.chunk import BLANK_LINE, Segment
+from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
@@ -158,10 +158,6 @@ class BlendModel(AnswersTogether, DecodingFields):
             self._loaded = {"server": server}
 
     # What is asked
-
-    def _found_in(self, parts: Iterable[Segment], tail: str = "") -> BlendPrompt:
-        """Return the prompt of these parts, with the stored chunks told apart that stand in its text; `tail` is behind it all."""
-        return self._catalog.prompt(self.engine, parts, self.min_chunk_chars, tail)
 
     def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """Merge the options of this object and of one call, which wins."""

@@ -285,8 +285,8 @@ class BlendLLM(JSONAnswers):
     def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the engine's arguments for a call, and its stop strings."""
         others = self.generation_kwargs | kwargs
-        prompt, carried = others.pop("blend_prompt", None), carried_prompt(given)
-        if prompt is None and carried is not None:
+        prompt = others.pop("blend_prompt", None)
+        if prompt is None and (carried := carried_prompt(given)) is not None:
             prompt = carried.blend(self._engine)
         elif prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])

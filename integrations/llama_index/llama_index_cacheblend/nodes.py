@@ -149,10 +149,10 @@ class Boundary:
         values = [node.metadata.get(key) for key in self._keys]
         return json.dumps([node.ref_doc_id, parent_id, *values], default=str)
 
-    def watch(self, filters: MetadataFilters | None) -> None:
+    def watch(self, filters: MetadataFilters) -> None:
         """Warn, once for each key, of filters on metadata that divide no document."""
         mine = object()
-        for key in set(_filter_keys(filters)) if filters is not None else ():
+        for key in set(_filter_keys(filters)):
             # One call, which threads cannot get between.
             if self._declared.setdefault(key, mine) is not mine:
                 continue

@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from contextvars import ContextVar, Token
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
@@ -48,6 +48,7 @@ class AnswerReport(CallReport):
         return "\n".join(lines)
 
 
+@dataclass(eq=False)
 class Calls:
     """The calls of every `BlendLLM` that are made within a ``with`` block, also in the tasks that it begins.
 
@@ -59,13 +60,12 @@ class Calls:
         Filled when a call ends, with all that have ended; the last of them is the answer's.
     """
 
-    def __init__(self) -> None:
-        self.made: list[ModelCall] = []
-        self.report = AnswerReport()
-        self._ended: list[CallReport] = []
-        self._lock = threading.Lock()
-        self._token: Token[tuple[Calls, ...]] | None = None
-        self._all: tuple[Calls, ...] = ()
+    made: list[ModelCall] = field(default_factory=list)
+    report: AnswerReport = field(default_factory=AnswerReport)
+    _ended: list[CallReport] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _token: Token[tuple[Calls, ...]] | None = None
+    _all: tuple[Calls, ...] = ()
 
     def __enter__(self) -> Calls:
         self._all = (*_watching.get(), self)

@@ -158,7 +158,7 @@ class LoggedNames(SharedNames):
                 f"the names at {self._log.location} are not those that this store has followed up to change {at[1]}: the server "
                 "has lost what it had acknowledged, or is another one. Restore its data; where that is lost, warm a new folder"
             )
-        with self._database.patient():
+        with self._database.hurrying(False):
             if page.is_whole:
                 self._read_all()
                 # What has changed while all of it was read is read once more.
@@ -189,7 +189,7 @@ class LoggedNames(SharedNames):
                 f"this store has names of its own, which those at {self._log.location} would replace: begin with another folder, "
                 "or empty this one (`cacheblend-rag store clear`), and warm it again; KV in the remote tier is found there"
             )
-        with self._database.patient():
+        with self._database.hurrying(False):
             self._mark("", 0)
         return "", 0
 
