@@ -294,14 +294,14 @@ class BlendVectorStore(BasePydanticVectorStore):
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Query the inner store; filters on metadata that does not divide documents log a warning."""
-        if query.filters is not None:
-            self._watch(query.filters)
+        if query.filters is not None and (boundary := self._encoder.boundary) is not None:
+            boundary.watch(query.filters)
         return self._inner.query(query, **kwargs)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Do what `query` does."""
-        if query.filters is not None:
-            self._watch(query.filters)
+        if query.filters is not None and (boundary := self._encoder.boundary) is not None:
+            boundary.watch(query.filters)
         return await self._inner.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
@@ -333,10 +333,6 @@ class BlendVectorStore(BasePydanticVectorStore):
     def remember(self, nodes: Sequence[BaseNode]) -> None:
         """Note nodes that are encoded and stand elsewhere, in a docstore: `delete` of their document forgets their KV too."""
         self._inventory.note(nodes)
-
-    def _watch(self, filters: MetadataFilters) -> None:
-        if self._encoder.boundary is not None:
-            self._encoder.boundary.watch(filters)
 
     def _encode(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
         """Encode nodes and those above them; return both."""
