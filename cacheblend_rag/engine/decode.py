@@ -17,11 +17,9 @@ from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
 from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.model import model_window, num_decoder_layers, unwrapped
+from cacheblend_rag.model import num_decoder_layers, unwrapped
 
-__all__ = ["checked_options", "complete_options", "make_result", "output_limit"]
-
-_DEFAULT_NEW_TOKENS = 256
+__all__ = ["checked_options", "complete_options", "make_result"]
 
 # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
 _NEUTRAL = {
@@ -107,13 +105,6 @@ def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
     calls = (GenerationMixin.generate, kind.forward, getattr(kind, "prepare_inputs_for_generation", kind.forward))
     passed_on = (name for call in calls for name in signature(call).parameters)
     return frozenset({*named, *_FOREIGN, *vars(GenerationConfig()), *passed_on})
-
-
-def output_limit(model: PreTrainedModel, run: PromptRun) -> int:
-    """Return how many tokens an answer may have: what was asked, else the model's own setting or 256, within its window."""
-    limit = int(run.request.max_new_tokens or model.generation_config.max_new_tokens or _DEFAULT_NEW_TOKENS)
-    window, layout = model_window(model), run.prompt.layout
-    return limit if window is None else min(limit, window - max(len(layout), layout.end_position))
 
 
 def complete_options(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:

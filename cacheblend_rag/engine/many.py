@@ -15,7 +15,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from cacheblend_rag.engine.attachment import alone_reason
-from cacheblend_rag.engine.decode import complete_options, end_ids, make_result, output_limit
+from cacheblend_rag.engine.decode import complete_options, end_ids, make_result
 from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer, TokenWatch
 from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
 from cacheblend_rag.engine.request import PromptRun
@@ -66,6 +66,7 @@ _BY_ROW = frozenset(
         "use_cache",
     }
 )
+_DEFAULT_NEW_TOKENS = 256
 # What a checkpoint's generation settings may say besides, to no effect here.
 _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
 
@@ -168,6 +169,7 @@ class Many:
         self._tokenizer = tokenizer
         self._decoder = decoder
         self._runner = runner
+        self._window = model_window(model)
         self._batch_tokens = tuning.decode_batch_tokens
         self._self_check = tuning.self_check
         self._refused: str | None = None
@@ -219,15 +221,21 @@ class Many:
                     run.kv.encoded.clear()
                     yield index, result
 
+    def _limit(self, run: PromptRun) -> int:
+        """Return how many tokens an answer may have: what was asked, else the model's own setting or 256, within its window."""
+        own = self._model.generation_config.max_new_tokens
+        limit, layout = int(run.request.max_new_tokens or own or _DEFAULT_NEW_TOKENS), run.prompt.layout
+        return limit if self._window is None else min(limit, self._window - max(len(layout), layout.end_position))
+
     def extent(self, run: PromptRun) -> Extent:
         """Return how far a prompt reaches."""
         layout = run.prompt.layout
-        return Extent(len(layout), layout.end_position, output_limit(self._model, run))
+        return Extent(len(layout), layout.end_position, self._limit(run))
 
     def has_room(self, extent: Extent) -> bool:
         """Whether prompts of such an extent may be decoded together."""
         # A row that has ended goes on to the end of the longest answer; `PaddedBatch` keeps it within the window if it can.
-        window = None if takes_positions(text_decoder(self._model)) else model_window(self._model)
+        window = None if takes_positions(text_decoder(self._model)) else self._window
         return extent.tokens <= self._batch_tokens and (window is None or extent.end + extent.limit <= window)
 
     def together(self, calls: Sequence[Call]) -> Sequence[GenerationResult | Exception]:
@@ -259,7 +267,7 @@ class Many:
     def alone(self, call: Call) -> GenerationResult:
         """Answer a prompt by itself: the first forward of the model's ``generate`` is the blended prefill."""
         run, streamer = call.run, call.streamer
-        layout, limit = run.prompt.layout, output_limit(self._model, run)
+        layout, limit = run.prompt.layout, self._limit(run)
         options = complete_options(self._model, self._tokenizer, run.request.options)
         watch = TokenWatch(call.stop)
         criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), watch])
@@ -311,7 +319,7 @@ class Many:
     def _together(self, calls: Sequence[Call]) -> Sequence[GenerationResult | Exception]:
         model, tokenizer = self._model, self._tokenizer
         runs = [call.run for call in calls]
-        limits = [output_limit(model, run) for run in runs]
+        limits = [self._limit(run) for run in runs]
         layouts = [run.prompt.layout for run in runs]
         batch = PaddedBatch(
             [layout.token_ids for layout in layouts],

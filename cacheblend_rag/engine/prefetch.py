@@ -152,9 +152,9 @@ class Prefetcher:
 
     def claim(self, keys: Iterable[str]) -> None:
         """Make way for a prompt with these keys: reads that have not begun are its own business, others are waited for."""
-        mine = self._mine
-        if not mine.reads:
+        if not self._process.reads:
             return
+        mine = self._mine
         with mine.lock:
             claimed = [mine.reads[key] for key in keys if key in mine.reads]
             for read in claimed:

@@ -86,8 +86,8 @@ class ChatBlend(BlendModel, BaseChatModel):
         parts = render_chat(
             self.engine.tokenizer, turns_of(messages), tools=shown, documents=passages(documents) if documents else ()
         )
-        parts, tail = fixed_head(messages, parts, documents), answer_head(self.engine.tokenizer)
-        return self._catalog.prompt(self.engine, parts, self.min_chunk_chars, tail)
+        segments, tail = fixed_head(messages, parts, documents), answer_head(self.engine.tokenizer)
+        return self._catalog.prompt(self.engine, segments, self.min_chunk_chars, tail)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return how many tokens the model is given for a conversation, template included.
