@@ -178,7 +178,7 @@ def around_context(tokenizer: Any, head: str, tail: str) -> tuple[str, str]:
 def answer_head(tokenizer: Any) -> str:
     """Return what a tokenizer's chat template writes behind the last words of the user; nothing where it cannot be told."""
     try:
-        return around_context(tokenizer, "", "")[1]
+        return apply_template(tokenizer, [{"role": "user", "content": _PROBE}]).partition(_PROBE)[2]
     except PromptError:
         return ""
 

@@ -118,7 +118,8 @@ class Database:
         """Give the reading connection to one thread at a time."""
         with self._read_lock, _translated(self._path):
             connection = self._current("writer" if self._path is None else "reader")
-            self._set_patience(connection, _HURRY_S if self._hurry.on else _LOOKUP_S)
+            if self._path is not None:
+                _set_patience(connection, _HURRY_S if self._hurry.on else _LOOKUP_S)
             yield connection
 
     def in_batches(self, query: str, after: Any) -> Iterator[Any]:
@@ -186,10 +187,6 @@ class Database:
             yield
         finally:
             self._hurry.on = before
-
-    def _set_patience(self, connection: sqlite3.Connection, patience_s: float) -> None:
-        if self._path is not None:
-            connection.execute(f"PRAGMA busy_timeout={int(patience_s * 1000)}")
 
     def transact(self, deed: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run a transaction, and return what it returns."""
@@ -280,7 +277,7 @@ class Database:
                     continue
                 try:
                     mirror = self._current("mirror")
-                    self._set_patience(mirror, _HURRY_S)
+                    _set_patience(mirror, _HURRY_S)
                     rows = find_rows(mirror, doubt)
                     is_known = bool(rows) and all(is_sound_row(table, row, mirror) for row in rows)
                 except BROKEN:
@@ -339,7 +336,7 @@ class Database:
             connection = self._current("writer")
             # Always: its mirror is of the same revision, and must not be ahead of a log whose end was lost with the machine.
             connection.execute("PRAGMA synchronous=FULL")
-            self._set_patience(connection, max(until - time.monotonic(), 0.0))
+            _set_patience(connection, max(until - time.monotonic(), 0.0))
             connection.execute("BEGIN IMMEDIATE")
             if self._path is None or self._files("writer") == self._opened["writer"]:
                 return connection
@@ -413,7 +410,7 @@ class Database:
             connection = _connect(path)
             if kind == "writer":
                 try:
-                    self._set_patience(connection, _HURRY_S if self._hurry.on else self._lock_timeout_s)
+                    _set_patience(connection, _HURRY_S if self._hurry.on else self._lock_timeout_s)
                     self._is_mirrored = self._is_mirror_due() and _mirror(connection, path)
                     if not self._is_mirrored:
                         self._unmirrored_at = time.monotonic()
@@ -436,7 +433,7 @@ class Database:
         check_version(connection, self._path)
         if has_tables(connection):
             return
-        self._set_patience(connection, self._lock_timeout_s)
+        _set_patience(connection, self._lock_timeout_s)
         connection.execute("BEGIN IMMEDIATE")
         is_new = not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
         make_tables(connection)
@@ -459,6 +456,10 @@ class Database:
         if differs:
             # Most likely others have written in between; healing looks while nobody does.
             self.heal(DamagedIndexError(f"index {self._path} is not of the same state as its mirror"))
+
+
+def _set_patience(connection: sqlite3.Connection, patience_s: float) -> None:
+    connection.execute(f"PRAGMA busy_timeout={int(patience_s * 1000)}")
 
 
 def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:

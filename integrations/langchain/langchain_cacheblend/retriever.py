@@ -22,12 +22,6 @@ __all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
 logger = logging.getLogger(__name__)
 
 
-def _prefetch(engine: Engine, documents: Iterable[Document]) -> list[str]:
-    ids = [document.id for document in documents if document.id]
-    engine.prefetch(ids)
-    return ids
-
-
 class BlendRetriever(BaseRetriever):
     """A retriever around yours: the KV of its documents is read while a reranker, a prompt or another retriever works.
 
@@ -61,14 +55,15 @@ class BlendRetriever(BaseRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
-        _prefetch(self.engine, documents)
+        self.engine.prefetch([document.id for document in documents if document.id])
         return documents
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
-        await run_in_executor(None, _prefetch, self.engine, documents)
+        ids = [document.id for document in documents if document.id]
+        await run_in_executor(None, self.engine.prefetch, ids)
         return documents
 
 
@@ -96,7 +91,8 @@ class BlendVectorStoreRetriever(VectorStoreRetriever):
 
     def _bring(self, documents: Iterable[Document]) -> None:
         store: Any = self.vectorstore
-        ids = _prefetch(store.engine, documents)
+        ids = [document.id for document in documents if document.id]
+        store.engine.prefetch(ids)
         if ids and not self._has_looked:
             try:
                 known = store.engine.records(ids)
