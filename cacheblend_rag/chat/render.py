@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
@@ -26,13 +26,13 @@ Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
 _PROBE = "probe_of_cacheblend"
 
 
+@dataclass(eq=False)
 class Holes(Generic[Piece]):
     """Gives each chunk a mark to stand in for it, and puts the chunks where the marks came to stand."""
 
-    def __init__(self) -> None:
-        self._chunks: list[Piece] = []
-        self._shown: set[int] = set()
-        self._name = uuid.uuid4().hex
+    _chunks: list[Piece] = field(default_factory=list)
+    _shown: set[int] = field(default_factory=set)
+    _name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def text(self, parts: Sequence[str | Piece]) -> str:
         """Return parts as one text with marks."""

@@ -110,18 +110,11 @@ def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
 def complete_options(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return options of ``generate`` with those that a blended prompt needs."""
     options = dict(_NEUTRAL) | options
-    stop = _stop_strings(tokenizer, options)
-    options.pop("stop_strings", None)
-    if stop is not None:
-        options["stopping_criteria"] = [*options.get("stopping_criteria", ()), stop]
+    if strings := options.pop("stop_strings", None):
+        options["stopping_criteria"] = [*options.get("stopping_criteria", ()), StopStrings(tokenizer, strings)]
     if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return options
-
-
-def _stop_strings(tokenizer: Any, options: Mapping[str, Any]) -> StopStrings | None:
-    strings = options.get("stop_strings")
-    return StopStrings(tokenizer, [strings] if isinstance(strings, str) else strings) if strings else None
 
 
 def end_ids(model: Any, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
@@ -144,7 +137,8 @@ def make_result(
     report = make_report(run, num_decoder_layers(model), first_output, token_ids, watch.times, watch.tpot_s(count))
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     options = run.request.options
-    stops = [_stop_strings(tokenizer, options), *options.get("stopping_criteria", ())]
+    strings = options.get("stop_strings")
+    stops = [*([StopStrings(tokenizer, strings)] if strings else []), *options.get("stopping_criteria", ())]
     ends = {*end_ids(model, options), *(id for each in stops if isinstance(each, StopStrings) for id in each.ids)}
     reason = "stop" if token_ids and token_ids[-1] in ends else "length"
     return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report, reason)

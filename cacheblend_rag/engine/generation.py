@@ -125,13 +125,13 @@ class StopStrings(StoppingCriteria):
     ----------
     tokenizer : Any
         The model's tokenizer.
-    stop : sequence of str
+    stop : str or sequence of str
         The stop strings, of which none is empty.
 
     Attributes
     ----------
     stop : tuple of str
-        As given.
+        The stop strings.
     ids : frozenset of int
         The special tokens among them, which end an answer like its own end tokens, and are in no text.
     """
@@ -139,11 +139,11 @@ class StopStrings(StoppingCriteria):
     # Answers with such criteria alone are decoded together (`Gathering`).
     is_of_one_answer = True
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self.stop = tuple(stop)
+    def __init__(self, tokenizer: Any, stop: str | Sequence[str]) -> None:
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self.ids = special_ids(tokenizer, self.stop)
         self._tokenizer = tokenizer
-        self._tail = max(len(each) for each in stop) * _TOKENS_PER_CHAR + 1
+        self._tail = max(map(len, self.stop)) * _TOKENS_PER_CHAR + 1
         self._prompt_len: int | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

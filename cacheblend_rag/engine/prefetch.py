@@ -39,6 +39,7 @@ class _Process:
     reads: dict[str, _Read] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Prefetch:
     """Reads that `BlendEngine.prefetch` has begun.
 
@@ -47,20 +48,14 @@ class Prefetch:
     prefetcher : Prefetcher
         Who reads.
     reads : list of _Read
-        One for each chunk that is read.
-
-    Attributes
-    ----------
-    reads : list of _Read
-        Those of them that it has not let go.
+        One for each chunk that is read, until it is let go.
     chunks : int
         How many chunks are known, each text once.
     """
 
-    def __init__(self, prefetcher: Prefetcher, reads: list[_Read]) -> None:
-        self._prefetcher = prefetcher
-        self.reads = reads
-        self.chunks = len(reads)
+    _prefetcher: Prefetcher
+    reads: list[_Read]
+    chunks: int
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to read; return whether that is so.
@@ -124,7 +119,7 @@ class Prefetcher:
                         break
                 read.holders += 1
                 begun.append(read)
-        return Prefetch(self, begun)
+        return Prefetch(self, begun, len(begun))
 
     def wait(self, reads: Sequence[_Read], timeout_s: float | None = None) -> bool:
         """Wait until reads have ended or were cancelled; return whether that is so."""

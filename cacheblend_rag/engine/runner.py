@@ -118,7 +118,7 @@ class Runner:
                     logger.warning("%s", error)
                     run.kv.unreadable[error.key] = error.damaged
                     if error.damaged:
-                        self._supply.discard(error.key)
+                        self._store.discard(error.key)
 
     def encode_misses(self, runs: Sequence[PromptRun]) -> None:
         """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.

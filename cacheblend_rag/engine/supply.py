@@ -277,7 +277,7 @@ class KVSupply:
                         "stored KV %s… does not belong to the chunk it is stored for; it will be computed again",
                         chunk.key[:12],
                     )
-                    self.discard(chunk.key)
+                    self._store.discard(chunk.key)
                     run.kv.unreadable[chunk.key] = True
                     reader = None
                 tier = None if reader is None else reader.tier
@@ -356,7 +356,7 @@ class KVSupply:
             0,
             head.token_ids,
         ):
-            self.discard(head.key)
+            self._store.discard(head.key)
             reader = None
         run.timings.open_s += run.timings.note("open", started)
         run.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
@@ -389,10 +389,6 @@ class KVSupply:
 
     def _open(self, run: PromptRun, key: str) -> KVReader | None:
         return None if run.kv.unreadable.get(key) is False else self._store.open(key)
-
-    def discard(self, key: str) -> None:
-        """Drop stored KV that is damaged or not what it is stored for; it is a miss from now on."""
-        self._store.discard(key)
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
