@@ -135,8 +135,7 @@ class Assembly:
         ChunkReadError
             If the stored KV of a chunk is gone or damaged.
         """
-        # Layers are put together on the CPU first, and then moved.
-        is_staged = self._devices[layer].type != "cpu"
+        is_staged = _is_staged(self._devices[layer])
         if piece.is_resident and is_staged:
             return 0
         readers = self._readers[piece.chunks]
@@ -175,7 +174,7 @@ class Assembly:
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record()
             return Upload(made, done)
-        if device.type != "cpu":
+        if _is_staged(device):
             return self._on_device(layer, buffer, direct)
         assert buffer is not None
         return buffer
@@ -269,6 +268,11 @@ class Assembly:
             table = self._tables[known]
         if table is not None:
             shift_layer(LayerKV(*(part[0, :, piece.rows] for part in whole)), table)
+
+
+def _is_staged(device: torch.device) -> bool:
+    """Return whether layers are put together on the CPU first, and then moved."""
+    return device.type != "cpu"
 
 
 def _is_page_locked(part: LayerKV) -> bool:

@@ -128,7 +128,8 @@ def test_a_store_for_other_devices_serves_from_the_cpu(make: Make, monkeypatch: 
         engine.add(CHUNKS)
         wanted = engine.prefill(PROMPTS[0]).logits
         # What lies elsewhere than where the model computes is read like from RAM.
-        monkeypatch.setattr("cacheblend_rag.store.device.DeviceReader.devices", (torch.device("meta"),) * 6)
+        elsewhere = property(lambda reader: (torch.device("meta"),) * 6, lambda reader, devices: None)
+        monkeypatch.setattr("cacheblend_rag.store.device.DeviceReader.devices", elsewhere)
         result = engine.prefill(PROMPTS[0])
         assert torch.equal(result.logits, wanted)
         assert result.report.load_bytes > 0
