@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 from cacheblend_rag.store import check_store, open_store
-from tests.store.kit import key_of, make_kv, record
+from tests.command import read_rows, run
+from tests.store.kit import add, key_of, make_kv, record
 
-from .conftest import Command, read_rows
 
-
-def test_export_import_gc_and_clear_of_one_tenant(run: Command, tmp_path: Path) -> None:
+def test_export_import_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
     one, two, file, figures = (tmp_path / name for name in ("one", "two", "export.tar", "figures.json"))
     store = open_store(one, 0)
     for number, tenant in ((1, ""), (2, "acme"), (3, "acme")):
@@ -43,7 +42,7 @@ def test_export_import_gc_and_clear_of_one_tenant(run: Command, tmp_path: Path) 
     assert "is damaged" in run("store", "import", file, "--store", two, code=1).stderr
 
 
-def test_pin_and_unpin(run: Command, tmp_path: Path) -> None:
+def test_pin_and_unpin(tmp_path: Path) -> None:
     folder, figures = tmp_path / "store", tmp_path / "figures.json"
     store = open_store(folder, 0)
     store.put(key_of(1), make_kv(1))
@@ -61,10 +60,9 @@ def test_pin_and_unpin(run: Command, tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_json_on_standard_output(run: Command, tmp_path: Path) -> None:
+def test_the_json_on_standard_output(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1)])
+    add(store, 1)
     store.close()
     for command in ("stats", "check", "gc", "clear"):
         result = run("store", command, "--store", tmp_path, "--json", "-", input="y\n")

@@ -17,7 +17,7 @@ from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.core.documents.naive import Library, Rows, small_model
 from tests.core.documents.texts import Text
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from tests.store.kit import add, files_of, key_of, make_kv, read, record, same
 
 NUMBERS = range(6)
 
@@ -53,9 +53,7 @@ def served(store: KVStore, number: int) -> bool:
 def test_chunk_files(tmp_path: Path, count: int) -> None:
     chance = random.Random(count)
     store = open_store(tmp_path, 0)
-    for number in NUMBERS:
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+    add(store, *NUMBERS)
     missed = 0
     for _ in range(count):
         victim = chance.choice(files_of(tmp_path))
@@ -79,9 +77,7 @@ def test_index(tmp_path: Path, count: int) -> None:
     chance = random.Random(count)
     folder = tmp_path / "store"
     store = open_store(folder, 0)
-    for number in NUMBERS:
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+    add(store, *NUMBERS)
     store.close()
     sound = (folder / "index.sqlite").read_bytes()
     refused = 0

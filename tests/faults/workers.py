@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from cacheblend_rag.store import open_store
-from tests.store.kit import key_of, make_kv, read, record, same
+from tests.store.kit import add, key_of, make_kv, read, record, same
 
 # Numbers that every process reads and writes, and the first number of those that a process has for itself.
 SHARED = range(16)
@@ -30,8 +30,7 @@ def use_until_killed(folder: Path, log: Path, worker: int, turn: int, disk_bytes
         deed = chance.choice(["put", "put", "shared", "open", "open", "forget", "discard", "replace"])
         if deed == "put":
             own += 1
-            store.put(key_of(own), make_kv(own))
-            store.name("ns", [record(f"n{own}", own)])
+            add(store, own)
             os.write(log_fd, f"put {own}\n".encode())
             mine.append(own)
         elif deed == "shared":

@@ -19,6 +19,7 @@ import torch
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.reading import Place
 from cacheblend_rag.store import KVReader, KVStore, NodeRecord
+from cacheblend_rag.store import open_store as _open_store
 
 # One server imports torch once; each process is then forked from it, not from the tests.
 _processes = multiprocessing.get_context("forkserver")
@@ -54,6 +55,35 @@ def piece(node: str, document: str, start: int, number: int = 0) -> NodeRecord:
     )
 
 
+_made: list[KVStore] = []
+
+
+def open_store(*arguments: Any, **options: Any) -> KVStore:
+    """Open a store that is closed with the test, if the test has not closed it."""
+    _made.append(_open_store(*arguments, **options))
+    return _made[-1]
+
+
+@pytest.fixture(autouse=True)
+def _stores_are_closed() -> Iterator[None]:
+    yield
+    while _made:
+        _made.pop().close()
+
+
+def put(store: KVStore, *numbers: int) -> None:
+    """Put the KV of numbers."""
+    for number in numbers:
+        store.put(key_of(number), make_kv(number))
+
+
+def add(store: KVStore, *numbers: int) -> None:
+    """Put the KV of numbers, each under a name."""
+    for number in numbers:
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+
+
 def opened(store: KVStore, key: str) -> KVReader:
     """Open what is there to be read."""
     reader = store.open(key)
@@ -74,6 +104,12 @@ def same(left: ChunkKV, right: ChunkKV) -> bool:
         return False
     pairs = [pair for a, b in zip(left.layers, right.layers, strict=True) for pair in zip(a, b, strict=True)]
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def is_held(store: KVStore, number: int) -> bool:
+    """Return whether a chunk is there, and reads as it was put."""
+    reader = store.open(key_of(number))
+    return reader is not None and same(read(reader), make_kv(number))
 
 
 def files_of(folder: Path) -> list[Path]:

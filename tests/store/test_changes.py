@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.store import KVStore, NameChanges, open_store
-from tests.store.kit import record
+from cacheblend_rag.store import KVStore, NameChanges
+from tests.store.kit import open_store, record
 
 NAMES = st.sampled_from("abcdef")
 STEPS = st.lists(
@@ -58,7 +58,6 @@ def test_following_the_changes_is_as_good_as_asking_for_all(rounds: list[list[tu
                 store.clear()
         assert follower.follow(store.names.changes("ns", follower.mark)) == all_names(store)
         assert store.names.changes("ns", follower.mark).names == []
-    store.close()
 
 
 def test_another_connection_sees_them(tmp_path: Path) -> None:
@@ -70,8 +69,6 @@ def test_another_connection_sees_them(tmp_path: Path) -> None:
     changes = two.names.changes("ns", follower.mark)
     assert len(changes.names) == 2
     assert follower.follow(changes) == {"a": "hash3"}
-    one.close()
-    two.close()
 
 
 def test_who_asks_too_late_gets_all(tmp_path: Path) -> None:
@@ -86,7 +83,6 @@ def test_who_asks_too_late_gets_all(tmp_path: Path) -> None:
     assert len(changes.names) == 10_002
     # A mark of another index, which was further on.
     assert store.names.changes("ns", changes.mark + 5).whole
-    store.close()
 
 
 def test_no_name_is_kept_that_was_removed(tmp_path: Path) -> None:
@@ -116,4 +112,3 @@ def test_an_index_that_never_noted_changes_gives_all_names(tmp_path: Path) -> No
     store.name("ns", [record("b", 2)])
     later = store.names.changes("ns", first.mark)
     assert [name[1:] for name in later.names] == [("b", "hash2")]
-    store.close()

@@ -16,12 +16,12 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import KVStore, check_store, collect_garbage, open_store
+from cacheblend_rag.store import KVStore, check_store, collect_garbage
 from cacheblend_rag.store.folder import StoreFolder
 from tests.core.documents.naive import small_model
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import tiny_tokenizer
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from tests.store.kit import add, files_of, is_held, key_of, make_kv, open_store
 
 Damage = Callable[[Path], None]
 
@@ -32,9 +32,7 @@ READ = "document 'd' does not match the keys of its chunks"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     store = open_store(tmp_path, 0)
-    for number in range(4):
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+    add(store, *range(4))
     store.close()
     return tmp_path
 
@@ -147,7 +145,6 @@ def sql(folder: Path, statement: str) -> None:
     connection = sqlite3.connect(folder / "index.sqlite")
     connection.execute(statement)
     connection.commit()
-    connection.close()
 
 
 def test_sound(folder: Path) -> None:
@@ -238,10 +235,7 @@ def test_damaged_index_is_restored(folder: Path, how: str, mirrored: bool) -> No
     report = check_store(folder)
     assert (report.problems, report.entries, report.names) == ([], 3, 4 if mirrored else 0)
     store: KVStore = open_store(folder, 0)
-    reader = store.open(key_of(2))
-    assert reader is not None
-    assert same(read(reader), make_kv(2))
-    store.close()
+    assert is_held(store, 2)
 
 
 def test_while_in_use(folder: Path) -> None:
@@ -252,4 +246,3 @@ def test_while_in_use(folder: Path) -> None:
     assert not check_store(folder, repair=True).repaired
     store.put(key_of(8), make_kv(8))
     assert store.stats().entries == 6
-    store.close()

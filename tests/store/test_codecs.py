@@ -12,10 +12,10 @@ from cacheblend_rag import EngineConfig
 from cacheblend_rag.codec import codec_names, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.errors import ChunkReadError, ConfigError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store import check_store, open_store
+from cacheblend_rag.store import check_store
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.ram import RamTier
-from tests.store.kit import files_of, key_of, read, same
+from tests.store.kit import files_of, key_of, open_store, read, same
 
 KEY = key_of(1)
 
@@ -136,7 +136,6 @@ def test_ram_keeps_and_counts_what_is_packed(codec: str) -> None:
     assert same(read(reader), through(kv, codec))
     store.cache(key_of(5), kv)
     assert store.stats().ram_bytes == 2 * size
-    store.close()
 
 
 def test_the_budget_is_of_packed_bytes() -> None:
@@ -148,7 +147,6 @@ def test_the_budget_is_of_packed_bytes() -> None:
     size = pack_kv(kv, make_codec("int4")).nbytes
     with pytest.raises(StoreFullError, match=f"a chunk of {size} bytes exceeds"):
         store.put(key_of(1), kv)
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,6 @@ def test_equal_codecs_promote_the_bytes_on_disk(tmp_path: Path, monkeypatch: pyt
     assert again is not None
     assert same(read(again), stored)
     assert not packed
-    store.close()
 
 
 def test_room_is_reserved_for_what_ram_will_keep(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import check_store, collect_garbage, open_store
+from cacheblend_rag.store import check_store, collect_garbage
 from cacheblend_rag.store.disk import DiskTier
 from tests.store import workers
-from tests.store.kit import files_of, key_of, make_kv, record, start
+from tests.store.kit import files_of, key_of, make_kv, open_store, put, record, start
 from tests.store.test_life import Clocks
 
 
@@ -77,8 +77,7 @@ def test_what_is_no_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["collected", "repaired"])
 def test_what_is_to_be_found_again_by_its_files_is_no_garbage(tmp_path: Path, how: str) -> None:
     store = open_store(tmp_path, 0)
-    for number in range(4):
-        store.put(key_of(number), make_kv(number))
+    put(store, *range(4))
     store.close()
     for name in ("index.sqlite", "mirror.sqlite"):
         (tmp_path / name).write_bytes(b"x" * (tmp_path / name).stat().st_size)
@@ -91,4 +90,3 @@ def test_what_is_to_be_found_again_by_its_files_is_no_garbage(tmp_path: Path, ho
     assert len(files_of(tmp_path)) == 4
     store = open_store(tmp_path, 0)
     assert store.holds([key_of(number) for number in range(4)]) == [True] * 4
-    store.close()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.store import KVReader, KVStore, StoreClock, open_store
+from cacheblend_rag.store import KVReader, KVStore, StoreClock
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from tests.store.kit import add, files_of, key_of, make_kv, open_store, put, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
 ROOM = 10 * KV_BYTES
@@ -38,8 +38,7 @@ def filled(folder: Path | None, *numbers: int, device_bytes: int = ROOM, ram_byt
     """Open a store with chunks under names of their own, all of them on the device."""
     store = open_store(folder, ram_bytes, device_bytes=device_bytes)
     for number in numbers:
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+        add(store, number)
         raise_up(store, number)
     return store
 
@@ -78,7 +77,6 @@ def test_the_copy_is_unpacked(tmp_path: Path) -> None:
     assert again is not None and (again.tier, again.codec) == ("device", "native")
     assert same(read(again), unpacked)
     assert store.stats().device_bytes == KV_BYTES
-    store.close()
 
 
 def test_the_copy_is_a_copy() -> None:
@@ -101,7 +99,6 @@ def test_most_of_it_was_never_asked_for() -> None:
     store.put(key_of(1), make_kv(1))
     raise_up(store, 1, first_layer=2)
     assert (tier_of(store, 1), store.stats().device_bytes) == ("ram", 0)
-    store.close()
 
 
 def test_deletions_delete(folder: Path | None) -> None:
@@ -115,13 +112,11 @@ def test_deletions_delete(folder: Path | None) -> None:
     assert store.stats().device_bytes == KV_BYTES
     store.clear()
     assert (tier_of(store, 3), store.stats().device_bytes) == (None, 0)
-    store.close()
 
 
 def test_what_is_deleted_on_its_way_up_does_not_arrive(folder: Path | None) -> None:
     store = filled(folder)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1)])
+    add(store, 1)
     reader = store.open(key_of(1))
     assert reader is not None and reader.promotes_to_device
     for layer in range(reader.num_layers):
@@ -145,8 +140,6 @@ def test_another_process_deletes(tmp_path: Path) -> None:
     assert store.stats().device_bytes == KV_BYTES
     other.clear()
     assert (tier_of(store, 2), store.stats().device_bytes) == (None, 0)
-    other.close()
-    store.close()
 
 
 def test_what_the_slower_tier_drops_for_room_goes(tmp_path: Path) -> None:
@@ -165,7 +158,6 @@ def test_what_the_slower_tier_drops_for_room_goes(tmp_path: Path) -> None:
     for number in (2, 3):
         store.put(key_of(number), make_kv(0))
     assert (tier_of(store, 1), store.stats().device_bytes) == (None, 0)
-    store.close()
 
 
 def test_time_passes_there_too(folder: Path | None) -> None:
@@ -182,7 +174,6 @@ def test_time_passes_there_too(folder: Path | None) -> None:
     now += 6
     assert [tier_of(store, number) for number in (1, 2, 3)] == [None, None, "device"]
     assert store.stats().device_bytes == KV_BYTES
-    store.close()
 
 
 def test_tenants(folder: Path | None) -> None:
@@ -194,7 +185,6 @@ def test_tenants(folder: Path | None) -> None:
     store.clear("acme")
     assert [tier_of(store, number) for number in (1, 2, 3)] == [None, None, "device"]
     assert store.stats().device_bytes == KV_BYTES
-    store.close()
 
 
 def test_the_budget_is_kept(tmp_path: Path) -> None:
@@ -221,7 +211,6 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
     store.pin("ns", ["n1"])
     raise_up(store, 3)
     assert [tier_of(store, number) for number in (1, 3)] == ["ram", "device"]
-    store.close()
 
 
 def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
@@ -231,13 +220,11 @@ def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
     store.close()
     store = filled(tmp_path, device_bytes=1)
     assert len(store.probes()) == 3  # type: ignore[attr-defined]
-    store.close()
 
 
 def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     store = filled(None)
-    for number in (1, 2):
-        store.put(key_of(number), make_kv(number))
+    put(store, 1, 2)
 
     def full(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried to allocate 1 MiB\nand more")
@@ -253,4 +240,3 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     raise_up(store, 1)
     assert tier_of(store, 1) == "device"
     assert store._device._make_room(ROOM - KV_BYTES)  # type: ignore[attr-defined]
-    store.close()

@@ -16,9 +16,23 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError
-from cacheblend_rag.store import KVStore, check_store, open_store
+from cacheblend_rag.store import KVStore, check_store
 from tests.store import workers
-from tests.store.kit import fill, key_of, make_kv, opened, read, record, run, same, start_with_pipe
+from tests.store.kit import (
+    add,
+    fill,
+    is_held,
+    key_of,
+    make_kv,
+    open_store,
+    opened,
+    put,
+    read,
+    record,
+    run,
+    same,
+    start_with_pipe,
+)
 from tests.store.kit import small_disk as mounted_disk
 
 NOBODY = 65534
@@ -165,14 +179,12 @@ def test_full_disk(small_disk: Path) -> None:
 
 def test_disk_full_to_the_last_byte(small_disk: Path) -> None:
     store = open_store(small_disk / "s", 0, 10**9)
-    for number in range(3):
-        store.put(key_of(number), make_kv(number))
+    put(store, *range(3))
     store.name("ns", [record("n1", 1)])
     store.pin("ns", ["n1"])
     ballast = fill(small_disk)
     put_until_full(store, 3, tokens=6)
-    reader = opened(store, key_of(1))
-    assert same(read(reader), make_kv(1))
+    assert is_held(store, 1)
     ballast.unlink()
     store.put(key_of(9), make_kv(9))
     store.close()
@@ -195,10 +207,8 @@ def test_full_store_is_opened(small_disk: Path) -> None:
     store.close()
     fill(small_disk)
     store = open_store(small_disk / "s", 0, 10**9)
-    reader = opened(store, key_of(1))
-    assert same(read(reader), make_kv(1))
+    assert is_held(store, 1)
     put_until_full(store, 2, tokens=6)
-    store.close()
 
 
 def test_file_size_limit(tmp_path: Path) -> None:
@@ -209,8 +219,7 @@ def test_file_size_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log_left", [False, True])
 def test_folder_of_somebody_else(open_folder: Path, log_left: bool) -> None:
     store = open_store(open_folder / "live", 0)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1)])
+    add(store, 1)
     if log_left:
         # As a killed process leaves it: what was written last is in SQLite's log alone.
         shutil.copytree(open_folder / "live", open_folder / "s")
@@ -241,8 +250,7 @@ def test_a_mirror_that_is_root_s_keeps_nobody_out(open_folder: Path) -> None:
 @pytest.mark.parametrize("closed", [True, False])
 def test_read_only_disk(small_disk: Path, closed: bool) -> None:
     store = open_store(small_disk / "live", 0)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1)])
+    add(store, 1)
     if closed:
         store.close()
     shutil.copytree(small_disk / "live", small_disk / "s")
@@ -266,8 +274,7 @@ def test_who_can_only_read_sees_what_others_write(small_disk: Path, tmp_path: Pa
             assert writer.recv() == "open"
         store = open_store(view / "s", 10**6)
         assert store.names.ids("ns") == ["n1", "n2"]
-        reader = store.open(key_of(1))
-        assert reader is not None and same(read(reader), make_kv(1))
+        assert is_held(store, 1)
         run(workers.write_some, folder, [3], ["n1"])
         assert store.names.ids("ns") == ["n2", "n3"]
         # It is in RAM here, too.
@@ -281,9 +288,7 @@ def test_who_can_only_read_sees_what_others_write(small_disk: Path, tmp_path: Pa
 
 def test_damaged_index_never_gives_wrong_kv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(tmp_path / "s", 0)
-    for number in range(4):
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+    add(store, *range(4))
     store.close()
     index = tmp_path / "s" / "index.sqlite"
     data = index.read_bytes()
@@ -295,8 +300,7 @@ def test_damaged_index_never_gives_wrong_kv(tmp_path: Path, caplog: pytest.LogCa
         store = open_store(tmp_path / "s", 0)
         for number in range(4):
             assert store.names.lookup("ns", [f"n{number}"]) == [record(f"n{number}", number)]
-            reader = opened(store, key_of(number))
-            assert same(read(reader), make_kv(number))
+            assert is_held(store, number)
         store.close()
     assert any("restored from its mirror" in entry.getMessage() for entry in caplog.records)
 
@@ -304,8 +308,7 @@ def test_damaged_index_never_gives_wrong_kv(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_what_cannot_be_read_for_a_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     store = open_store(tmp_path, 0)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1)])
+    add(store, 1)
     store.pin("ns", ["n1"])
     own = getattr(os, call)
 
@@ -317,9 +320,7 @@ def test_what_cannot_be_read_for_a_moment_stays(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as broken:
         broken.setattr(os, call, fail)
         assert store.open(key_of(1)) is None
-    reader = store.open(key_of(1))
-    assert reader is not None and same(read(reader), make_kv(1))
-    store.close()
+    assert is_held(store, 1)
 
 
 def test_who_can_only_read_does_not_overlook_a_log(small_disk: Path) -> None:

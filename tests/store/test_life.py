@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, EngineConfig
+from cacheblend_rag import BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
+from cacheblend_rag.store import KVStore, StoreClock, check_store
 from cacheblend_rag.store.database import Database
-from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from tests.engines import MakeEngine
+from tests.families import words
+from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, read, record, same
 
 
 @dataclass
@@ -58,9 +58,7 @@ def test_what_has_expired_is_a_miss(tmp_path: Path, ram_bytes: int) -> None:
     store.put(key_of(3), make_kv(3), ttl_s=5)
     assert len(files_of(tmp_path)) == 2
     store.put(key_of(1), make_kv(1), ttl_s=60)
-    again = store.open(key_of(1))
-    assert again is not None
-    assert same(read(again), make_kv(1))
+    assert is_held(store, 1)
     store.close()
     assert check_store(tmp_path).is_clean
 
@@ -77,7 +75,6 @@ def test_in_ram_alone() -> None:
     store.put(key_of(1), make_kv(1))
     clocks.passes(10**6)
     assert store.open(key_of(1)) is not None
-    store.close()
 
 
 @pytest.mark.parametrize("in_folder", [True, False])
@@ -95,7 +92,6 @@ def test_the_longest_life_asked_for_counts(tmp_path: Path, in_folder: bool) -> N
         assert [store.open(key_of(n)) is not None for n in (1, 2, 3, 4)] == [False, True, True, True]
     clocks.passes(100)
     assert store.holds([key_of(n) for n in (1, 2, 3, 4)]) == [False, False, True, True]
-    store.close()
 
 
 def test_a_longer_life_is_noticed_by_others(tmp_path: Path) -> None:
@@ -106,8 +102,6 @@ def test_a_longer_life_is_noticed_by_others(tmp_path: Path) -> None:
     two.prolong([key_of(1)], None)
     clocks.passes(10)
     assert one.open(key_of(1)) is not None
-    one.close()
-    two.close()
 
 
 def test_a_clock_that_is_set_while_the_store_is_open(tmp_path: Path) -> None:
@@ -121,7 +115,6 @@ def test_a_clock_that_is_set_while_the_store_is_open(tmp_path: Path) -> None:
         store.discard(key_of(2))
     clocks.passes(60)
     assert store.holds([key_of(1)]) == [False]
-    store.close()
 
 
 def test_a_clock_that_is_set_while_the_store_is_closed(tmp_path: Path) -> None:
@@ -190,32 +183,29 @@ def test_the_stores_time_only_grows(steps: list[tuple[str, float]]) -> None:
         assert now >= before - 1e-6
         before = now
     assert before >= 1.8e9 + ran - 1e-3
-    database.close()
 
 
-def test_settings_and_single_additions() -> None:
+def test_settings_and_single_additions(make_engine: MakeEngine) -> None:
     for wrong in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="ttl_s"):
             EngineConfig(ttl_s=wrong)
     clocks = Clocks()
     store = clocks.open(None, 10**7)
     chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
-    config = engine_settings(ttl_s=100)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **config, store=store) as engine:
-        with pytest.raises(ConfigError, match="ttl_s=0 must be a positive number of seconds"):
-            engine.add(chunks, ttl_s=0)
-        engine.add(chunks[:1])
-        engine.add(chunks[1:], ttl_s=10)
-        # A miss lives as long as the settings say.
-        assert engine.prefill(BlendPrompt("t1", [Chunk(words(9, 3), "c")], "t2")).report.misses == 1
-        clocks.passes(50)
-        assert engine.prefill(BlendPrompt("t1", ["a", "b", "c"], "t2")).report.hits == 2
-        clocks.passes(60)
-        report = engine.prefill(BlendPrompt("t1", ["a", "b", "c"], "t2")).report
-        assert [chunk.hit for chunk in report.chunks] == [False, True, False]
-        assert engine.contains("a")
-        # Adding again renews.
-        assert engine.add(chunks, ttl_s=1000).unchanged == 2
-        clocks.passes(900)
-        assert engine.prefill(BlendPrompt("t1", ["a", "b"], "t2")).report.hits == 2
-    store.close()
+    engine = make_engine(store, ttl_s=100)
+    with pytest.raises(ConfigError, match="ttl_s=0 must be a positive number of seconds"):
+        engine.add(chunks, ttl_s=0)
+    engine.add(chunks[:1])
+    engine.add(chunks[1:], ttl_s=10)
+    # A miss lives as long as the settings say.
+    assert engine.prefill(BlendPrompt("t1", [Chunk(words(9, 3), "c")], "t2")).report.misses == 1
+    clocks.passes(50)
+    assert engine.prefill(BlendPrompt("t1", ["a", "b", "c"], "t2")).report.hits == 2
+    clocks.passes(60)
+    report = engine.prefill(BlendPrompt("t1", ["a", "b", "c"], "t2")).report
+    assert [chunk.hit for chunk in report.chunks] == [False, True, False]
+    assert engine.contains("a")
+    # Adding again renews.
+    assert engine.add(chunks, ttl_s=1000).unchanged == 2
+    clocks.passes(900)
+    assert engine.prefill(BlendPrompt("t1", ["a", "b"], "t2")).report.hits == 2

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.store import KVStore, collect_garbage, open_store
-from tests.store.kit import key_of, make_kv, record
+from cacheblend_rag.store import KVStore, collect_garbage
+from tests.store.kit import key_of, make_kv, open_store, record
 
 ROOM = 1 << 20
 

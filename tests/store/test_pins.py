@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag import Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
-from cacheblend_rag.store import KVStore, check_store, open_store, pin_chunks
-from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of, key_of, make_kv, read, record
+from cacheblend_rag.store import KVStore, check_store, pin_chunks
+from tests.engines import MakeEngine
+from tests.families import words
+from tests.store.kit import files_of, key_of, make_kv, open_store, read, record
 
 KV_BYTES = make_kv(0).nbytes
 
@@ -99,7 +99,6 @@ def test_pinned_in_ram() -> None:
     store.pin("ns", ["n3"])
     put(store, 3, 11, 12, 13)
     assert held(store, range(14)) == [3, 12, 13]
-    store.close()
 
 
 def test_the_copy_in_ram_stays(tmp_path: Path) -> None:
@@ -114,25 +113,23 @@ def test_the_copy_in_ram_stays(tmp_path: Path) -> None:
         path.write_bytes(b"")
     assert store.open(key_of(1)) is not None
     assert store.open(key_of(4)) is None
-    store.close()
 
 
-def test_the_engines_pins(tmp_path: Path) -> None:
+def test_the_engines_pins(make_engine: MakeEngine, tmp_path: Path) -> None:
     chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
-    settings = engine_settings(disk_bytes=45_000)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
-        engine.add(chunks[:1])
-        assert engine._store.stats().disk_bytes < 20_000
-        with pytest.raises(UnknownChunkError, match="nobody"):
-            engine.pin(["n0", "nobody"])
-        engine.pin(["n0"])
-        engine.add(chunks[1:])
-        records = engine.records([f"n{seed}" for seed in range(4)])
-        assert engine._store.holds([each.key for each in records if each]) == [True, False, False, True]
-        with pytest.raises(UnknownChunkError, match="nobody"):
-            engine.unpin(["n0", "nobody"])
-        engine.unpin(["n0"])
-        assert engine._store.stats().pinned_bytes == 0
+    engine = make_engine(tmp_path, disk_bytes=45_000)
+    engine.add(chunks[:1])
+    assert engine._store.stats().disk_bytes < 20_000
+    with pytest.raises(UnknownChunkError, match="nobody"):
+        engine.pin(["n0", "nobody"])
+    engine.pin(["n0"])
+    engine.add(chunks[1:])
+    records = engine.records([f"n{seed}" for seed in range(4)])
+    assert engine._store.holds([each.key for each in records if each]) == [True, False, False, True]
+    with pytest.raises(UnknownChunkError, match="nobody"):
+        engine.unpin(["n0", "nobody"])
+    engine.unpin(["n0"])
+    assert engine._store.stats().pinned_bytes == 0
 
 
 def test_pins_of_a_folder(tmp_path: Path) -> None:
@@ -150,4 +147,3 @@ def test_pins_of_a_folder(tmp_path: Path) -> None:
     assert store.stats().pinned_bytes == 0
     with pytest.raises(StoreError):
         pin_chunks(tmp_path / "nowhere", ["n"])
-    store.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.store import check_store, open_store
+from cacheblend_rag.store import check_store
 from tests.store import workers
-from tests.store.kit import files_of, key_of, make_kv, read, record, run, same, start
+from tests.store.kit import add, files_of, is_held, key_of, make_kv, open_store, put, record, run, start
 
 
 @pytest.mark.parametrize("disk_bytes", [None, 15_000])
@@ -62,9 +62,7 @@ def test_killed(tmp_path: Path, disk_bytes: int | None) -> None:
         assert held == put or disk_bytes is not None
         assert not any(store.holds([key_of(10**6 + number) for number in put - last]))
         for number in sorted(held)[-20:]:
-            reader = store.open(key_of(number))
-            assert reader is not None
-            assert same(read(reader), make_kv(number))
+            assert is_held(store, number)
         assert store.names.lookup("ns", [f"n{n}" for n in sorted(put)[:-1]]) == [
             record(f"n{n}", n) for n in sorted(put)[:-1]
         ]
@@ -87,22 +85,17 @@ def test_killed_while_another_goes_on(tmp_path: Path) -> None:
     open_store(tmp_path / "s", 0).close()
     assert check_store(tmp_path / "s").problems == []
     assert store.holds([key_of(1)]) == [True]
-    store.close()
 
 
 def test_deletions_by_others_are_noticed_in_ram(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10**6)
-    for number in range(3):
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+    add(store, *range(3))
     run(workers.drop, tmp_path, "n1")
     assert store.stats().ram_bytes == make_kv(0).nbytes + make_kv(2).nbytes
     assert store.open(key_of(1)) is None
     assert store.open(key_of(0)) is not None
     run(workers.put, tmp_path, 1)
-    reader = store.open(key_of(1))
-    assert reader is not None
-    assert same(read(reader), make_kv(1))
+    assert is_held(store, 1)
     store.close()
     assert len(files_of(tmp_path)) == 3
 
@@ -110,15 +103,12 @@ def test_deletions_by_others_are_noticed_in_ram(tmp_path: Path) -> None:
 def test_more_deletions_than_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.store.index._DELETIONS_KEPT", 2)
     store, other = open_store(tmp_path, 10**6), open_store(tmp_path, 0)
-    for number in range(8):
-        store.put(key_of(number), make_kv(number))
+    put(store, *range(8))
     assert store.open(key_of(7)) is not None
     for number in range(6):
         other.discard(key_of(number))
     other.put(key_of(9), make_kv(9))
     assert store.stats().ram_bytes == make_kv(6).nbytes + make_kv(7).nbytes
-    store.close()
-    other.close()
 
 
 def test_two_put_the_same(tmp_path: Path) -> None:
@@ -153,7 +143,6 @@ def test_child_that_outlives_its_parent(tmp_path: Path) -> None:
     run(workers.outlive_parent, tmp_path)
     store = open_store(tmp_path, 0)
     assert store.holds([key_of(number) for number in (1, 2, 3)]) == [True] * 3
-    store.close()
 
 
 def test_opening_twice_here_and_closing_elsewhere(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, overlap
-from cacheblend_rag.store import NodeRecord, open_store
-from tests.store.kit import key_of
+from cacheblend_rag.store import NodeRecord
+from tests.store.kit import key_of, open_store
 
 
 def place(text: str) -> Place:
@@ -76,7 +76,6 @@ def test_the_keys_of_many_chunks_take_time_and_memory_of_the_text_alone(limit: i
     last = targets[-1].context
     assert len(last) == (4 * (count - 1) if limit is None else len(last)) and last[-4:] == (count - 2, 1, 2, 3)
     assert targets[-1].record.key == chunk_key("ns", records[-1].token_ids, None, context_digest(last))
-    store.close()
 
 
 def test_overlaps_of_long_texts_take_no_time() -> None:

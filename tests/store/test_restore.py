@@ -7,26 +7,25 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.store import KVStore, NodeRecord, check_store, open_store
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from cacheblend_rag.store import KVStore, NodeRecord, check_store
+from tests.store.kit import files_of, key_of, make_kv, open_store, read, record, same
 
 NUMBERS = range(5)
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[KVStore]:
+def live(tmp_path: Path) -> KVStore:
     store = open_store(tmp_path / "store", 10**6)
     for number in NUMBERS:
         store.put(key_of(number), make_kv(number))
         store.name("ns", [record(f"n{number}", number)], tenant="somebody")
     store.forget("ns", ["n4"])
-    yield store
-    store.close()
+    return store
 
 
 def zero(path: Path) -> None:
@@ -260,4 +259,3 @@ def test_another_process_follows(tmp_path: Path, live: KVStore) -> None:
     live.put(key_of(8), make_kv(8))
     again = open_store(folder, 0)
     assert again.holds([key_of(8), key_of(3)]) == [True, True]
-    again.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,16 +9,14 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import KVStore, NodeRecord, open_store
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from cacheblend_rag.store import KVStore, NodeRecord
+from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, put, read, record, same
 
 
 @pytest.fixture(params=["ram", "folder", "folder without ram"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
     location = None if request.param == "ram" else tmp_path / "store"
-    opened = open_store(location, 0 if request.param == "folder without ram" else 10**6)
-    yield opened
-    opened.close()
+    return open_store(location, 0 if request.param == "folder without ram" else 10**6)
 
 
 def test_put_and_open(store: KVStore) -> None:
@@ -113,8 +110,7 @@ def test_discard_keeps_names(store: KVStore) -> None:
 
 
 def test_clear(store: KVStore) -> None:
-    for number in range(3):
-        store.put(key_of(number), make_kv(number))
+    put(store, *range(3))
     store.name("ns", [record("a", 1)])
     store.clear()
     assert store.stats().nodes == store.stats().entries == store.stats().ram_bytes == store.stats().disk_bytes == 0
@@ -194,8 +190,6 @@ def test_privacy(tmp_path: Path) -> None:
         *(tmp_path / "s" / "tmp").iterdir(),
     ]:
         assert path.stat().st_mode & 0o077 == 0, path
-    private.close()
-    shared.close()
 
 
 def test_reopened(tmp_path: Path) -> None:
@@ -204,9 +198,7 @@ def test_reopened(tmp_path: Path) -> None:
     with_kv.name("ns", [record("a", 1)])
     with_kv.close()
     again = open_store(tmp_path / "a" / "b", 10**6)
-    reader = again.open(key_of(1))
-    assert reader is not None
-    assert same(read(reader), make_kv(1))
+    assert is_held(again, 1)
     assert again.names.lookup("ns", ["a"]) == [record("a", 1)]
     again.close()
     left = sorted(path.name for path in (tmp_path / "a" / "b").iterdir())

@@ -11,9 +11,9 @@ import torch
 
 from cacheblend_rag.errors import ChunkReadError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.ram import RamTier
-from tests.store.kit import files_of, key_of, make_kv, opened, read, record, same
+from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, opened, put, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
 
@@ -36,7 +36,6 @@ def test_ram_keeps_what_was_used_last() -> None:
     with pytest.raises(StoreFullError, match=f"{make_kv(0, tokens=60).nbytes} bytes exceeds .*ram_bytes"):
         store.put(key_of(4), make_kv(0, tokens=60))
     assert held(store, range(5)) == [0, 2, 3]
-    store.close()
 
 
 def test_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
@@ -46,8 +45,7 @@ def test_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
     store.close()
     assert size == files_of(tmp_path)[0].stat().st_size
     store = open_store(tmp_path, 10**6, 3 * size + size // 2)
-    for number in range(1, 3):
-        store.put(key_of(number), make_kv(number))
+    put(store, *range(1, 3))
     store.name("ns", [record("a", 1), record("b", 2)])
     store.open(key_of(0))
     store.put(key_of(3), make_kv(3))
@@ -67,29 +65,24 @@ def test_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
     with pytest.raises(StoreFullError, match="disk_bytes"):
         store.put(key_of(5), make_kv(5, tokens=200))
     assert held(store, range(6)) == [2, 3, 4]
-    store.close()
 
 
 def test_a_smaller_budget_than_before(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
-    for number in range(6):
-        store.put(key_of(number), make_kv(number))
+    put(store, *range(6))
     size = store.stats().disk_bytes
     store.close()
     store = open_store(tmp_path, 0, size // 2)
     store.put(key_of(9), make_kv(9))
     assert store.stats().disk_bytes <= size // 2
     assert store.holds([key_of(9), key_of(5), key_of(0)]) == [True, True, False]
-    store.close()
 
 
 def test_ram_serves_what_was_put(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10**6)
     store.put(key_of(1), make_kv(1))
     files_of(tmp_path)[0].write_bytes(b"")
-    reader = opened(store, key_of(1))
-    assert same(read(reader), make_kv(1))
-    store.close()
+    assert is_held(store, 1)
 
 
 @pytest.mark.parametrize("first_layer", [0, 1])
@@ -105,9 +98,7 @@ def test_what_was_read_to_its_end_is_kept_in_ram(tmp_path: Path, first_layer: in
     reader.finish()
     assert store.stats().ram_bytes == make_kv(1).nbytes
     shutil.rmtree(tmp_path / "kv")
-    again = opened(store, key_of(1))
-    assert same(read(again), make_kv(1))
-    store.close()
+    assert is_held(store, 1)
 
 
 def test_reading_the_last_layer_alone_keeps_nothing(tmp_path: Path) -> None:
@@ -120,7 +111,6 @@ def test_reading_the_last_layer_alone_keeps_nothing(tmp_path: Path) -> None:
     reader.finish()
     assert store.stats().ram_bytes == 0
     assert same(read(reader), make_kv(1))
-    store.close()
 
 
 def test_ram_stays_in_its_budget_while_reading(tmp_path: Path) -> None:
@@ -146,7 +136,6 @@ def test_ram_stays_in_its_budget_while_reading(tmp_path: Path) -> None:
         reader = opened(store, key_of(number))
         read(reader)
         assert store.stats().ram_bytes > 0
-    store.close()
 
 
 def test_a_reader_outlives_its_store(tmp_path: Path) -> None:
@@ -180,11 +169,9 @@ def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.L
     for number in range(2):
         # Found out by `open` before, and here by `put` itself.
         store.put(key_of(number), make_kv(number))
-        reader = opened(store, key_of(number))
-        assert same(read(reader), make_kv(number))
+        assert is_held(store, number)
     assert caplog.text.count("is damaged, and computed again") == 1
     assert len(files_of(tmp_path)) == 2
-    store.close()
 
 
 def test_damaged_layer_is_an_error_and_is_replaced(tmp_path: Path) -> None:
@@ -198,10 +185,8 @@ def test_damaged_layer_is_an_error_and_is_replaced(tmp_path: Path) -> None:
         reader.layer(2)
     store.discard(error.value.key)
     store.put(key_of(1), make_kv(1))
-    again = opened(store, key_of(1))
-    assert same(read(again), make_kv(1))
+    assert is_held(store, 1)
     assert len(files_of(tmp_path)) == 1
-    store.close()
 
 
 def test_missing_file_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,7 +199,6 @@ def test_missing_file_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert store.holds([key_of(1)]) == [False]
     store.put(key_of(1), make_kv(1))
     assert store.open(key_of(1)) is not None
-    store.close()
 
 
 def test_file_of_another_write_is_a_miss(tmp_path: Path) -> None:
@@ -226,7 +210,6 @@ def test_file_of_another_write_is_a_miss(tmp_path: Path) -> None:
     store.put(key_of(1), ChunkKV(make_kv(1).token_ids, 0, make_kv(2).layers))
     files_of(tmp_path)[0].write_bytes(stale)
     assert store.open(key_of(1)) is None
-    store.close()
 
 
 def test_page_locked_memory_is_used_where_there_is_any(caplog: pytest.LogCaptureFixture) -> None:
@@ -245,8 +228,6 @@ def test_page_locked_memory_is_used_where_there_is_any(caplog: pytest.LogCapture
         held = store._ram.get(key_of(number))  # type: ignore[attr-defined]
         assert {part.is_pinned() for layer in held.kv.layers for part in layer.parts.values()} == {there_is}
     assert store.stats().ram_bytes == plain.stats().ram_bytes
-    store.close()
-    plain.close()
 
 
 def test_page_locked_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,8 +247,6 @@ def test_page_locked_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, caplo
             store.put(key_of(number), make_kv(number))
     assert [record.message.count("out of memory (set") for record in caplog.records] == [1]
     for number in range(3):
-        reader = store.open(key_of(number))
-        assert reader is not None and same(read(reader), make_kv(number))
+        assert is_held(store, number)
     assert len(copied) == 8
     assert store.stats().ram_bytes == 3 * KV_BYTES
-    store.close()

@@ -16,18 +16,17 @@ import pytest
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFormatError
 from cacheblend_rag.reading import Place, ReadingRules
-from cacheblend_rag.store import NodeRecord, check_store, export_store, import_store, open_store
+from cacheblend_rag.store import NodeRecord, check_store, export_store, import_store
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from tests.store.kit import add, files_of, is_held, key_of, make_kv, open_store, record
 from tests.store.test_life import Clocks
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     store = open_store(tmp_path / "s", 0)
-    for number in range(1, 4):
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+    add(store, *range(1, 4))
     store.put(key_of(4), make_kv(4), tenant="acme", ttl_s=3600)
     store.name("acme's", [record("n1", 4)], tenant="acme")
     store.put(key_of(5), make_kv(5))
@@ -71,9 +70,7 @@ def test_to_another_store_and_again(folder: Path, tmp_path: Path) -> None:
     assert (again.entries, again.held, again.names, again.unchanged, again.kept) == (0, 5, 0, 4, 0)
     store = open_store(target, 0)
     for number in range(1, 6):
-        reader = store.open(key_of(number))
-        assert reader is not None
-        assert same(read(reader), make_kv(number))
+        assert is_held(store, number)
     assert store.names.lookup("ns", ["n1", "n3"]) == [record("n1", 1), record("n3", 3)]
     assert store.names.lookup("acme's", ["n1"]) == [record("n1", 4)]
     assert (store.stats("acme").entries, store.stats("acme").nodes) == (1, 1)
@@ -117,7 +114,6 @@ def test_the_rest_of_a_life_goes_along(tmp_path: Path) -> None:
     store.close()
     store = open_store(tmp_path / "t", 0, clock=Clocks(wall=time.time() + 10_000).clock())
     assert store.holds([key_of(1), key_of(2)]) == [False, True]
-    store.close()
 
 
 def test_what_is_damaged_is_left_out(folder: Path, tmp_path: Path) -> None:
@@ -144,7 +140,6 @@ def test_documents_of_long_chunks_go_along_unless_no_import_would_read_them(
     assert import_store(tmp_path / "t", tmp_path / "f").names == 4
     store = open_store(tmp_path / "t", 0)
     assert store.names.document_tokens("ns", "long") == wanted
-    store.close()
 
 
 @pytest.mark.parametrize("samples", [60, pytest.param(1000, marks=pytest.mark.full)])
@@ -233,7 +228,7 @@ def test_forged_contents(folder: Path, tmp_path: Path, name: str, data: bytes) -
     assert not (tmp_path / "t").exists() or check_store(tmp_path / "t").is_clean
 
 
-def test_the_importing_engine_hits(tmp_path: Path) -> None:
+def test_the_importing_engine_hits(make_engine: MakeEngine, tmp_path: Path) -> None:
     chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
     prompt = BlendPrompt("t1", chunks, "t2")
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "s", tenant="acme") as engine:
@@ -245,5 +240,5 @@ def test_the_importing_engine_hits(tmp_path: Path) -> None:
         result = engine.prefill(prompt)
         assert result.report.hits == 2
         assert (result.logits - wanted).abs().max() == 0
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "t") as engine:
-        assert engine.prefill(prompt).report.hits == 0
+    engine = make_engine(tmp_path / "t")
+    assert engine.prefill(prompt).report.hits == 0

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.store import KVStore, StoreClock, open_store
+from cacheblend_rag.store import KVStore, StoreClock
 from tests.store.kit import (
+    add,
     files_of,
     fill,
     key_of,
     make_kv,
+    open_store,
     read,
     record,
     remount,
@@ -56,8 +58,7 @@ def eventually_written(folder: Path, count: int) -> None:
 @pytest.mark.parametrize("write_back_bytes", [0, 10**6])
 def test_another_process_writes(tmp_path: Path, write_back_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
     with closing(open_store(tmp_path, 10**6)) as store:
-        store.put(key_of(1), make_kv(1))
-        store.name("ns", [record("n1", 1)])
+        add(store, 1)
     with ExitStack() as elsewhere, caplog.at_level(logging.WARNING):
         elsewhere.enter_context(writing_elsewhere(tmp_path))
         # Made stores are opened without writing.
@@ -122,8 +123,7 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
         folder = disk / "store"
         clock = StoreClock(wall=lambda: wall[0], steady=lambda: wall[0])
         store = open_store(folder, 10**6, write_back_bytes=write_back_bytes, clock=clock)
-        store.put(key_of(1), make_kv(1))
-        store.name("ns", [record("n1", 1)])
+        add(store, 1)
         store.close()
         remount(disk, "ro")
         store = open_store(folder, 10**6, write_back_bytes=write_back_bytes, clock=clock)
@@ -145,8 +145,7 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
 def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "disk", 2**20) as disk, caplog.at_level(logging.WARNING):
         store = open_store(disk / "store", 10**6, 10**9, write_back_bytes=10**6)
-        store.put(key_of(1), make_kv(1))
-        store.name("ns", [record("n1", 1)])
+        add(store, 1)
         store.pin("ns", ["n1"])
         ballast = fill(disk)
         # The room that the index's mirror takes is given up first.

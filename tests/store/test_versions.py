@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import StoreFormatError
-from cacheblend_rag.store import check_store, open_store
-from tests.store.kit import files_of, key_of, make_kv, record
+from cacheblend_rag.store import check_store
+from tests.store.kit import add, files_of, open_store
 
 TO_DO = "remove the (store )?folder and warm it again"
 
@@ -18,8 +18,7 @@ TO_DO = "remove the (store )?folder and warm it again"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     store = open_store(tmp_path, 0)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1)])
+    add(store, 1)
     store.close()
     return tmp_path
 

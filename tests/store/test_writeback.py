@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError
-from cacheblend_rag.store import KVStore, check_store, open_store
+from cacheblend_rag.store import KVStore, check_store
 from cacheblend_rag.store.folder import Part, StoreFolder
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.engines import MakeEngine
+from tests.families import words
 from tests.store import workers
-from tests.store.kit import files_of, key_of, make_kv, read, record, run, same
+from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, record, run
 
 ROOM = 10**6
 
@@ -55,9 +55,7 @@ def test_what_waits_is_as_good_as_written(tmp_path: Path, gate: threading.Event)
     assert store.holds(keys, durable=True) == [False] * 3
     assert store.names.ids("ns") == ["n1", "n2", "n3"]
     assert store.names.lookup("ns", ["n2", "x"]) == [record("n2", 2), None]
-    reader = store.open(key_of(2))
-    assert reader is not None
-    assert same(read(reader), make_kv(2))
+    assert is_held(store, 2)
     stats = store.stats()
     assert (stats.waiting, stats.waiting_bytes) == (3, sum(make_kv(n).nbytes for n in (1, 2, 3)))
     gate.set()
@@ -108,8 +106,6 @@ def test_a_name_with_another_text_wins_over_what_waits(tmp_path: Path, gate: thr
     assert store.names.lookup("ns", ["a"]) == [record("a", 2)]
     assert store.holds([key_of(1)]) == [False]
     assert files_of(tmp_path) == []
-    store.close()
-    other.close()
 
 
 @pytest.mark.parametrize("deleter", ["the same", "another"])
@@ -169,7 +165,6 @@ def test_the_first_error_is_raised_by_flush_once(tmp_path: Path, caplog: pytest.
     store.flush()
     assert store.names.ids("ns") == ["n2"]
     assert "was not stored" in caplog.text
-    store.close()
 
 
 def test_closing_writes_what_waits(tmp_path: Path, gate: threading.Event) -> None:
@@ -181,7 +176,6 @@ def test_closing_writes_what_waits(tmp_path: Path, gate: threading.Event) -> Non
         later(store, 2)
     store = open_store(tmp_path, 0)
     assert store.holds([key_of(1)]) == [True]
-    store.close()
 
 
 def test_a_process_that_ends_writes_what_waits(tmp_path: Path) -> None:
@@ -197,26 +191,25 @@ def test_a_forked_child_leaves_the_writing_to_its_parent(tmp_path: Path) -> None
     assert check_store(tmp_path).is_clean
 
 
-def test_an_addition_is_durable_whatever_waits(tmp_path: Path, gate: threading.Event) -> None:
+def test_an_addition_is_durable_whatever_waits(make_engine: MakeEngine, tmp_path: Path, gate: threading.Event) -> None:
     chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path) as engine:
-        assert engine.prefill(BlendPrompt("t1", chunks, "t2")).report.misses == 2
-        assert sorted(engine.ids()) == ["a", "b"]
-        # The answer did not wait, and the next one hits.
-        assert files_of(tmp_path) == []
-        assert engine.prefill(BlendPrompt("t1", chunks, "t2")).report.hits == 2
-        assert engine.delete(["b"]) == 1
-        assert engine.ids() == ["a"]
-        threading.Timer(0.05, gate.set).start()
-        result = engine.add(chunks)
-        assert (result.encoded, result.unchanged) == (1, 1)
-        assert len(files_of(tmp_path)) == 2
-        engine.flush()
+    engine = make_engine(tmp_path)
+    assert engine.prefill(BlendPrompt("t1", chunks, "t2")).report.misses == 2
+    assert sorted(engine.ids()) == ["a", "b"]
+    # The answer did not wait, and the next one hits.
+    assert files_of(tmp_path) == []
+    assert engine.prefill(BlendPrompt("t1", chunks, "t2")).report.hits == 2
+    assert engine.delete(["b"]) == 1
+    assert engine.ids() == ["a"]
+    threading.Timer(0.05, gate.set).start()
+    result = engine.add(chunks)
+    assert (result.encoded, result.unchanged) == (1, 1)
+    assert len(files_of(tmp_path)) == 2
+    engine.flush()
 
 
-def test_without_room_to_wait_the_answer_waits(tmp_path: Path) -> None:
-    settings = engine_settings(write_back_bytes=0)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
-        engine.prefill(BlendPrompt("t1", [Chunk(words(20, 1), "a")], "t2"))
-        assert len(files_of(tmp_path)) == 1
-        assert engine._store.stats().waiting == 0
+def test_without_room_to_wait_the_answer_waits(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, write_back_bytes=0)
+    engine.prefill(BlendPrompt("t1", [Chunk(words(20, 1), "a")], "t2"))
+    assert len(files_of(tmp_path)) == 1
+    assert engine._store.stats().waiting == 0

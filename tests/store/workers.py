@@ -19,7 +19,7 @@ import pytest
 from cacheblend_rag.errors import StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store import check_store, open_store
 from cacheblend_rag.store.folder import StoreFolder
-from tests.store.kit import key_of, make_kv, piece, read, record, same
+from tests.store.kit import add, is_held, key_of, make_kv, piece, read, record, same
 
 
 def write_until_killed(folder: Path, log: Path, first: int, disk_bytes: int | None) -> None:
@@ -28,8 +28,7 @@ def write_until_killed(folder: Path, log: Path, first: int, disk_bytes: int | No
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     chance = random.Random(first)
     for number in range(first, first + 100_000):
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+        add(store, number)
         os.write(log_fd, f"{number}\n".encode())
         if chance.random() < 0.2:
             # Numbers that are not in the log: their loss is not a loss.
@@ -87,8 +86,7 @@ def fork_while_busy(folder: Path | None) -> None:
     """Fork again and again while threads use the store, and use it on both sides."""
     faulthandler.dump_traceback_later(50, exit=True)
     store = open_store(folder, 10**6)
-    for number in range(4):
-        store.put(key_of(number), make_kv(number))
+    put(store, *range(4))
     done = threading.Event()
     failures: list[BaseException] = []
 
@@ -97,11 +95,8 @@ def fork_while_busy(folder: Path | None) -> None:
         try:
             while not done.is_set():
                 number = (number + 1) % 4
-                reader = store.open(key_of(number))
-                assert reader is not None
-                assert same(read(reader), make_kv(number))
-                store.put(key_of(4), make_kv(4))
-                store.name("ns", [record("n4", 4)])
+                assert is_held(store, number)
+                add(store, 4)
                 store.forget("ns", ["n4"])
         except BaseException as error:
             failures.append(error)
@@ -115,9 +110,7 @@ def fork_while_busy(folder: Path | None) -> None:
             status = 1
             try:
                 signal.alarm(20)
-                reader = store.open(key_of(1))
-                assert reader is not None
-                assert same(read(reader), make_kv(1))
+                assert is_held(store, 1)
                 store.put(key_of(10 + turn), make_kv(10 + turn))
                 store.name("ns", [record(f"child{turn}", 10 + turn)])
                 assert store.names.lookup("ns", [f"child{turn}"]) == [record(f"child{turn}", 10 + turn)]
@@ -216,8 +209,7 @@ def write_some(folder: Path, numbers: Sequence[int], gone: Sequence[str]) -> Non
     """Store chunks, and forget names."""
     store = open_store(folder, 0)
     for number in numbers:
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+        add(store, number)
     store.forget("ns", gone)
     store.close()
 
@@ -251,9 +243,7 @@ def use_read_only(folder: Path, user: int | None) -> None:
         os.setgid(user)
         os.setuid(user)
     store = open_store(folder, 10**6)
-    reader = store.open(key_of(1))
-    assert reader is not None
-    assert same(read(reader), make_kv(1))
+    assert is_held(store, 1)
     assert store.names.lookup("ns", ["n1", "n2"]) == [record("n1", 1), None]
     for write in (
         lambda: store.put(key_of(2), make_kv(2)),

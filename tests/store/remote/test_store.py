@@ -18,11 +18,12 @@ import torch
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
-from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.chunkfile import ByteSource
 from cacheblend_rag.store.remote import RemoteTier, open_remote
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from tests.store.kit import add, files_of, is_held, key_of, make_kv, open_store, read, record, same
 from tests.store.remote.conftest import RedisServer
 
 Opener = Callable[[], RemoteTier]
@@ -36,8 +37,7 @@ def opened(
 
 def test_two_machines_share(tmp_path: Path, opener: Opener) -> None:
     one, two = opened(tmp_path / "one", opener()), opened(tmp_path / "two", opener())
-    one.put(key_of(1), make_kv(1))
-    one.name("ns", [record("n1", 1)])
+    add(one, 1)
     one.flush()
     assert two.holds([key_of(1), key_of(2)]) == [True, False]
     two.name("ns", [record("n1", 1)])
@@ -49,15 +49,11 @@ def test_two_machines_share(tmp_path: Path, opener: Opener) -> None:
     assert len(files_of(tmp_path / "two")) == 1
     again = two.open(key_of(1))
     assert again is not None and again.tier == "ram"
-    one.close()
-    two.close()
 
 
 def test_what_the_disk_has_no_room_for_is_read_from_there(tmp_path: Path, opener: Opener) -> None:
     store = opened(tmp_path, opener(), disk_bytes=6_000, ram_bytes=0)
-    for number in range(8):
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+    add(store, *range(8))
     store.flush()
     assert len(files_of(tmp_path)) < 8
     tiers = set()
@@ -67,7 +63,6 @@ def test_what_the_disk_has_no_room_for_is_read_from_there(tmp_path: Path, opener
         tiers.add(reader.tier)
         assert same(read(reader), make_kv(number))
     assert len(tiers) == 2
-    store.close()
 
 
 def test_without_a_folder(opener: Opener) -> None:
@@ -76,13 +71,9 @@ def test_without_a_folder(opener: Opener) -> None:
     store.put(key_of(1), make_kv(1))
     store.flush()
     other = opened(None, opener())
-    reader = other.open(key_of(1))
-    assert reader is not None
-    assert same(read(reader), make_kv(1))
+    assert is_held(other, 1)
     again = other.open(key_of(1))
     assert again is not None and again.tier == "ram"
-    store.close()
-    other.close()
 
 
 def test_misses_and_additions_without_a_folder(opener: Opener) -> None:
@@ -105,7 +96,6 @@ def test_misses_and_additions_without_a_folder(opener: Opener) -> None:
     assert store.put_later(key_of(4), make_kv(4), "ns", [], ["gone"])
     store.flush()
     assert tier.holds([key_of(number) for number in range(5)]) == [True, False, True, False, False]
-    store.close()
 
 
 def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
@@ -123,11 +113,9 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
         reader.layer(2)
     reader.finish()
     assert (other.open(key_of(1)), other.stats().ram_bytes) == (None, 0)
-    store.close()
-    other.close()
 
 
-def test_an_engine_without_a_folder_shares_what_it_computes(opener: Opener) -> None:
+def test_an_engine_without_a_folder_shares_what_it_computes(make_engine: MakeEngine, opener: Opener) -> None:
     chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(2)]
     store, tier = opened(None, opener()), opener()
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
@@ -138,9 +126,8 @@ def test_an_engine_without_a_folder_shares_what_it_computes(opener: Opener) -> N
         assert tier.holds(keys) == [True, True]
     store.close()
     store = opened(None, opener())
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as other:
-        assert other.prefill(BlendPrompt("Read this:", chunks, "What?")).report.hits == 2
-    store.close()
+    other = make_engine(store)
+    assert other.prefill(BlendPrompt("Read this:", chunks, "What?")).report.hits == 2
 
 
 class Cut:
@@ -196,8 +183,7 @@ def test_what_another_version_wrote_is_a_miss_and_stays(
     with monkeypatch.context() as patch:
         patch.setattr("cacheblend_rag.store.chunkfile._FORMAT", "cacheblend-rag chunk kv 99")
         newer = opened(tmp_path / "one", opener(), ram_bytes=0)
-        newer.put(key_of(1), make_kv(1))
-        newer.name("ns", [record("n1", 1)])
+        add(newer, 1)
         newer.flush()
         newer.close()
     written = files_of(tmp_path / "one")
@@ -208,17 +194,13 @@ def test_what_another_version_wrote_is_a_miss_and_stays(
         assert tier.holds([key_of(1)]) == [True]
         assert files_of(tmp_path / "one") == written
     store.put(key_of(1), make_kv(1))
-    reader = store.open(key_of(1))
-    assert reader is not None and same(read(reader), make_kv(1))
-    store.close()
+    assert is_held(store, 1)
 
 
 def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:
     tier = opener()
     store = opened(tmp_path, opener())
-    for number in range(4):
-        store.put(key_of(number), make_kv(number))
-        store.name("ns", [record(f"n{number}", number)])
+    add(store, *range(4))
     store.flush()
     keys = [key_of(number) for number in range(4)]
     assert tier.holds(keys) == [True] * 4
@@ -231,7 +213,6 @@ def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:
     store.clear()
     assert tier.holds(keys) == [False] * 4
     assert store.open(key_of(3)) is None
-    store.close()
 
 
 def test_kv_with_a_time_to_live_stays_here(tmp_path: Path, opener: Opener) -> None:
@@ -240,14 +221,12 @@ def test_kv_with_a_time_to_live_stays_here(tmp_path: Path, opener: Opener) -> No
     store.put(key_of(1), make_kv(1), ttl_s=1000)
     store.flush()
     assert tier.holds([key_of(1)]) == [False]
-    store.close()
 
 
 def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis_server: RedisServer) -> None:
     tier = open_remote(redis_server.url(), read_timeout_s=0.3, back_off_s=0.01, max_back_off_s=0.05)
     store = opened(tmp_path, tier)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1)])
+    add(store, 1)
     store.flush()
     redis_server.signal(signal.SIGSTOP)
     try:
@@ -258,8 +237,6 @@ def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis
     other = open_remote(redis_server.url())
     assert other.holds([key_of(1)]) == [True]
     eventually(lambda: other.holds([key_of(1)]) == [False])
-    store.close()
-    other.close()
 
 
 def eventually(is_so: Callable[[], bool]) -> None:
@@ -304,7 +281,6 @@ def test_only_the_first_waits_for_a_server_that_does_not_answer(
         redis_server.kill()
         redis_server.start()
         eventually(lambda: store.fates([key_of(1)]) == {})
-    store.close()
 
 
 @pytest.mark.parametrize("turns", [6, pytest.param(60, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
@@ -334,7 +310,6 @@ def test_answers_while_redis_is_killed_and_restarted(tmp_path: Path, redis_serve
                 redis_server.start()
             engine.flush()
     assert {"disk", "redis", None} <= tiers
-    store.close()
 
 
 def test_nobody_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -357,9 +332,7 @@ def test_a_tier_that_refuses_to_remove_is_read_on(
     import redis
 
     one = opened(tmp_path / "one", redis_server.url())
-    for number in (1, 2):
-        one.put(key_of(number), make_kv(number))
-        one.name("ns", [record(f"n{number}", number)])
+    add(one, 1, 2)
     one.flush()
     with redis.Redis(port=redis_server.port) as client:
         client.acl_setuser(
@@ -378,5 +351,3 @@ def test_a_tier_that_refuses_to_remove_is_read_on(
         while two.open(key_of(2)) is not None or client.keys(f"*{key_of(2)}*"):
             assert time.monotonic() < until
             time.sleep(0.05)
-    one.close()
-    two.close()

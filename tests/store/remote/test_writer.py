@@ -14,7 +14,7 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from cacheblend_rag.store.remote.offsite import Offsite
-from tests.store.kit import key_of, make_kv, read, same
+from tests.store.kit import is_held, key_of, make_kv
 
 
 class Gate:
@@ -60,8 +60,7 @@ def test_flush_means_uploaded(tier: RemoteTier) -> None:
     put(store, *range(20))
     store.flush()
     assert store.holds([key_of(number) for number in range(20)]) == [True] * 20
-    file = store.open(key_of(7))
-    assert file is not None and same(read(file), make_kv(7))
+    assert is_held(store, 7)
     store.close()
     store.close()
 
