@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from cacheblend_lab.gpu import PIECES, Piece, page, run_pieces
-from cacheblend_rag.cli.app import app
+from cacheblend_lab.gpu import PIECES, Piece, main, page, run_pieces
+from tests.command import run
 
 ROOT = Path(__file__).parents[2]
 GOOD = Piece("good", "packing", "cacheblend-rag bench codecs --shape tiny --chunk-tokens 8 --repeats 1", 1)
@@ -67,10 +65,11 @@ def test_another_gpus_figures_are_measured_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
-def test_without_a_gpu_it_says_so_and_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cacheblend_lab.gpu", "--docs", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"torch \S+ finds no CUDA device here, so that nothing was run; .*\n", ran.stdout)
+def test_without_a_gpu_it_says_so_and_leaves_everything_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--docs", str(tmp_path)]) == 0
+    assert re.fullmatch(r"torch \S+ finds no CUDA device here, so that nothing was run; .*\n", capsys.readouterr().out)
     assert not list(tmp_path.iterdir())
 
 
@@ -98,8 +97,7 @@ def test_every_piece_is_a_command_that_runs_and_the_page_shows_what_it_measured(
         small = shlex.split(SMALL[kind]) + (shlex.split(SMALL["bench"]) if kind.startswith("bench") else [])
         command = [*arguments, *small, "--json", str(tmp_path / f"gpu-{piece.name}.json")]
         monkeypatch.setattr(sys, "argv", ["cacheblend-rag", *command])
-        ran = CliRunner().invoke(app, command)
-        assert ran.exit_code == 0, ran.output
+        run(*command)
     text = page(tmp_path)
     for piece in PIECES:
         assert (f"`{piece.command}`" in text) != piece.is_tests

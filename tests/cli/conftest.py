@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from cacheblend_lab.reference.prompt import CHAT_TEMPLATE
-from cacheblend_rag.cli.app import app
+from tests.command import read_rows as read_rows
+from tests.command import run as run_command
 from tests.limits import one_thread as one_thread
 
 Command = Callable[..., Result]
@@ -65,24 +64,6 @@ def documents(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command in this process: ``run("warm", folder, code=1)`` fails the test unless the exit code is the one given."""
-
-    def call(*arguments: Any, code: int = 0, input: str | None = None) -> Result:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        assert result.exit_code == code, result.output
-        return result
-
-    return call
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that a command wrote, every row having every key."""
-    whole = json.loads(path.read_text(encoding="utf-8"))
-    assert {"command", "date", "versions", "machine", "rows"} <= whole.keys()
-    rows: list[dict[str, Any]] = whole["rows"]
-    assert rows
-    assert all(row.keys() == rows[0].keys() for row in rows)
-    return rows
+def run() -> Command:
+    """The command in this process."""
+    return run_command

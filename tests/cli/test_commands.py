@@ -15,8 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cacheblend_rag.cli.app import app
-
-from .conftest import Command
+from tests.command import run
 
 
 def commands(of: Any, *names: str) -> Iterator[str]:
@@ -27,7 +26,7 @@ def commands(of: Any, *names: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("command", list(commands(get_command(app))))
-def test_every_command_explains_itself(run: Command, command: str) -> None:
+def test_every_command_explains_itself(command: str) -> None:
     assert "Usage:" in run(*command.split(), "--help").output
 
 
@@ -45,7 +44,7 @@ def test_a_command_of_another_package_names_it(command: str, package: str, monke
     )
 
 
-def test_the_version(run: Command) -> None:
+def test_the_version() -> None:
     from cacheblend_rag import __version__
 
     assert run("--version").output.strip() == f"cacheblend-rag {__version__}"
@@ -82,7 +81,7 @@ def test_the_version(run: Command) -> None:
     ],
 )
 def test_a_mistake_is_answered_in_one_line(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letter.txt").touch()
@@ -105,7 +104,7 @@ def test_a_mistake_is_answered_in_one_line(
     ],
 )
 def test_a_wrong_call_shows_how_to_get_help(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(*shlex.split(arguments), code=2)
@@ -136,7 +135,7 @@ def test_an_argument_without_meaning_is_a_wrong_call(command: tuple[str, ...], t
 
 
 def test_a_setting_in_the_environment_that_has_no_meaning(
-    run: Command, model_folder: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "nan")
     result = run("warm", documents, "--model", model_folder, "--store", tmp_path / "store", code=2)

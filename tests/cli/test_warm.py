@@ -17,8 +17,7 @@ import pytest
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.documents import open_chroma
-
-from .conftest import Command, read_rows
+from tests.command import read_rows, run
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def warm(run: Command, documents: Path, model_folder: Path, store: Path, tmp_path: Path) -> Any:
+def warm(documents: Path, model_folder: Path, store: Path, tmp_path: Path) -> Any:
     """``warm`` with the documents and the tiny model; returns the row it wrote."""
 
     def call(*arguments: Any, code: int = 0, paths: list[Path] | None = None) -> dict[str, Any]:
@@ -51,15 +50,15 @@ def passages_in(store: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def names_in(run: Command, store: Path, tmp_path: Path) -> int:
+def names_in(store: Path, tmp_path: Path) -> int:
     run("store", "stats", "--store", store, "--json", tmp_path / "stats.json")
     return int(read_rows(tmp_path / "stats.json")[0]["names"])
 
 
-def test_the_second_time_nothing_is_encoded(warm: Any, run: Command, store: Path, tmp_path: Path) -> None:
+def test_the_second_time_nothing_is_encoded(warm: Any, store: Path, tmp_path: Path) -> None:
     first = warm()
     assert (first["files"], first["passages"], first["encoded"], first["complete"]) == (3, 8, 8, True)
-    assert len(passages_in(store)) == names_in(run, store, tmp_path) == 8
+    assert len(passages_in(store)) == names_in(store, tmp_path) == 8
     second = warm()
     assert (second["encoded"], second["unchanged"], second["removed"]) == (0, 8, 0)
     assert second["kv_bytes"] == first["kv_bytes"] > 0
@@ -98,7 +97,7 @@ def test_what_a_link_in_the_folder_led_to_goes_with_it(warm: Any, documents: Pat
 
 
 def test_what_was_changed_or_removed_is_replaced_or_deleted(
-    warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path
+    warm: Any, documents: Path, store: Path, tmp_path: Path
 ) -> None:
     warm()
     before = passages_in(store)
@@ -113,7 +112,7 @@ def test_what_was_changed_or_removed_is_replaced_or_deleted(
     assert not any("harbour" in text or "Oslo" in text for text, _ in after.values())
     goat = next(id for id, (text, _) in before.items() if "goat" in text)
     assert after[goat][1] == before[goat][1] + 1
-    assert len(after) == names_in(run, store, tmp_path) == row["passages"]
+    assert len(after) == names_in(store, tmp_path) == row["passages"]
     run("store", "check", "--store", store)
 
 
@@ -154,9 +153,7 @@ def test_a_file_is_a_document(warm: Any, documents: Path, model_folder: Path, st
         assert warm()["encoded"] == 0
 
 
-def test_without_a_terminal_it_says_how_far_it_is(
-    run: Command, documents: Path, model_folder: Path, store: Path
-) -> None:
+def test_without_a_terminal_it_says_how_far_it_is(documents: Path, model_folder: Path, store: Path) -> None:
     options = ["warm", documents, "--store", store, "--model", model_folder, "--chunk-tokens", "40"]
     lines = run(*options).stderr.splitlines()
     assert lines[0] == "warming: 0 of 8"
@@ -167,15 +164,15 @@ def test_without_a_terminal_it_says_how_far_it_is(
     assert [(line["progress"], line["done"], line["total"]) for line in said] == [("warming", 8, 8)]
 
 
-def test_others_stay(warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path, model_folder: Path) -> None:
+def test_others_stay(warm: Any, documents: Path, store: Path, tmp_path: Path, model_folder: Path) -> None:
     warm(paths=[documents / "more"])
     row = warm(paths=[documents / "mara.md", documents / "harbour.txt"])
     assert row["removed"] == 0
-    assert len(passages_in(store)) == names_in(run, store, tmp_path) == 8
+    assert len(passages_in(store)) == names_in(store, tmp_path) == 8
     with BlendEngine.from_pretrained(model_folder, store=store / "kv") as engine:
         engine.add([Chunk("A rule.", "pml/s/m")])
     warm()
-    assert names_in(run, store, tmp_path) == 8 + 1
+    assert names_in(store, tmp_path) == 8 + 1
 
 
 def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path) -> None:
@@ -200,7 +197,7 @@ def test_an_estimate_counts_what_the_codec_makes_of_it(warm: Any, store: Path, m
 
 
 def test_a_budget_stops_before_it_is_exceeded(
-    warm: Any, run: Command, documents: Path, model_folder: Path, store: Path, tmp_path: Path
+    warm: Any, documents: Path, model_folder: Path, store: Path, tmp_path: Path
 ) -> None:
     whole = warm("--estimate")["kv_bytes"]
     budget = whole // 2
@@ -214,12 +211,10 @@ def test_a_budget_stops_before_it_is_exceeded(
     assert (row["encoded"], row["complete"]) == (0, False)
     assert row["left_out"] == 8 - row["unchanged"] == 8 - len(passages_in(store))
     assert warm()["left_out"] == 0
-    assert len(passages_in(store)) == names_in(run, store, tmp_path) == 8
+    assert len(passages_in(store)) == names_in(store, tmp_path) == 8
 
 
-def test_only_one_process_changes_a_store(
-    run: Command, warm: Any, documents: Path, store: Path, model_folder: Path
-) -> None:
+def test_only_one_process_changes_a_store(warm: Any, documents: Path, store: Path, model_folder: Path) -> None:
     warm()
     with open(store / "warm.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -227,15 +222,13 @@ def test_only_one_process_changes_a_store(
     assert "another process is changing" in result.stderr
 
 
-def test_another_embedding_model_is_refused(run: Command, warm: Any, documents: Path, store: Path) -> None:
+def test_another_embedding_model_is_refused(warm: Any, documents: Path, store: Path) -> None:
     warm()
     result = run("warm", documents, "--store", store, "--embedding", "other/model", code=2)
     assert "were embedded by sentence-transformers/all-MiniLM-L6-v2, not by other/model" in result.stderr
 
 
-def test_ask_shows_the_answer_its_sources_and_what_it_cost(
-    run: Command, warm: Any, store: Path, tmp_path: Path
-) -> None:
+def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Path, tmp_path: Path) -> None:
     warm()
     options = ["--store", store, "--top-k", "4", "--max-new-tokens", "5"]
     result = run("ask", "Where was Mara born?", *options, "--compare", "--json", tmp_path / "ask.json")
@@ -254,7 +247,7 @@ def test_ask_shows_the_answer_its_sources_and_what_it_cost(
     assert "full prefill: first token after" in result.stdout
 
 
-def test_ask_at_ratio_one_answers_like_full_prefill(run: Command, warm: Any, store: Path, tmp_path: Path) -> None:
+def test_ask_at_ratio_one_answers_like_full_prefill(warm: Any, store: Path, tmp_path: Path) -> None:
     warm()
     ask = partial(run, "ask", "Where was Mara born?", "--store", store, "--max-new-tokens", "8", "--compare", "--json")
     ask(tmp_path / "ask.json", "--ratio", "1")
@@ -262,7 +255,7 @@ def test_ask_at_ratio_one_answers_like_full_prefill(run: Command, warm: Any, sto
     assert first["answer"] == second["answer"]
 
 
-def test_a_stream_says_the_same(run: Command, warm: Any, store: Path) -> None:
+def test_a_stream_says_the_same(warm: Any, store: Path) -> None:
     warm()
     options = ["ask", "Where was Mara born?", "--store", store, "--max-new-tokens", "8"]
     whole = run(*options, "--no-stream").stdout.split("first token")[0]
@@ -270,14 +263,14 @@ def test_a_stream_says_the_same(run: Command, warm: Any, store: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [("--ratio", "nan"), ("--ratio", "1.5"), ("--selector", "best")])
-def test_ask_refuses_what_has_no_meaning(run: Command, warm: Any, store: Path, option: tuple[str, str]) -> None:
+def test_ask_refuses_what_has_no_meaning(warm: Any, store: Path, option: tuple[str, str]) -> None:
     warm()
     result = run("ask", "Where?", "--store", store, *option, code=2)
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_check_finds_a_damaged_file_and_repair_mends_it(run: Command, warm: Any, store: Path, tmp_path: Path) -> None:
+def test_check_finds_a_damaged_file_and_repair_mends_it(warm: Any, store: Path, tmp_path: Path) -> None:
     warm()
     assert "is clean" in run("store", "check", "--store", store).stdout
     file = sorted((store / "kv" / "kv").rglob("*.safetensors"))[0]
@@ -292,19 +285,19 @@ def test_check_finds_a_damaged_file_and_repair_mends_it(run: Command, warm: Any,
     assert warm()["encoded"] == 1
 
 
-def test_clear_asks_first(run: Command, warm: Any, store: Path, tmp_path: Path) -> None:
+def test_clear_asks_first(warm: Any, store: Path, tmp_path: Path) -> None:
     warm()
     assert "nothing was removed" in run("store", "clear", "--store", store, input="n\n", code=1).stdout
-    assert names_in(run, store, tmp_path) == 8
+    assert names_in(store, tmp_path) == 8
     run("store", "clear", "--store", store, input="y\n")
-    assert names_in(run, store, tmp_path) == 0
+    assert names_in(store, tmp_path) == 0
     assert "holds no passages" in run("ask", "Where?", "--store", store, code=2).stderr
     assert warm()["encoded"] == 8
     run("store", "clear", "--yes", "--store", store)
-    assert names_in(run, store, tmp_path) == 0
+    assert names_in(store, tmp_path) == 0
 
 
-def test_a_damaged_chroma_is_an_error_of_one_line(run: Command, warm: Any, documents: Path, store: Path) -> None:
+def test_a_damaged_chroma_is_an_error_of_one_line(warm: Any, documents: Path, store: Path) -> None:
     warm()
     (store / "chroma" / "chroma.sqlite3").write_bytes(b"no database" * 1000)
     for command in (["ask", "Where?"], ["warm", documents]):
@@ -313,7 +306,7 @@ def test_a_damaged_chroma_is_an_error_of_one_line(run: Command, warm: Any, docum
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_damaged_settings_file_is_an_error_of_one_line(run: Command, store: Path) -> None:
+def test_a_damaged_settings_file_is_an_error_of_one_line(store: Path) -> None:
     store.mkdir()
     (store / "library.json").write_text('{"model": 1}')
     result = run("ask", "Where?", "--store", store, code=2)
@@ -323,7 +316,7 @@ def test_a_damaged_settings_file_is_an_error_of_one_line(run: Command, store: Pa
 
 @pytest.mark.parametrize("package", ["chromadb", "sentence_transformers"])
 def test_a_missing_package_is_named(
-    run: Command, warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str
+    warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     result = run("warm", documents, "--store", store, code=2)
@@ -333,9 +326,7 @@ def test_a_missing_package_is_named(
     assert warm("--estimate")["to_encode"] == 8
 
 
-def test_the_readmes_commands_answer_the_readmes_question(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_readmes_commands_answer_the_readmes_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
     block = next(part for part in (root / "README.md").read_text().split("```") if "cacheblend-rag warm" in part)
     (tmp_path / "examples").symlink_to(root / "examples")

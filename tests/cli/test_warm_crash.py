@@ -19,8 +19,7 @@ import pytest
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.documents import kv_folder, open_chroma
-
-from .conftest import Command, read_rows
+from tests.command import read_rows, run
 
 KILLS = 20
 SAMPLE = (9,)
@@ -64,9 +63,7 @@ def start(arguments: list[str], store: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def state_of(
-    run: Command, store: Path, model_folder: Path, folder: Path
-) -> tuple[dict[str, tuple[str, Any]], set[str], list[str]]:
+def state_of(store: Path, model_folder: Path, folder: Path) -> tuple[dict[str, tuple[str, Any]], set[str], list[str]]:
     with open_chroma(store) as client:
         found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
     assert found["documents"] is not None
@@ -89,28 +86,19 @@ def state_of(
 
 @pytest.fixture(scope="module")
 def undisturbed(documents: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Warmed:
-    from typer.testing import CliRunner
-
-    from cacheblend_rag.cli.app import app
-
-    def run(*arguments: Any, code: int = 0, input: str | None = None) -> Any:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        assert result.exit_code == code, result.output
-        return result
-
     folder = tmp_path_factory.mktemp("undisturbed")
     process = start(command(documents, folder / "store", model_folder), folder / "store")
     started = time.perf_counter()
     assert process.wait(300) == 0
     seconds = time.perf_counter() - started
-    return Warmed(*state_of(run, folder / "store", model_folder, folder), seconds)
+    return Warmed(*state_of(folder / "store", model_folder, folder), seconds)
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=() if number in SAMPLE else pytest.mark.full) for number in range(KILLS)]
 )
 def test_the_next_warm_finishes(
-    run: Command, documents: Path, model_folder: Path, undisturbed: Warmed, tmp_path: Path, number: int
+    documents: Path, model_folder: Path, undisturbed: Warmed, tmp_path: Path, number: int
 ) -> None:
     store = tmp_path / "store"
     arguments = command(documents, store, model_folder)
@@ -123,14 +111,14 @@ def test_the_next_warm_finishes(
 
     run(*arguments)
     assert "is clean" in run("store", "check", "--store", store).stdout
-    passages, names, answers = state_of(run, store, model_folder, tmp_path)
+    passages, names, answers = state_of(store, model_folder, tmp_path)
     assert passages == undisturbed.passages
     assert names == undisturbed.names
     assert answers == undisturbed.answers
 
 
 def test_ctrl_c_says_what_is_kept_and_the_next_warm_goes_on(
-    run: Command, documents: Path, model_folder: Path, undisturbed: Warmed, tmp_path: Path
+    documents: Path, model_folder: Path, undisturbed: Warmed, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
     arguments = command(documents, store, model_folder)
@@ -158,5 +146,5 @@ def test_ctrl_c_says_what_is_kept_and_the_next_warm_goes_on(
     kept = int(found[1])
     run(*arguments, "--json", tmp_path / "warm.json")
     assert read_rows(tmp_path / "warm.json")[0]["encoded"] <= 160 - kept
-    passages, names, _ = state_of(run, store, model_folder, tmp_path)
+    passages, names, _ = state_of(store, model_folder, tmp_path)
     assert (passages, names) == (undisturbed.passages, undisturbed.names)

@@ -8,24 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.auto import AutoBench, AutoRun
 from cacheblend_lab.bench.plots import plot_runs
 from cacheblend_lab.bench.settings import AutoSetting
 from cacheblend_lab.bench.tiers import SlowStore
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
+from tests.command import run
 
 KV = ChunkKV((1, 2, 3), 1, [LayerKV(torch.ones(2, 3, 4), torch.zeros(2, 3, 4)) for _ in range(4)])
 KEY = "ab" * 16
-
-
-def run(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(each) for each in arguments])
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def test_every_cell_of_the_grid_is_measured() -> None:
@@ -119,20 +112,15 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
 def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
     measured = tmp_path / "auto.json"
     options = "--shape tiny --tiers ram --prompts 1x8,2x8,2x16 --ratios 0.15,0.5 --repeats 1 --profile-seconds 0.2"
-    assert "regret" in run("bench", "auto", *options.split(), "--json", measured)
+    assert "regret" in run("bench auto", *options.split(), "--json", measured).output
     whole = json.loads(measured.read_text(encoding="utf-8"))
     assert [row["tier"] for row in whole["rows"]] == ["ram"] * 3
     assert len(whole["runs"]) == 12
     plots, figures = tmp_path / "plots", tmp_path / "profile.json"
     store = ("--seconds", 0.5, "--store", tmp_path / "kv")
-    output = run("profile", *store, "--prices", "ram=3,disk=0.1", "--json", figures)
-    run("bench", "figures", plots, *store, "--runs", measured)
-    assert {file.name for file in plots.iterdir()} == {
-        "figure10.png",
-        "figure15a.png",
-        "figure15b.png",
-        "figure17.png",
-    }
+    output = run("profile", *store, "--prices", "ram=3,disk=0.1", "--json", figures).output
+    run("bench figures", plots, *store, "--runs", measured)
+    assert {file.stem for file in plots.iterdir()} == {"figure10", "figure15a", "figure15b", "figure17"}
     assert "cheapest without delay" in output
     rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
     assert {row["kind"] for row in rows} == {"prefill", "blend", "load", "choice", "cheapest"}
@@ -152,4 +140,4 @@ def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_answered_in_one_line(arguments: str, message: str) -> None:
-    assert message in run(*arguments.split(), code=2)
+    assert message in run(arguments, code=2).output

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.batch import BatchBench
 from cacheblend_lab.bench.settings import BatchSetting
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 
 def test_the_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,8 +37,7 @@ def test_the_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "batch.json"
     arguments = "bench batch --prompts 2 --chunks 1 --chunk-tokens 16 --output-tokens 2 --repeats 1"
-    result = CliRunner().invoke(app, [*arguments.split(), "--json", str(file)])
-    assert result.exit_code == 0, result.output
+    run(arguments, "--json", file)
     whole = json.loads(file.read_text())
     assert whole["model"] == "reference"
     assert [row["method"] for row in whole["rows"]] == ["one by one", "batch", "callers"]
@@ -55,6 +53,4 @@ def test_without_langchain_the_command_says_what_to_install(monkeypatch: pytest.
     # None in the table of modules makes an import of that name fail.
     monkeypatch.delitem(sys.modules, "cacheblend_lab.bench.batch", raising=False)
     monkeypatch.setitem(sys.modules, "langchain_cacheblend", None)
-    result = CliRunner().invoke(app, ["bench", "batch"])
-    assert result.exit_code != 0
-    assert 'pip install "cacheblend-rag[langchain]"' in str(result.exception) + result.output
+    assert 'pip install "cacheblend-rag[langchain]"' in run("bench batch", code=2).output

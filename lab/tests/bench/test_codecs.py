@@ -7,13 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.codecs import CodecBench
 from cacheblend_lab.bench.settings import CodecSetting
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 
 def test_the_rows() -> None:
@@ -35,9 +34,7 @@ def test_the_rows() -> None:
 
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "codecs.json"
-    arguments = ["bench", "codecs", "--shape", "tiny", "--chunk-tokens", "40", "--repeats", "1", "--dtype", "bfloat16"]
-    result = CliRunner().invoke(app, [*arguments, "--json", str(file)])
-    assert result.exit_code == 0, result.output
+    result = run("bench codecs --shape tiny --chunk-tokens 40 --repeats 1 --dtype bfloat16", "--json", file)
     assert "copying runs at" in result.stdout
     whole = json.loads(file.read_text())
     assert [row["codec"] for row in whole["rows"]] == list(codec_names())

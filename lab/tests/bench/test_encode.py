@@ -7,12 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.encode import EncodeBench, EncodeRow
 from cacheblend_lab.bench.settings import EncodeSetting
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 SETTING = EncodeSetting("tiny", chunks=5, chunk_tokens=12, prefix_tokens=3, batch_tokens=30, repeats=2)
 
@@ -45,10 +44,8 @@ def test_documents_are_read_in_the_same_windows_by_every_method() -> None:
 
 def test_the_command_writes_every_row(tmp_path: Path) -> None:
     target = tmp_path / "encode.json"
-    arguments = ["bench", "encode", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "8", "--repeats", "1"]
-    result = CliRunner().invoke(app, [*arguments, "--folder", str(tmp_path), "--json", str(target)])
-    assert result.exit_code == 0, result.output
-    assert "tokens/s" in result.output
+    arguments = "bench encode --shape tiny --chunks 2 --chunk-tokens 8 --repeats 1"
+    assert "tokens/s" in run(arguments, "--folder", tmp_path, "--json", target).output
     document = json.loads(target.read_text(encoding="utf-8"))
     assert [row["method"] for row in document["rows"]] == ["forward", "ram", "disk"]
     keys = {field.name for field in fields(EncodeRow)} | {"shape", "device", "dtype"}

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.find import FindBench
 from cacheblend_lab.bench.settings import FindSetting
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 
 @pytest.mark.parametrize("heading", [False, True])
@@ -30,9 +29,7 @@ def test_every_chunk_is_found_and_no_edited_one(heading: bool) -> None:
 
 def test_the_command_writes_its_row(tmp_path: Path) -> None:
     file = tmp_path / "find.json"
-    arguments = "bench find --chunks 50 --prompts 100 --prompt-chars 500 --heading"
-    result = CliRunner().invoke(app, [*arguments.split(), "--json", str(file)])
-    assert result.exit_code == 0, result.output
+    run("bench find --chunks 50 --prompts 100 --prompt-chars 500 --heading", "--json", file)
     (row,) = json.loads(file.read_text())["rows"]
     assert (row["chunks"], row["heading"], row["false_hits"]) == (50, True, 0)
     assert row["found"] == row["placed"]

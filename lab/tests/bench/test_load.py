@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.load import LoadBench
 from cacheblend_lab.bench.settings import LoadSetting
 from cacheblend_lab.bench.tiers import cached_share, drop_cached
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 
 def test_the_loader_is_measured_beside_plain_reads(tmp_path: Path) -> None:
@@ -33,12 +32,8 @@ def test_the_loader_is_measured_beside_plain_reads(tmp_path: Path) -> None:
 
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "load.json"
-    arguments = (
-        f"bench load --shape tiny --chunks 2 --chunk-tokens 16 --threads 1 --repeats 1 --folder {tmp_path} --json"
-    )
-    result = CliRunner().invoke(app, [*arguments.split(), str(file)])
-    assert result.exit_code == 0, result.output
-    assert "plain reads" in result.stdout
+    arguments = "bench load --shape tiny --chunks 2 --chunk-tokens 16 --threads 1 --repeats 1"
+    assert "plain reads" in run(arguments, "--folder", tmp_path, "--json", file).stdout
     whole = json.loads(file.read_text())
     assert [(row["method"], row["threads"]) for row in whole["rows"]] == [("plain reads", None), ("loader", 1)]
     assert whole["setting"]["folder"] == str(tmp_path)
@@ -59,8 +54,7 @@ def test_nothing_cannot_be_measured(changes: dict[str, object], message: str) ->
 
 
 def test_threads_that_are_no_numbers_are_refused() -> None:
-    result = CliRunner().invoke(app, ["bench", "load", "--shape", "tiny", "--threads", "1,many"])
-    assert result.exit_code == 2
+    result = run("bench load --shape tiny --threads 1,many", code=2)
     assert "'many' in '1,many' is not a whole number; write numbers like 0,1,2,4" in result.output
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import DynamicCache
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.pml import PMLBench
 from cacheblend_lab.bench.settings import PMLSetting
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 SETTING = PMLSetting("tiny", modules=3, module_tokens=20, new_tokens=6, argument_tokens=2, repeats=2)
 
@@ -38,21 +37,7 @@ def test_both_sides_prefill_the_same_prompt() -> None:
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     arguments = "bench pml --shape tiny --modules 3 --module-tokens 20 --new-tokens 6 --argument-tokens 2 --repeats 1"
-    result = CliRunner().invoke(
-        app,
-        [
-            *arguments.split(),
-            "--selectors",
-            "none,hkvd",
-            "--tier",
-            "disk",
-            "--folder",
-            str(tmp_path),
-            "--json",
-            str(file),
-        ],
-    )
-    assert result.exit_code == 0, result.output
+    run(arguments, "--selectors", "none,hkvd", "--tier", "disk", "--folder", tmp_path, "--json", file)
     whole = json.loads(file.read_text())
     assert [(row["method"], row["selector"]) for row in whole["rows"]] == [
         ("full", None),

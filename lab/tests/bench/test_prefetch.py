@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.prefetch import PrefetchBench
 from cacheblend_lab.bench.settings import PrefetchSetting
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 
 def test_each_method_reads_from_where_it_should(tmp_path: Path) -> None:
@@ -36,12 +35,8 @@ def test_each_method_reads_from_where_it_should(tmp_path: Path) -> None:
 
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "prefetch.json"
-    arguments = (
-        "bench prefetch --shape tiny --candidates 3 --chunks 2 --chunk-tokens 16 --reranker-ms 50 --repeats 1 "
-        f"--folder {tmp_path} --json {file}"
-    )
-    result = CliRunner().invoke(app, arguments.split())
-    assert result.exit_code == 0, result.output
+    arguments = "bench prefetch --shape tiny --candidates 3 --chunks 2 --chunk-tokens 16 --reranker-ms 50 --repeats 1"
+    run(arguments, "--folder", tmp_path, "--json", file)
     whole = json.loads(file.read_text())
     assert [row["method"] for row in whole["rows"]] == ["disk", "prefetch", "ram"]
     assert whole["setting"]["reranker_s"] == 0.05

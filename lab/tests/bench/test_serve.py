@@ -11,23 +11,16 @@ from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.serve import ServeBench, arrivals
 from cacheblend_lab.bench.settings import ServeSetting
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
 from integrations.serve.tests.conftest import engine_of, serving
+from tests.command import run
 from tests.families import tiny_reader
 
-SMALL: dict[str, Any] = {
-    "rates": (20.0,),
-    "seconds": 1.0,
-    "corpus": 12,
-    "chunks": 3,
-    "chunk_words": 12,
-    "output_tokens": 4,
-}
+SIZES: dict[str, Any] = {"corpus": 12, "chunks": 3, "chunk_words": 12, "output_tokens": 4}
+SMALL: dict[str, Any] = {"rates": (20.0,), "seconds": 1.0, **SIZES}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +49,7 @@ def test_rows_are_complete(prompts: str, model: LlamaForCausalLM, tmp_path: Path
     with engine_of(model, separator="\n\n") as engine, serving(engine) as address:
         options = ["--url", address, "--prompts", prompts, "--rates", "20", "--seconds", "1", "--corpus", "12"]
         options += ["--chunks", "3", "--chunk-words", "12", "--output-tokens", "4", "--json", str(file)]
-        done = CliRunner().invoke(app, ["bench", "serve", *options])
-        assert done.exit_code == 0, done.output
+        run("bench serve", *options)
         assert len(engine.ids()) == (12 if prompts == "documents" else 0)
     whole = json.loads(file.read_text())
     first, row = whole["rows"]

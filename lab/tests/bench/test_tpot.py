@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.settings import TPOTSetting
 from cacheblend_lab.bench.tpot import TPOTBench
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+from tests.command import run
 
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 4
 
@@ -42,34 +41,25 @@ def test_the_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "tpot.json"
     arguments = "bench tpot --shape tiny --chunks 2 --chunk-tokens 16 --question-tokens 4 --output-tokens 3 --repeats 1"
-    result = CliRunner().invoke(app, [*arguments.split(), "--capacities", "0.25,9", "--json", str(file)])
-    assert result.exit_code == 0, result.output
+    run(arguments, "--capacities", "0.25,9", "--json", file)
     whole = json.loads(file.read_text())
     assert whole["setting"]["prompt_tokens"] == 37
     assert [(row["method"], row["kv_capacity"], row["evicted_tokens"]) for row in whole["rows"]] == [
-        ("full", None, 0),
-        ("full", 0.25, 24),
-        ("full", 9, 23),
-        ("blend", None, 0),
-        ("blend", 0.25, 24),
-        ("blend", 9, 23),
+        (method, *row) for method in ("full", "blend") for row in ((None, 0), (0.25, 24), (9, 23))
     ]
 
 
-@pytest.mark.parametrize("name", ["chunks", "chunk_tokens", "question_tokens", "repeats"])
-def test_nothing_cannot_be_measured(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
-        TPOTSetting("tiny", **{name: 0})
-
-
-def test_one_token_has_no_time_between() -> None:
-    with pytest.raises(ConfigError, match="output_tokens=1 must be at least 2"):
-        TPOTSetting("tiny", output_tokens=1)
-
-
-def test_a_method_that_is_not_measured_is_refused() -> None:
-    with pytest.raises(ConfigError, match="method 'half' is not measured; choose among full, blend"):
-        TPOTSetting("tiny", methods=("full", "half"))
+def test_what_cannot_be_measured() -> None:
+    for name, value, message in (
+        *(
+            (name, 0, f"{name}=0 must be at least 1")
+            for name in ("chunks", "chunk_tokens", "question_tokens", "repeats")
+        ),
+        ("output_tokens", 1, "output_tokens=1 must be at least 2"),
+        ("methods", ("full", "half"), "method 'half' is not measured; choose among full, blend"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TPOTSetting("tiny", **{name: value})
 
 
 def test_settings_without_meaning_are_refused_before_the_model_is_made() -> None:

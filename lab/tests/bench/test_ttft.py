@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cacheblend_lab.bench.settings import Shape, TTFTSetting
 from cacheblend_lab.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_lab.bench.ttft import TTFTBench
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+from tests.command import run
+from tests.limits import one_thread as one_thread
 
 SETTING = TTFTSetting("tiny", chunks=3, chunk_tokens=20, question_tokens=5, ratios=(0.0, 0.15, 1.0), repeats=2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +69,8 @@ def test_the_rows_are_complete(bench: TTFTBench) -> None:
 
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    arguments = (
-        "bench ttft --shape tiny --chunks 2 --chunk-tokens 16 --question-tokens 4 --ratios 0,0.3 --repeats 1 --json"
-    )
-    result = CliRunner().invoke(app, [*arguments.split(), str(file), "--selectors", "hkvd, random"])
-    assert result.exit_code == 0, result.output
-    assert "prefix_cache" in result.stdout
+    arguments = "bench ttft --shape tiny --chunks 2 --chunk-tokens 16 --question-tokens 4 --ratios 0,0.3 --repeats 1"
+    assert "prefix_cache" in run(arguments, "--selectors", "hkvd, random", "--json", file).stdout
     whole = json.loads(file.read_text())
     assert whole["setting"]["prompt_tokens"] == 37
     assert [(row["method"], row["selector"]) for row in whole["rows"]] == [
@@ -134,6 +121,8 @@ def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
     with TTFTBench(setting) as bench:
         rows = bench.measure()
         share = bench.cached_share_after_drop()
+        for tier in ("ram", "disk", "device", "ram", "disk", "device"):
+            assert {chunk.tier for chunk in bench._blend(tier, "hkvd", 0.15, True).chunks} == {tier}
     assert share is None or 0 <= share <= 1
     assert [(row.method, row.tier, row.pipeline) for row in rows] == [
         ("full", None, None),
@@ -154,16 +143,6 @@ def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
     for row in rows[3:]:
         assert row.over_ram is not None and row.load_s is not None and 0 < row.load_s < row.ttft_s
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_from_a_tier_reads_that_tier(tmp_path: Path) -> None:
-    setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=("ram", "disk", "device"), folder=tmp_path, repeats=1)
-    with TTFTBench(setting) as bench:
-        # It comes there with its first use.
-        bench._blend("device", "hkvd", 0.15, True)
-        for tier in ("ram", "disk", "device", "ram", "disk", "device"):
-            report = bench._blend(tier, "hkvd", 0.15, True)
-            assert {chunk.tier for chunk in report.chunks} == {tier}
 
 
 def test_a_tier_that_is_not_measured_is_refused() -> None:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.cluster.costs import Costs, TierCost, read_costs
 from cacheblend_lab.cluster.hardware import Hardware, assume_costs
 from cacheblend_lab.cluster.measure import Scan, fit
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 HARDWARE = Hardware(
     name="8B",
@@ -75,22 +74,8 @@ def test_costs_are_fitted_to_what_took_as_long_as_they_say() -> None:
         cpu = 0.95 * took + requests * 0.003 + remote * 0.001
         noise = rng.uniform(0.99, 1.01)
         batches = requests / size
-        scans.append(
-            Scan(
-                requests,
-                batches,
-                requests * steps,
-                batches * steps,
-                computed,
-                reused,
-                ram,
-                disk,
-                remote,
-                requests if remote else 0,
-                took * noise,
-                cpu,
-            )
-        )
+        steps_of = (requests, batches, requests * steps, batches * steps, computed, reused)
+        scans.append(Scan(*steps_of, ram, disk, remote, requests if remote else 0, took * noise, cpu))
     costs = fit(scans, 10.0, "test")
     assert costs.decode_s_per_step == pytest.approx(true.decode_s_per_step, rel=0.1)
     assert costs.disk.read_s == pytest.approx(0.0008, rel=0.25)
@@ -102,56 +87,26 @@ def test_costs_are_fitted_to_what_took_as_long_as_they_say() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    runner, file, out = CliRunner(), tmp_path / "costs.json", tmp_path / "plan.json"
+    file, out = tmp_path / "costs.json", tmp_path / "plan.json"
     options = "--parameters 8e9 --kv-bytes-per-token 131072 --flops-per-s 1e15 --memory-bytes-per-s 3e12 "
     options += "--ram-bytes-per-s 5e10 --disk-bytes-per-s 6e9 --remote-bytes-per-s 1e10 --remote-read-s 0.001 "
     options += "--compute-share 0.5 --memory-share 0.5 --answers-at-once 4"
-    command = ["bench", "cluster", "assume", "--out", str(file), "--name", "8B", *options.split()]
-    assert runner.invoke(app, command).exit_code == 0
-    command = [
-        "bench",
-        "cluster",
-        "plan",
-        "--costs",
-        str(file),
-        "--corpus",
-        "20000",
-        "--replicas",
-        "1,2",
-        "--rate",
-        "5",
-    ]
-    command += ["--ram", "20GB", "--disk", "50GB", "--answer-tokens", "8", "--requests", "200", "--json", str(out)]
-    shown = runner.invoke(app, command)
-    assert shown.exit_code == 0, shown.output
+    run("bench cluster assume", "--out", file, "--name", "8B", *options.split())
+    options = "--replicas 1,2 --rate 5 --ram 20GB --disk 50GB --answer-tokens 8 --requests 200"
+    shown = run("bench cluster plan --corpus 20000", "--costs", file, *options.split(), "--json", out)
     assert "assumed" in shown.output
     written = json.loads(out.read_text())
     assert [row["replicas"] for row in written["rows"]] == [1, 2, 2]
     assert written["wanted"]["random"]["replicas"] == 1
-    command = [
-        "bench",
-        "cluster",
-        "near",
-        "--costs",
-        "qwen2-0.5b-cpu",
-        "--corpus",
-        "20000",
-        "--replicas",
-        "2",
-        "--disks",
-        "0,1GB",
-    ]
-    shown = runner.invoke(app, [*command, "--json", str(out)])
-    assert shown.exit_code == 0, shown.output
+    run("bench cluster near --costs qwen2-0.5b-cpu --corpus 20000 --replicas 2 --disks 0,1GB", "--json", out)
     rows = json.loads(out.read_text())["rows"]
     assert [row["router"] for row in rows] == ["affinity", "random"] * 2
     assert all(0 <= row["near_share"] <= 1 for row in rows)
-    assert runner.invoke(app, ["bench", "cluster", "near", "--costs", "none"]).exit_code != 0
+    run("bench cluster near --costs none", code=2)
 
 
 def test_the_exponent_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "retrieved.txt"
     log.write_text("".join(f"document-{rank}\n" * (1200 // (rank + 1)) for rank in range(50)))
-    shown = CliRunner().invoke(app, ["bench", "cluster", "zipf", str(log), "--documents", "50"])
-    assert "--zipf 1.0" in shown.output, shown.output
-    assert CliRunner().invoke(app, ["bench", "cluster", "zipf", str(log), "--documents", "20"]).exit_code != 0
+    assert "--zipf 1.0" in run("bench cluster zipf", log, "--documents", 50).output
+    run("bench cluster zipf", log, "--documents", 20, code=2)

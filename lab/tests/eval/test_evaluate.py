@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from typer.testing import CliRunner
 
 from cacheblend_lab.eval import (
     EvalContext,
@@ -31,8 +30,8 @@ from cacheblend_lab.eval.retrieve import Retriever
 from cacheblend_lab.families.tiny import tiny_config, tiny_model
 from cacheblend_lab.training.corpus import NOTES
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from tests.command import run
 from tests.families import tiny_tokenizer, words
 
 TASK = replace(reference_task(6, style=NOTES), max_new_tokens=3)
@@ -134,9 +133,9 @@ def test_losses_say_how_likely_the_right_answer_is(engine: BlendEngine) -> None:
     assert full.loss.mean == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
-def _arguments(folder: Path, file: Path, *more: str) -> list[str]:
-    shared = ["--model", str(folder), "--ratios", "0.3", "--max-new-tokens", "4", "--workers", "1", "--json", str(file)]
-    return ["eval", "reference", "--questions", "20", *shared, *more]
+def _arguments(folder: Path, file: Path) -> list[str]:
+    shared = f"--model {folder} --ratios 0.3 --max-new-tokens 4 --workers 1 --json {file}"
+    return ["eval", "reference", "--questions", "20", *shared.split()]
 
 
 def _timeless(file: Path) -> dict[str, Any]:
@@ -163,30 +162,22 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(model_folder: Path, tm
     assert 4 <= held.count(b"\n") < 21
     # As if the last line had been torn, too.
     journal.write_bytes(held + b'{"question": "7-19", "answ')
-    result = CliRunner().invoke(app, _arguments(model_folder, file))
-    assert result.exit_code == 0, result.output
+    result = run(*_arguments(model_folder, file))
     kept = held.count(b"\n") - 1
     assert f"{kept} of them were taken from" in result.stdout
     assert journal.read_bytes().startswith(held[: held.rindex(b"\n") + 1])
     whole = tmp_path / "whole.json"
-    result = CliRunner().invoke(app, _arguments(model_folder, whole))
-    assert result.exit_code == 0, result.output
+    run(*_arguments(model_folder, whole))
     assert _timeless(file) == _timeless(whole)
 
-    result = CliRunner().invoke(app, _arguments(model_folder, file, "--selectors", "hkvd,full"))
-    assert result.exit_code == 2
+    result = run(*_arguments(model_folder, file), "--selectors", "hkvd,full", code=2)
     assert "holds answers of another evaluation: methods.full 0.3 is null there" in result.stderr
 
 
 def test_the_command_writes_its_tables(model_folder: Path, tmp_path: Path) -> None:
     file, markdown = tmp_path / "eval.json", tmp_path / "eval.md"
-    arguments = _arguments(
-        model_folder, file, "--markdown", str(markdown), "--charges", "0.01,0.5", "--codecs", "native,int4"
-    )
-    result = CliRunner().invoke(
-        app, [*arguments, "--questions", "4", "--methods", "full", "--plot", str(tmp_path / "plots")]
-    )
-    assert result.exit_code == 0, result.output
+    more = ["--markdown", markdown, "--charges", "0.01,0.5", "--codecs", "native,int4", "--plot", tmp_path / "plots"]
+    result = run(*_arguments(model_folder, file), *more, "--questions", "4", "--methods", "full")
     assert (tmp_path / "plots" / "quality-against-ttft.png").stat().st_size > 1000
     assert "exact_match by kind of question" in result.stdout
     whole = json.loads(file.read_text())
@@ -224,36 +215,21 @@ def test_a_missing_package_is_named_before_a_question_is_asked(
     _rouge_scorer.cache_clear()
     dialogues = [{"id": str(n), "dialogue": f"Mara: I have {n} goats.", "summary": f"She has {n}."} for n in range(3)]
     (tmp_path / "samsum.json").write_text(json.dumps(dialogues))
-    result = CliRunner().invoke(app, ["eval", *command.format(file="samsum.json").split()])
-    assert result.exit_code == 2
+    result = run(f"eval {command.format(file='samsum.json')}", code=2)
     assert 'pip install "cacheblend-rag[lab]"' in result.stderr
     assert not result.stdout
 
 
 def test_what_a_batch_leaves_unmeasured_cannot_be_drawn(model_folder: Path, tmp_path: Path) -> None:
-    arguments = _arguments(model_folder, tmp_path / "eval.json", "--together", "--plot", str(tmp_path / "plots"))
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
+    more = ("--together", "--plot", tmp_path / "plots")
+    result = run(*_arguments(model_folder, tmp_path / "eval.json"), *more, code=2)
     assert "--plot draws quality over the time to the first token" in result.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_needles_are_drawn(model_folder: Path, tmp_path: Path) -> None:
-    sizes = [
-        "--questions",
-        "1",
-        "--lengths",
-        "200",
-        "--depths",
-        "0,1",
-        "--chunk-tokens",
-        "100",
-        "--max-new-tokens",
-        "2",
-    ]
-    where = ["--model", str(model_folder), "--workers", "1", "--plot", str(tmp_path)]
-    result = CliRunner().invoke(app, ["eval", "needle", *sizes, *where, "--ratios", ""])
-    assert result.exit_code == 0, result.output
+    sizes = "--questions 1 --lengths 200 --depths 0,1 --chunk-tokens 100 --max-new-tokens 2 --workers 1"
+    result = run(f"eval needle {sizes}", "--model", model_folder, "--plot", tmp_path, "--ratios", "")
     assert "2 of 2 questions answered" in result.stdout
     assert (tmp_path / "needle.png").exists()
 
@@ -272,7 +248,6 @@ def test_needles_are_drawn(model_folder: Path, tmp_path: Path) -> None:
 def test_a_mistake_is_answered_in_one_line(tmp_path: Path, arguments: str, message: str) -> None:
     file = tmp_path / "file.json"
     file.write_text("{")
-    result = CliRunner().invoke(app, ["eval", *arguments.format(file=file).split()])
-    assert result.exit_code == 2
+    result = run(f"eval {arguments.format(file=file)}", code=2)
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
-from typer.testing import CliRunner
 
 from cacheblend_lab.eval import EvalContext, EvalQuestion, EvalTask, reference_task
 from cacheblend_lab.eval.inside import PromptInside
@@ -26,8 +25,8 @@ from cacheblend_lab.eval.statistics import Spread, rank_correlation, spread
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_lab.training.corpus import NOTES
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from tests.command import run
 from tests.core.dense import _FixedRows, own_kv, stale_kv
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -233,25 +232,18 @@ def test_the_reference_task_takes_people_and_questions_of_a_context() -> None:
 
 def test_the_command_draws_and_writes(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    shared = ["--model", str(model_folder), "--questions", "2", "--ratios", "0,0.2,1", "--json", str(file)]
-    done = CliRunner().invoke(app, ["eval", "figures", "--out", str(tmp_path / "out"), *shared])
-    assert done.exit_code == 0, done.output
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {
-        "attention-deviation.svg",
-        "attention-deviation-by-charge.svg",
-        "attention-loss.svg",
-        "attention-overlap.svg",
-        "kv-deviation.svg",
-        "rank-correlation.svg",
+    shared = ["--model", model_folder, "--questions", "2", "--ratios", "0,0.2,1", "--json", file]
+    run("eval figures", "--out", tmp_path / "out", *shared)
+    names = "attention-deviation attention-deviation-by-charge attention-loss attention-overlap kv-deviation"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        f"{name}.svg" for name in [*names.split(), "rank-correlation"]
     }
     whole = json.loads(file.read_text(encoding="utf-8"))
     assert whole["setting"]["shown_ratio"] == 0.2
     assert {row["selector"] for row in whole["rows"]} == {"reuse", "hkvd", "random", "query"}
     assert list(whole["rank_correlation"]) == ["1", "2"]
     assert len(whole["kv_deviation"]["3"]) == 101
-    wrong = CliRunner().invoke(app, ["eval", "figures", "--out", str(tmp_path), "--task", "musique", *shared])
-    assert wrong.exit_code == 2
+    wrong = run("eval figures --task musique", "--out", tmp_path, *shared, code=2)
     assert "is read from a file; name it by --data" in wrong.output
 
 
@@ -259,15 +251,11 @@ def test_runs_are_drawn_side_by_side(model_folder: Path, tmp_path: Path) -> None
     files = []
     for people in (1, 2):
         files.append(tmp_path / f"eval-{people}.json")
-        more = ["--people", str(people), "--min-chunks", "1", "--max-new-tokens", "2", "--workers", "1"]
-        asked = ["eval", "reference", "--model", str(model_folder), "--questions", "2", *more, "--json", str(files[-1])]
-        done = CliRunner().invoke(app, asked)
-        assert done.exit_code == 0, done.output
+        asked = f"eval reference --questions 2 --people {people} --min-chunks 1 --max-new-tokens 2 --workers 1"
+        run(asked, "--model", model_folder, "--json", files[-1])
     for tokens in (16, 32):
         files.append(tmp_path / f"ttft-{tokens}.json")
-        more = ["--chunk-tokens", str(tokens), "--chunks", "2", "--repeats", "1", "--json", str(files[-1])]
-        done = CliRunner().invoke(app, ["bench", "ttft", "--shape", "tiny", *more])
-        assert done.exit_code == 0, done.output
+        run(f"bench ttft --shape tiny --chunks 2 --repeats 1 --chunk-tokens {tokens}", "--json", files[-1])
     runs = read_runs(files, ["full", "reuse", "hkvd 0.15"])
     assert list(runs.quality) == list(runs.ttft_s) == ["full", "reuse", "hkvd 0.15"]
     chunks = [round(json.loads(file.read_text(encoding="utf-8"))["chunks"]) for file in files[:2]]
@@ -275,10 +263,7 @@ def test_runs_are_drawn_side_by_side(model_folder: Path, tmp_path: Path) -> None
     assert chunks[0] < chunks[1]
     tokens = [json.loads(file.read_text(encoding="utf-8"))["setting"]["prompt_tokens"] for file in files[2:]]
     assert list(runs.ttft_s["full"]) == tokens
-    done = CliRunner().invoke(
-        app, ["eval", "draw", *map(str, files), "--out", str(tmp_path / "out"), "--format", "png"]
-    )
-    assert done.exit_code == 0, done.output
+    run("eval draw", *files, "--out", tmp_path / "out", "--format", "png")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"quality-over-chunks.png", "ttft-over-length.png"}
     with pytest.raises(ConfigError, match="is the second run with"):
         read_runs([files[0], files[0]])

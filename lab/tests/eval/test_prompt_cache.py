@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.eval import parse_method, reference_task
 from cacheblend_lab.eval.inquiry import Inquiry
@@ -15,9 +14,9 @@ from cacheblend_lab.eval.ways import _PromptCache, make_way
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
 from lab.tests.eval.datasets.files import jsonl, longbench
+from tests.command import run
 from tests.families import tiny_model, tiny_tokenizer, words
 
 
@@ -59,9 +58,8 @@ def test_a_ratio_does_not_belong_to_it() -> None:
 def test_longbench_documents_cached_against_uncached(subtask: str, metric: str, tmp_path: Path) -> None:
     file = jsonl(tmp_path / f"{subtask}.jsonl", [longbench(subtask, number) for number in range(2)])
     figures = tmp_path / "figures.json"
-    arguments = ["eval", "longbench", str(file), "--whole-documents", "--methods", "prompt_cache", "--ratios", ""]
-    result = CliRunner().invoke(app, [*arguments, "--workers", "1", "--max-new-tokens", "5", "--json", str(figures)])
-    assert result.exit_code == 0, result.output
+    options = "--whole-documents --methods prompt_cache --workers 1 --max-new-tokens 5"
+    run("eval longbench", file, *options.split(), "--ratios", "", "--json", figures)
     rows = [row for row in json.loads(figures.read_text())["rows"] if row["kind"] == "all"]
     assert [row["method"] for row in rows] == ["full", "prompt_cache"]
     assert all(metric in row["metrics"] for row in rows), rows[0]

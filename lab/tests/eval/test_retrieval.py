@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cacheblend_lab.eval import EvalContext, EvalSetting, EvalTask, evaluate, parse_methods, reference_task
 from cacheblend_lab.eval.inquiry import Inquiry, Pieces, inquire
@@ -16,9 +15,9 @@ from cacheblend_lab.eval.retrieve import RetrievalSetting, Retriever, found_chun
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, Document, eval_examples
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.cli.app import app
 from cacheblend_rag.documents import Embedding
 from cacheblend_rag.errors import ConfigError
+from tests.command import run
 
 READING = reference_task(60, style=NOTES)
 ROWS = "full documents, reuse, reuse alone, reuse behind other, reuse behind shuffled, hkvd 0.15, hkvd 0.15 alone"
@@ -166,50 +165,28 @@ def test_documents_are_wanted_where_a_method_goes_by_them(engine: BlendEngine) -
 
 
 def test_a_run_is_resumed_with_its_own_retrieval_and_encodings_only(model_folder: Path, tmp_path: Path) -> None:
-    def run(retrieval: str, *methods: str) -> tuple[int, str]:
-        told = [
-            "--retrieval",
-            retrieval,
-            "--methods",
-            ", ".join(methods),
-            "--selectors",
-            "",
-            "--ratios",
-            "",
-            "--workers",
-            "2",
-        ]
-        asked = [
-            "eval",
-            "reference",
-            "--model",
-            str(model_folder),
-            "--questions",
-            "10",
-            "--max-new-tokens",
-            "2",
-            "--together",
-        ]
-        found = CliRunner().invoke(
-            app, [*asked, *told, "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
-        )
-        return found.exit_code, found.output
+    def resume(retrieval: str, *methods: str, code: int = 0) -> str:
+        asked = "eval reference --questions 10 --max-new-tokens 2 --together --workers 2 --retrieval"
+        told = ("--methods", ", ".join(methods), "--selectors", "", "--ratios", "")
+        return run(
+            f"{asked} {retrieval}",
+            *("--model", model_folder, *told, "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md"),
+            code=code,
+        ).output
 
-    code, output = run("shuffled", "full documents", "reuse", "reuse alone")
-    assert code == 0, output
+    resume("shuffled", "full documents", "reuse", "reuse alone")
     whole = json.loads((tmp_path / "r.json").read_text())
     assert (whole["task"], whole["setting"]["retrieval"]) == ("reference (shuffled)", "shuffled")
     rows = {row["method"]: row for row in whole["rows"] if row["kind"] == "all"}
     assert rows["full documents"]["minus_documents"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert "| f1 - full documents |" in (tmp_path / "r.md").read_text()
-    code, output = run("shuffled", "full documents", "reuse", "reuse alone")
-    assert code == 0 and "10 of them were taken from" in output
+    assert "10 of them were taken from" in resume("shuffled", "full documents", "reuse", "reuse alone")
     for retrieval, methods, reason in (
         ("dropped", ("full documents", "reuse", "reuse alone"), "task is"),
         ("shuffled", ("full documents", "reuse", "reuse behind other"), "methods"),
     ):
-        code, output = run(retrieval, *methods)
-        assert code != 0 and "answers of another evaluation" in " ".join(output.split()) and reason in output
+        output = resume(retrieval, *methods, code=2)
+        assert "answers of another evaluation" in " ".join(output.split()) and reason in output
 
 
 @pytest.mark.parametrize("questions", [20, pytest.param(200, marks=pytest.mark.full)])

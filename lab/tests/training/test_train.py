@@ -34,6 +34,7 @@ from cacheblend_lab.training.world import Style
 from cacheblend_rag.errors import ConfigError
 
 TOKENIZER = build_tokenizer()
+SIZES = "--layers 1 --hidden 32 --heads 2 --intermediate 32".split()
 TINY = Options(layers=2, hidden=32, heads=2, intermediate=48, lr=3e-3, warmup=5)
 STYLES = {stage.name: stage.style for stage in STAGES if isinstance(stage.style, Style)}
 FEW_WORDS = Paragraphs(people=(2, 2), firms=(0, 0), chunks=(1, 2), facts=(1, 1), words=(10, 14), total=(1, 4))
@@ -271,8 +272,7 @@ def test_verdicts_are_given_for_every_question(batch: Batch) -> None:
 
 
 def test_the_command_line_trains_exports_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "32"]
-    common = ["--out", str(tmp_path / "run"), *sizes]
+    common = ["--out", str(tmp_path / "run"), *SIZES]
     main([*common, "--end-step", "2"])
     main([*common, "--end-step", "3", "--resume", "--export", str(tmp_path / "weights"), "--export-questions", "8"])
     names = {path.name for path in (tmp_path / "weights").iterdir()}
@@ -284,23 +284,11 @@ def test_the_command_line_trains_exports_and_resumes(tmp_path: Path, capsys: pyt
 
 
 def test_training_goes_on_from_exported_weights(tmp_path: Path) -> None:
-    sizes = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "32"]
     weights = tmp_path / "weights"
-    main(
-        [
-            "--out",
-            str(tmp_path / "first"),
-            *sizes,
-            "--end-step",
-            "1",
-            "--export",
-            str(weights),
-            "--export-questions",
-            "8",
-        ]
-    )
+    export = ["--export", str(weights), "--export-questions", "8"]
+    main(["--out", str(tmp_path / "first"), *SIZES, "--end-step", "1", *export])
     # Without a step to take, what comes out is what went in; and --resume without a checkpoint is no error.
-    again = ["--out", str(tmp_path / "second"), *sizes, "--resume", "--begin-from", str(weights), "--end-step", "0"]
+    again = ["--out", str(tmp_path / "second"), *SIZES, "--resume", "--begin-from", str(weights), "--end-step", "0"]
     main([*again, "--export", str(tmp_path / "copy"), "--export-questions", "8"])
     first, copy = (load_file(folder / "model.safetensors") for folder in (weights, tmp_path / "copy"))
     assert first.keys() == copy.keys()
