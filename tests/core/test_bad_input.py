@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,10 @@ from cacheblend_rag.errors import (
     UnsupportedModelError,
 )
 from cacheblend_rag.store import KVStore, open_store
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
 GOOD = Chunk(words(12, 1), "good")
-
-
-@pytest.fixture
-def engine() -> Iterator[BlendEngine]:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer()) as engine:
-        yield engine
 
 
 def test_an_unknown_id(engine: BlendEngine) -> None:
@@ -341,33 +335,32 @@ def test_a_whole_prefill_says_why(engine: BlendEngine) -> None:
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 @pytest.mark.parametrize("thread_pays_bytes", [0, 1 << 20], ids=["ahead", "when-asked"])
 def test_damaged_kv_is_a_miss_and_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, thread_pays_bytes: int
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, thread_pays_bytes: int
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.loader.layers._THREAD_PAYS_BYTES", thread_pays_bytes)
     model = tiny_model("llama")
-    settings = engine_settings(ram_bytes=0, selector="hkvd")
     prompt = BlendPrompt("t5", [Chunk(words(20, 1), "a"), Chunk(words(30, 2), "b")], "t6")
-    with BlendEngine(model, tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
-        engine.add([chunk for chunk in prompt.segments if isinstance(chunk, Chunk)])
-        wanted = engine.prefill(prompt)
-        assert wanted.report.hits == 2
-        path = max((tmp_path / "kv").rglob("*.safetensors"), key=lambda file: file.stat().st_size)
-        content = bytearray(path.read_bytes())
-        # The last layer, which is read when the blended pass is nearly over.
-        content[-5] ^= 0x10
-        if damage == "remove":
-            path.unlink()
-        else:
-            path.write_bytes(content if damage == "flip" else content[:-100])
-        for attempt in range(2):
-            got = engine.prefill(prompt)
-            assert (got.logits - wanted.logits).abs().max() < 1e-4
-            assert (got.report.hits, got.report.misses) == ((2, 0) if attempt else (1, 1))
-            [reason] = {chunk.reason for chunk in got.report.chunks if not chunk.hit} or {None}
-            assert reason == (None if attempt else "its stored KV could not be read")
-        path.write_bytes(content[: len(content) // 2])
-        answer = engine.generate(prompt, 5, do_sample=False)
-        assert answer.token_ids == engine.generate(prompt, 5, do_sample=False).token_ids
+    engine = make_engine(tmp_path / "kv", model=model, ram_bytes=0, selector="hkvd")
+    engine.add([chunk for chunk in prompt.segments if isinstance(chunk, Chunk)])
+    wanted = engine.prefill(prompt)
+    assert wanted.report.hits == 2
+    path = max((tmp_path / "kv").rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+    content = bytearray(path.read_bytes())
+    # The last layer, which is read when the blended pass is nearly over.
+    content[-5] ^= 0x10
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content if damage == "flip" else content[:-100])
+    for attempt in range(2):
+        got = engine.prefill(prompt)
+        assert (got.logits - wanted.logits).abs().max() < 1e-4
+        assert (got.report.hits, got.report.misses) == ((2, 0) if attempt else (1, 1))
+        [reason] = {chunk.reason for chunk in got.report.chunks if not chunk.hit} or {None}
+        assert reason == (None if attempt else "its stored KV could not be read")
+    path.write_bytes(content[: len(content) // 2])
+    answer = engine.generate(prompt, 5, do_sample=False)
+    assert answer.token_ids == engine.generate(prompt, 5, do_sample=False).token_ids
 
 
 def test_a_chunk_reference_is_no_text(engine: BlendEngine) -> None:
@@ -492,12 +485,12 @@ def test_a_chunk_is_made_of_strings(arguments: tuple[object, object]) -> None:
 
 
 @pytest.mark.parametrize("ttl_s", ["60", 0, -1, float("nan")])
-def test_a_life_is_a_positive_number(ttl_s: object) -> None:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer()) as engine:
-        with pytest.raises(ConfigError, match="ttl_s="):
-            engine.add([Chunk("t3", "n1")], ttl_s=ttl_s)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="a single Chunk"):
-            engine.add(Chunk("t3", "n1"))  # type: ignore[arg-type]
+def test_a_life_is_a_positive_number(make_engine: MakeEngine, ttl_s: object) -> None:
+    engine = make_engine()
+    with pytest.raises(ConfigError, match="ttl_s="):
+        engine.add([Chunk("t3", "n1")], ttl_s=ttl_s)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a single Chunk"):
+        engine.add(Chunk("t3", "n1"))  # type: ignore[arg-type]
 
 
 def test_what_would_be_refused_is_said_chunk_by_chunk(engine: BlendEngine) -> None:

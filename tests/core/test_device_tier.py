@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineC
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.device import spare_bytes
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.engines import MakeEngine
+from tests.families import tiny_model, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20, 17))]
 PROMPTS = [
@@ -23,18 +23,12 @@ PROMPTS = [
     BlendPrompt("t5", CHUNKS[::-1], "t8"),
     BlendPrompt("t5", [CHUNKS[1], CHUNKS[1], CHUNKS[0]], "t8"),
 ]
-Make = Callable[..., BlendEngine]
+ENGINE = {"strict": True}
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
-    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-
-    def engine(folder: str | None = "kv", **settings: object) -> BlendEngine:
-        config = engine_settings(strict=True, **settings)
-        return BlendEngine(model, tokenizer, **config, store=None if folder is None else tmp_path / folder)
-
-    return engine
+def make(make_engine: MakeEngine, tmp_path: Path) -> MakeEngine:
+    return lambda folder="kv", **settings: make_engine(None if folder is None else tmp_path / folder, **settings)
 
 
 def tiers(engine: BlendEngine, prompt: BlendPrompt = PROMPTS[0]) -> list[str | None]:
@@ -45,7 +39,7 @@ def tiers(engine: BlendEngine, prompt: BlendPrompt = PROMPTS[0]) -> list[str | N
 @pytest.mark.parametrize("selector", ["none", "hkvd", "random"])
 @pytest.mark.parametrize("staged", [False, True])
 def test_answers_are_those_without_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch, folder: str | None, selector: str, staged: bool
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, folder: str | None, selector: str, staged: bool
 ) -> None:
     # With `staged`, layers go the way that they go to other devices than the CPU.
     monkeypatch.setattr("cacheblend_rag.loader.assembly._is_staged", lambda device: staged)
@@ -74,7 +68,7 @@ def test_answers_are_those_without_it(
                 assert engine._store.stats().device_evictions > 0
 
 
-def test_deletions_and_updates_reach_it(make: Make) -> None:
+def test_deletions_and_updates_reach_it(make: MakeEngine) -> None:
     with make(device_bytes=10**8) as engine:
         engine.add(CHUNKS)
         assert tiers(engine) == ["ram"] * 4
@@ -90,7 +84,7 @@ def test_deletions_and_updates_reach_it(make: Make) -> None:
         assert engine._store.stats().device_bytes == 0
 
 
-def test_figures(make: Make) -> None:
+def test_figures(make: MakeEngine) -> None:
     with make(device_bytes=10**8) as engine:
         engine.add(CHUNKS)
         engine.prefill(PROMPTS[0])
@@ -104,7 +98,7 @@ def test_figures(make: Make) -> None:
         assert figure("store_copies_dropped_total", tier="device") == 0
 
 
-def test_tenants_do_not_share_it(make: Make, tmp_path: Path) -> None:
+def test_tenants_do_not_share_it(make: MakeEngine, tmp_path: Path) -> None:
     shared = open_store(tmp_path / "shared", 10**8, device_bytes=10**8)
     plain = make()
     acme, other = (
@@ -123,7 +117,7 @@ def test_tenants_do_not_share_it(make: Make, tmp_path: Path) -> None:
     shared.close()
 
 
-def test_a_store_for_other_devices_serves_from_the_cpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_for_other_devices_serves_from_the_cpu(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(device_bytes=10**8) as engine:
         engine.add(CHUNKS)
         wanted = engine.prefill(PROMPTS[0]).logits
@@ -135,7 +129,7 @@ def test_a_store_for_other_devices_serves_from_the_cpu(make: Make, monkeypatch: 
         assert result.report.load_bytes > 0
 
 
-def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
+def test_it_is_measured_like_any_tier(make: MakeEngine, tmp_path: Path) -> None:
     with make(device_bytes=10**8) as engine:
         auto = engine.attach(AutoRatio(path=tmp_path / "profile.json"))
         assert [cost.tier for cost in auto.profile(budget_s=0.5).loads] == ["device", "ram", "disk"]
@@ -143,7 +137,7 @@ def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
         assert {engine.prefill(PROMPTS[0]).report.hits for _ in range(3)} == {4}
 
 
-def test_how_much_by_default(make: Make) -> None:
+def test_how_much_by_default(make: MakeEngine) -> None:
     with make() as engine:
         assert engine._store._device.limit_bytes == 0  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="device_bytes is fixed when an engine is made"):
@@ -158,19 +152,18 @@ def test_how_much_by_default(make: Make) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("threads", [1, 3])
-def test_on_a_cuda_device(make: Make, threads: int) -> None:
+def test_on_a_cuda_device(make_engine: MakeEngine, threads: int) -> None:
     model = tiny_model("llama").to("cuda")  # type: ignore[arg-type]
-    settings = engine_settings(strict=True, load_threads=threads)
-    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
-        assert engine._store._device.limit_bytes > 0  # type: ignore[attr-defined]
-        assert engine._store._ram._page_locked  # type: ignore[attr-defined]
-        engine.add(CHUNKS)
-        first, second = engine.prefill(PROMPTS[0]), engine.prefill(PROMPTS[0])
-        assert [chunk.tier for chunk in second.report.chunks] == ["device"] * 4
-        assert second.report.load_bytes == 0
-        torch.testing.assert_close(first.logits, second.logits)
-        assert all(
-            each.layer.keys.is_cuda
-            for kv in engine._store._device._entries.values()
-            for each in kv.layers  # type: ignore[attr-defined]
-        )
+    engine = make_engine(model=model, strict=True, load_threads=threads)
+    assert engine._store._device.limit_bytes > 0  # type: ignore[attr-defined]
+    assert engine._store._ram._page_locked  # type: ignore[attr-defined]
+    engine.add(CHUNKS)
+    first, second = engine.prefill(PROMPTS[0]), engine.prefill(PROMPTS[0])
+    assert [chunk.tier for chunk in second.report.chunks] == ["device"] * 4
+    assert second.report.load_bytes == 0
+    torch.testing.assert_close(first.logits, second.logits)
+    assert all(
+        each.layer.keys.is_cuda
+        for kv in engine._store._device._entries.values()
+        for each in kv.layers  # type: ignore[attr-defined]
+    )

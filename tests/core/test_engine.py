@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,12 @@ from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError, PromptError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import open_store
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
+ENGINE = {"strict": True, "selector": "hkvd", "recompute_ratio": 0.15}
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20, 17))]
-
-
-@pytest.fixture
-def engine() -> Iterator[BlendEngine]:
-    settings = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
-        yield engine
 
 
 def _prompt(chunks: list[Chunk], seed: int = 50) -> BlendPrompt:
@@ -140,15 +134,14 @@ def test_a_prompt_that_ends_with_a_chunk_computes_it(engine: BlendEngine) -> Non
     assert result.report.context_tokens == 20
 
 
-def test_a_chunk_behind_the_bos_that_it_was_encoded_behind_is_exact() -> None:
-    settings = engine_settings(strict=True, selector="none", preamble="")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
-        engine.add(CHUNKS)
-        prompt = BlendPrompt("", ["n0"], words(5, 3))
-        result = engine.prefill(prompt)
-        assert result.token_ids[0] == 1
-        whole = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
-        assert (result.logits - whole.logits).abs().max() < TOLERANCE
+def test_a_chunk_behind_the_bos_that_it_was_encoded_behind_is_exact(make_engine: MakeEngine) -> None:
+    engine = make_engine(strict=True, selector="none", preamble="")
+    engine.add(CHUNKS)
+    prompt = BlendPrompt("", ["n0"], words(5, 3))
+    result = engine.prefill(prompt)
+    assert result.token_ids[0] == 1
+    whole = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
+    assert (result.logits - whole.logits).abs().max() < TOLERANCE
 
 
 def test_logits_behind_the_last_tokens(engine: BlendEngine) -> None:
@@ -357,7 +350,7 @@ def test_a_folder_keeps_kv_for_the_next_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_another_model_never_gets_this_ones_kv(tmp_path: Path, seed: int) -> None:
+def test_another_model_never_gets_this_ones_kv(make_engine: MakeEngine, tmp_path: Path, seed: int) -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "kv") as first:
         first.add(CHUNKS)
     other = tiny_model("llama")
@@ -366,20 +359,20 @@ def test_another_model_never_gets_this_ones_kv(tmp_path: Path, seed: int) -> Non
             next(other.parameters())[5, 5] += 1e-3
     else:
         other = tiny_model("llama-llama3")
-    with BlendEngine(other, tiny_tokenizer(), store=tmp_path / "kv") as second:
-        assert not second.contains("n0")
-        assert second.prefill(_prompt(CHUNKS)).report.hits == 0
+    second = make_engine(tmp_path / "kv", model=other)
+    assert not second.contains("n0")
+    assert second.prefill(_prompt(CHUNKS)).report.hits == 0
 
 
-def test_evicted_kv_is_a_miss_and_not_an_error() -> None:
+def test_evicted_kv_is_a_miss_and_not_an_error(make_engine: MakeEngine) -> None:
     model = tiny_model("llama")
     one = 22 * 6 * 2 * 2 * 8 * 4
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(ram_bytes=int(2.5 * one))) as engine:
-        engine.add(CHUNKS)
-        assert engine._store.stats().entries < 4
-        result = engine.prefill(BlendPrompt("t5", ["n0", "n1", "n2", "n3"], "t6"))
-        assert result.report.hits + result.report.misses == 4
-        assert result.report.misses > 0
+    engine = make_engine(model=model, ram_bytes=int(2.5 * one))
+    engine.add(CHUNKS)
+    assert engine._store.stats().entries < 4
+    result = engine.prefill(BlendPrompt("t5", ["n0", "n1", "n2", "n3"], "t6"))
+    assert result.report.hits + result.report.misses == 4
+    assert result.report.misses > 0
 
 
 def test_a_store_of_ones_own_is_not_closed(tmp_path: Path) -> None:
@@ -392,15 +385,17 @@ def test_a_store_of_ones_own_is_not_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "glm4"])
-def test_half_precision_blends_and_stores(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_half_precision_blends_and_stores(
+    make_engine: MakeEngine, tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
     model = tiny_model(family).to(dtype)
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True), store=tmp_path / "kv") as engine:
-        engine.add(CHUNKS)
-        near = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(recompute_ratio=0.99, selector="random"))
-        whole = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(enabled=False))
-        assert near.report.hits == 4
-        assert near.logits.dtype == dtype
-        assert torch.nn.functional.cosine_similarity(near.logits.float(), whole.logits.float(), dim=0) > 0.9
+    engine = make_engine(tmp_path / "kv", model=model, strict=True)
+    engine.add(CHUNKS)
+    near = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(recompute_ratio=0.99, selector="random"))
+    whole = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(enabled=False))
+    assert near.report.hits == 4
+    assert near.logits.dtype == dtype
+    assert torch.nn.functional.cosine_similarity(near.logits.float(), whole.logits.float(), dim=0) > 0.9
 
 
 def test_a_stream_closed_before_its_turn_computes_nothing(engine: BlendEngine) -> None:
@@ -450,16 +445,15 @@ def test_a_miss_with_an_id_is_named_and_one_without_stays_in_ram(tmp_path: Path)
         assert not list((tmp_path / "kv").rglob("*.safetensors"))
 
 
-def test_a_stream_over_damaged_kv_shows_the_answer_only(tmp_path: Path) -> None:
-    settings = engine_settings(ram_bytes=0, selector="hkvd")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
-        engine.add(CHUNKS)
-        path = next((tmp_path / "kv").rglob("*.safetensors"))
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 0x10
-        path.write_bytes(content)
-        stream = engine.stream(_prompt(CHUNKS), 12, do_sample=False)
-        assert "".join(stream) == stream.result().text
+def test_a_stream_over_damaged_kv_shows_the_answer_only(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "kv", ram_bytes=0, selector="hkvd")
+    engine.add(CHUNKS)
+    path = next((tmp_path / "kv").rglob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 0x10
+    path.write_bytes(content)
+    stream = engine.stream(_prompt(CHUNKS), 12, do_sample=False)
+    assert "".join(stream) == stream.result().text
 
 
 def test_a_report_of_a_whole_prefill_claims_no_reuse(engine: BlendEngine) -> None:

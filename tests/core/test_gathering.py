@@ -20,6 +20,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(6 + 5 * number, number), f"c{number}") for number in range(5)]
@@ -30,10 +31,10 @@ PROMPTS = [
 
 
 @pytest.fixture
-def engine() -> Iterator[BlendEngine]:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False)) as made:
-        made.add(CHUNKS)
-        yield made
+def engine(make_engine: MakeEngine) -> BlendEngine:
+    engine = make_engine(self_check=False)
+    engine.add(CHUNKS)
+    return engine
 
 
 @contextmanager
@@ -116,13 +117,12 @@ def test_only_what_is_decoded_alike_is_decoded_together(engine: BlendEngine, poo
     assert [each.report.batch_size for each in found] == [1, 3, 2, 3, 3, 2, 1]
 
 
-def test_a_batch_keeps_the_budget(pool: ThreadPoolExecutor) -> None:
-    room = engine_settings(self_check=False, decode_batch_tokens=150)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **room) as engine:
-        calls = [answer(engine, BlendPrompt(words(40, number)), 10) for number in range(8)]
-        found = [each.result() for each in together(engine, calls, pool)]
-        # Three of 51 tokens with their answers are more than 150.
-        assert [each.report.batch_size for each in found] == [1, 2, 2, 2, 2, 2, 2, 1]
+def test_a_batch_keeps_the_budget(make_engine: MakeEngine, pool: ThreadPoolExecutor) -> None:
+    engine = make_engine(self_check=False, decode_batch_tokens=150)
+    calls = [answer(engine, BlendPrompt(words(40, number)), 10) for number in range(8)]
+    found = [each.result() for each in together(engine, calls, pool)]
+    # Three of 51 tokens with their answers are more than 150.
+    assert [each.report.batch_size for each in found] == [1, 2, 2, 2, 2, 2, 2, 1]
 
 
 def test_who_waits_too_long_is_told_and_who_is_being_answered_is_not(

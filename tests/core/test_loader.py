@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
 from cacheblend_rag.store.device import DeviceReader, DeviceTier, PromotingReader, ResidentKV
 from cacheblend_rag.store.ram import RamReader
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.engines import MakeEngine
+from tests.families import tiny_model, words
 from tests.store.kit import read, same
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20, 17))]
@@ -337,11 +338,10 @@ def test_an_error_of_any_kind_reaches_whoever_waits(decoder: Decoder, threads: i
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Iterator[BlendEngine]:
-    settings = engine_settings(strict=True, selector="hkvd", ram_bytes=0, load_threads=4)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
-        engine.add(CHUNKS)
-        yield engine
+def stored(make_engine: MakeEngine, tmp_path: Path) -> BlendEngine:
+    engine = make_engine(tmp_path / "kv", strict=True, selector="hkvd", ram_bytes=0, load_threads=4)
+    engine.add(CHUNKS)
+    return engine
 
 
 @pytest.mark.parametrize("selector", ["none", "hkvd"])

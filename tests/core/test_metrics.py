@@ -7,14 +7,14 @@ import logging
 import pytest
 from prometheus_client import generate_latest
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.engines import MakeEngine
+from tests.families import words
 
 
 @pytest.fixture
-def engine() -> BlendEngine:
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(recompute_ratio=0.25))
+def engine(make_engine: MakeEngine) -> BlendEngine:
+    engine = make_engine(recompute_ratio=0.25)
     engine.add([Chunk(id="a", text=words(8, 1)), Chunk(id="b", text=words(8, 2))])
     return engine
 

@@ -14,6 +14,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.preamble import default_preamble
 from tests.core.dense import own_kv
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
 DATED = "Today is {{ strftime_now('%d %B %Y') }}.\n{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -81,9 +82,9 @@ def test_who_names_another_shares_nothing() -> None:
         assert len({one.namespace, bare.namespace, own.namespace}) == 3
 
 
-def test_kv_that_cannot_be_moved_stands_behind_the_bos() -> None:
+def test_kv_that_cannot_be_moved_stands_behind_the_bos(make_engine: MakeEngine) -> None:
     model = tiny_lab_model(tiny_config("gpt2", vocab_size=97, max_position_embeddings=512))
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False)) as engine:
-        assert engine._assembler.preamble == (1,)
-        engine.add([Chunk(words(9, 1), "a")])
-        assert engine.prefill(BlendPrompt("", ["a"], "t5")).report.hits == 1
+    engine = make_engine(model=model, self_check=False)
+    assert engine._assembler.preamble == (1,)
+    engine.add([Chunk(words(9, 1), "a")])
+    assert engine.prefill(BlendPrompt("", ["a"], "t5")).report.hits == 1

@@ -4,49 +4,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ChunkFile
 from tests.core.forked import status_of_child
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.engines import MakeEngine
+from tests.families import words
 
 CHUNKS = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
 NAMES = [str(chunk.id) for chunk in CHUNKS]
 PROMPT = BlendPrompt(words(4, 50), NAMES, words(6, 51))
 
-Open = Callable[..., BlendEngine]
+ENGINE = {"strict": True, "self_check": False, "selector": "hkvd", "load_threads": 2}
 
 
 @pytest.fixture
-def open_engine(tmp_path: Path) -> Iterator[Open]:
+def open_engine(make_engine: MakeEngine, tmp_path: Path) -> MakeEngine:
     """Make engines on one folder, nothing of which is in RAM yet."""
-    engines: list[BlendEngine] = []
-
-    def make(**values: Any) -> BlendEngine:
-        settings = {"strict": True, "self_check": False, "selector": "hkvd", "load_threads": 2} | values
-        model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-        engines.append(BlendEngine(model, tokenizer, **engine_settings(**settings), store=tmp_path / "kv"))
-        return engines[-1]
-
-    with make() as first:
+    with make_engine(tmp_path / "kv") as first:
         first.add(CHUNKS)
-    yield make
-    for engine in engines:
-        engine.close()
+    return partial(make_engine, tmp_path / "kv")
 
 
 def _tiers(engine: BlendEngine) -> list[str | None]:
     return [chunk.tier for chunk in engine.prefill(PROMPT).report.chunks]
 
 
-def test_what_was_prefetched_is_read_from_ram(open_engine: Open) -> None:
+def test_what_was_prefetched_is_read_from_ram(open_engine: MakeEngine) -> None:
     engine = open_engine()
     begun = engine.prefetch(["n2", "unknown", "n0", "n2"])
     assert begun.chunks == 2
@@ -57,7 +47,7 @@ def test_what_was_prefetched_is_read_from_ram(open_engine: Open) -> None:
     assert _tiers(engine) == ["ram"] * 4
 
 
-def test_what_was_prefetched_is_on_the_device_where_that_has_room(open_engine: Open) -> None:
+def test_what_was_prefetched_is_on_the_device_where_that_has_room(open_engine: MakeEngine) -> None:
     engine = open_engine(device_bytes=1 << 20)
     assert engine.prefetch(NAMES[:2]).wait(60)
     assert _tiers(engine)[:2] == ["device"] * 2
@@ -68,7 +58,7 @@ def test_what_was_prefetched_is_on_the_device_where_that_has_room(open_engine: O
     assert _tiers(engine)[0] == "device"
 
 
-def test_logits_do_not_depend_on_it(open_engine: Open) -> None:
+def test_logits_do_not_depend_on_it(open_engine: MakeEngine) -> None:
     wanted = open_engine().prefill(PROMPT).logits
     engine = open_engine()
     engine.prefetch(NAMES)
@@ -93,7 +83,7 @@ class _Gate:
 
 
 def test_a_prompt_waits_for_what_is_read_and_takes_the_rest_over(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+    open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(load_threads=1)
     gate = _Gate(monkeypatch)
@@ -118,7 +108,7 @@ def test_a_prompt_waits_for_what_is_read_and_takes_the_rest_over(
     assert begun.wait(60)
 
 
-def test_a_prompt_that_needs_none_of_it_does_not_wait(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_needs_none_of_it_does_not_wait(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(load_threads=1)
     engine.prefetch(["n3"]).wait(60)
     gate = _Gate(monkeypatch)
@@ -131,7 +121,7 @@ def test_a_prompt_that_needs_none_of_it_does_not_wait(open_engine: Open, monkeyp
     assert len(gate.keys) == 1
 
 
-def test_what_another_caller_wants_is_not_cancelled(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_caller_wants_is_not_cancelled(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(load_threads=1)
     gate = _Gate(monkeypatch)
     first = engine.prefetch(["n0", "n1", "n2", "n3"])
@@ -150,7 +140,7 @@ def test_what_another_caller_wants_is_not_cancelled(open_engine: Open, monkeypat
     assert _tiers(engine) == ["ram", "disk", "ram", "ram"]
 
 
-def test_a_prompt_that_reads_no_kv_takes_nothing_over(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_reads_no_kv_takes_nothing_over(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(load_threads=1)
     gate = _Gate(monkeypatch)
     begun = engine.prefetch(NAMES)
@@ -162,7 +152,7 @@ def test_a_prompt_that_reads_no_kv_takes_nothing_over(open_engine: Open, monkeyp
     assert _tiers(engine) == ["ram"] * 4
 
 
-def test_nothing_is_kept_of_what_was_read_or_let_go(open_engine: Open) -> None:
+def test_nothing_is_kept_of_what_was_read_or_let_go(open_engine: MakeEngine) -> None:
     engine = open_engine()
     for name in NAMES:
         assert engine.prefetch([name]).wait(60)
@@ -171,7 +161,7 @@ def test_nothing_is_kept_of_what_was_read_or_let_go(open_engine: Open) -> None:
     assert not engine._prefetcher._process.reads
 
 
-def test_a_forked_child_reads_by_itself(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_reads_by_itself(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(load_threads=1)
     assert engine.prefetch(["n3"]).wait(60)
     gate = _Gate(monkeypatch)
@@ -195,7 +185,7 @@ def test_a_forked_child_reads_by_itself(open_engine: Open, monkeypatch: pytest.M
     assert _tiers(engine) == ["ram", "ram", "disk", "ram"]
 
 
-def test_closing_stops_it(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_stops_it(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(load_threads=1)
     gate = _Gate(monkeypatch)
     begun = engine.prefetch(NAMES)
@@ -211,7 +201,7 @@ def test_closing_stops_it(open_engine: Open, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_damage_is_left_to_the_prompt(
-    open_engine: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine()
     wanted = engine.prefill(PROMPT).logits
@@ -226,6 +216,6 @@ def test_damage_is_left_to_the_prompt(
     assert _tiers(again).count("ram") == 4
 
 
-def test_a_string_is_no_list_of_ids(open_engine: Open) -> None:
+def test_a_string_is_no_list_of_ids(open_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="give a list of ids"):
         open_engine().prefetch("n0")

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from tests.core.dense import dense_blend
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
 Part: TypeAlias = "tuple[bool, int, int]"
@@ -61,24 +62,21 @@ def test_any_prompt_blends_as_the_dense_reference(
     assert (result.logits - wanted).abs().max() < 2e-4
 
 
-def test_a_first_chunk_is_exact_only_behind_a_prefix_that_is_where_it_was() -> None:
-    with BlendEngine(
-        tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(selector="none", preamble="")
-    ) as engine:
-        engine.add([Chunk(words(20, 0), "n0")])
-        segments = [(1,), ChunkRef("n0"), words(5, 2)]
-        moved = BlendPrompt(segments=segments, positions=[40, 1, 60])
-        ids = torch.tensor([engine.prompt_ids(moved)])
-        positions = torch.tensor([[40, *range(1, 21), *range(60, 65)]])
-        own = engine.model(input_ids=ids, position_ids=positions, past_key_values=DynamicCache()).logits[0, -1]
-        full = engine.prefill(moved, blend=engine.blend.replace(selector="random", recompute_ratio=0.99999))
-        assert (full.logits - own).abs().max() < 1e-4
+def test_a_first_chunk_is_exact_only_behind_a_prefix_that_is_where_it_was(make_engine: MakeEngine) -> None:
+    engine = make_engine(selector="none", preamble="")
+    engine.add([Chunk(words(20, 0), "n0")])
+    segments = [(1,), ChunkRef("n0"), words(5, 2)]
+    moved = BlendPrompt(segments=segments, positions=[40, 1, 60])
+    ids = torch.tensor([engine.prompt_ids(moved)])
+    positions = torch.tensor([[40, *range(1, 21), *range(60, 65)]])
+    own = engine.model(input_ids=ids, position_ids=positions, past_key_values=DynamicCache()).logits[0, -1]
+    full = engine.prefill(moved, blend=engine.blend.replace(selector="random", recompute_ratio=0.99999))
+    assert (full.logits - own).abs().max() < 1e-4
 
 
-def test_the_report_has_chunks_in_prompt_order() -> None:
-    settings = engine_settings(selector="none", encode_on="second_use")
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **settings) as engine:
-        engine.add([Chunk(words(10, number), f"n{number}") for number in range(3)])
-        engine.prefill(BlendPrompt(words(3, 4), ["n1"], words(5, 2)))
-        report = engine.prefill(BlendPrompt(words(3, 4), ["n2", "n1", "n0"], words(5, 2))).report
-        assert [chunk.id for chunk in report.chunks] == ["n2", "n1", "n0"]
+def test_the_report_has_chunks_in_prompt_order(make_engine: MakeEngine) -> None:
+    engine = make_engine(selector="none", encode_on="second_use")
+    engine.add([Chunk(words(10, number), f"n{number}") for number in range(3)])
+    engine.prefill(BlendPrompt(words(3, 4), ["n1"], words(5, 2)))
+    report = engine.prefill(BlendPrompt(words(3, 4), ["n2", "n1", "n0"], words(5, 2))).report
+    assert [chunk.id for chunk in report.chunks] == ["n2", "n1", "n0"]

@@ -16,6 +16,7 @@ from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import SelectionTask, make_selector, selector_names
 from tests.core.dense import RecordingCache, own_kv, stale_kv
 from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
+from tests.engines import MakeEngine
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
@@ -171,19 +172,19 @@ def test_layers_that_are_not_there(settings: dict[str, object], message: str) ->
 
 
 @pytest.mark.parametrize("settings", [{"selector": "query"}, {"selector": "a3"}, {"repair": 0.1}])
-def test_a_model_that_does_not_show_its_attention(settings: dict[str, object]) -> None:
+def test_a_model_that_does_not_show_its_attention(make_engine: MakeEngine, settings: dict[str, object]) -> None:
     config = CONFIG_MAPPING["falcon"](
         hidden_size=32, num_attention_heads=4, num_hidden_layers=6, vocab_size=97, alibi=False, parallel_attn=True
     )
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match="FalconForCausalLM does not show"):
         BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True, **settings))  # type: ignore[arg-type]
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True, selector="hkvd")) as engine:
-        engine.add([Chunk(words(20, 0), "n0"), Chunk(words(20, 1), "n1")])
-        prompt = BlendPrompt(words(4, 10), ["n0", "n1"], words(6, 12))
-        assert engine.prefill(prompt).report.selector == "hkvd"
-        with pytest.raises(ConfigError, match="FalconForCausalLM does not show"):
-            engine.prefill(prompt, blend=blend_settings(engine.blend, **settings))
+    engine = make_engine(model=model, strict=True, selector="hkvd")
+    engine.add([Chunk(words(20, 0), "n0"), Chunk(words(20, 1), "n1")])
+    prompt = BlendPrompt(words(4, 10), ["n0", "n1"], words(6, 12))
+    assert engine.prefill(prompt).report.selector == "hkvd"
+    with pytest.raises(ConfigError, match="FalconForCausalLM does not show"):
+        engine.prefill(prompt, blend=blend_settings(engine.blend, **settings))
 
 
 @pytest.mark.parametrize("name", [name for name in selector_names() if name != "full"])

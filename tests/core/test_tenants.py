@@ -12,6 +12,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.store import KVStore, StoreStats, check_store, open_store
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
@@ -71,17 +72,19 @@ def test_what_one_tenant_removes_is_its_own(pair: tuple[BlendEngine, BlendEngine
     assert check_store(tmp_path).is_clean
 
 
-def test_no_tenant_is_as_it_always_was(pair: tuple[BlendEngine, BlendEngine], tmp_path: Path) -> None:
+def test_no_tenant_is_as_it_always_was(
+    make_engine: MakeEngine, pair: tuple[BlendEngine, BlendEngine], tmp_path: Path
+) -> None:
     one, _ = pair
-    with BlendEngine(one.model, tiny_tokenizer(), store=tmp_path) as nobody:
-        assert nobody.add(CHUNKS).encoded == 2
-        assert not one.contains("a")
-        one.store.clear()
-        assert nobody.contains("a")
-        one.add(CHUNKS)
-        nobody.store.clear()
-        assert one.contains("a") and not nobody.contains("a")
-        assert nobody.namespace not in (one.namespace, pair[1].namespace)
+    nobody = make_engine(tmp_path, model=one.model)
+    assert nobody.add(CHUNKS).encoded == 2
+    assert not one.contains("a")
+    one.store.clear()
+    assert nobody.contains("a")
+    one.add(CHUNKS)
+    nobody.store.clear()
+    assert one.contains("a") and not nobody.contains("a")
+    assert nobody.namespace not in (one.namespace, pair[1].namespace)
 
 
 def test_ram_is_shared_out_as_well() -> None:

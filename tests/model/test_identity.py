@@ -17,6 +17,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import model_fingerprint
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
 # PEFT asks models for an attribute that transformers has renamed.
@@ -99,24 +100,24 @@ def test_blending_under_an_adapter_is_exact() -> None:
     assert proof.is_exact, proof
 
 
-def test_an_engine_refuses_a_model_that_was_changed_under_it() -> None:
+def test_an_engine_refuses_a_model_that_was_changed_under_it(make_engine: MakeEngine) -> None:
     model = with_adapters(tiny_model("llama"), "first", "second")
-    with BlendEngine(model, tiny_tokenizer()) as engine:
-        engine.add(CHUNKS)
-        wanted = engine.prefill(PROMPT).logits
-        model.set_adapter("second")
-        with pytest.raises(ConfigError, match="adapters of PeftModel"):
-            engine.prefill(PROMPT)
-        model.set_adapter("first")
-        assert torch.equal(engine.prefill(PROMPT).logits, wanted)
+    engine = make_engine(model=model)
+    engine.add(CHUNKS)
+    wanted = engine.prefill(PROMPT).logits
+    model.set_adapter("second")
+    with pytest.raises(ConfigError, match="adapters of PeftModel"):
+        engine.prefill(PROMPT)
+    model.set_adapter("first")
+    assert torch.equal(engine.prefill(PROMPT).logits, wanted)
 
-        weight = model.get_decoder().layers[2].mlp.up_proj.weight
-        with torch.no_grad():
-            weight.mul_(1.01)
-        with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.up_proj\.weight .* was changed"):
-            engine.generate(PROMPT, 2)
-        with pytest.raises(ConfigError, match="was changed"):
-            engine.add([Chunk(words(9, 30), "new")])
+    weight = model.get_decoder().layers[2].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.mul_(1.01)
+    with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.up_proj\.weight .* was changed"):
+        engine.generate(PROMPT, 2)
+    with pytest.raises(ConfigError, match="was changed"):
+        engine.add([Chunk(words(9, 30), "new")])
 
 
 def test_what_does_not_matter_to_kv_does_not_change_the_fingerprint() -> None:

@@ -12,6 +12,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.model import inspect_model
+from tests.engines import MakeEngine
 from tests.families import tiny_tokenizer, words
 
 TOLERANCE = 1e-4
@@ -68,26 +69,28 @@ def test_where_frequencies_depend_on_the_length_long_prompts_are_computed_as_a_w
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bart"])
-def test_kv_of_learned_positions_is_reused_where_it_was_encoded_and_nowhere_else(family: str) -> None:
+def test_kv_of_learned_positions_is_reused_where_it_was_encoded_and_nowhere_else(
+    make_engine: MakeEngine, family: str
+) -> None:
     model = tiny_model(tiny_config(family))
     head = words(4, 9)
     first, second = Chunk(words(20, 1), "first"), Chunk(words(22, 2), "second")
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(preamble=head, selector="none", strict=True)) as engine:
-        assert engine.decoder is not None and not engine.decoder.is_movable
-        engine.add([first, second])
-        for chunks in ([first, second], [second, first]):
-            prompt = BlendPrompt(head, chunks, words(5, 3))
-            result = engine.prefill(prompt)
-            here, elsewhere = result.report.chunks
-            assert (here.hit, here.recomputed_tokens, here.reason) == (True, 0, None)
-            assert elsewhere.recomputed_tokens == elsewhere.tokens
-            assert elsewhere.reason is not None and "cannot be moved" in elsewhere.reason
-            # Behind its own prefix the first chunk's KV is the true one, and the other was computed: nothing is approximate.
-            own = model(input_ids=torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
-            assert (result.logits - own).abs().max() < TOLERANCE
+    engine = make_engine(model=model, preamble=head, selector="none", strict=True)
+    assert engine.decoder is not None and not engine.decoder.is_movable
+    engine.add([first, second])
+    for chunks in ([first, second], [second, first]):
+        prompt = BlendPrompt(head, chunks, words(5, 3))
+        result = engine.prefill(prompt)
+        here, elsewhere = result.report.chunks
+        assert (here.hit, here.recomputed_tokens, here.reason) == (True, 0, None)
+        assert elsewhere.recomputed_tokens == elsewhere.tokens
+        assert elsewhere.reason is not None and "cannot be moved" in elsewhere.reason
+        # Behind its own prefix the first chunk's KV is the true one, and the other was computed: nothing is approximate.
+        own = model(input_ids=torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
+        assert (result.logits - own).abs().max() < TOLERANCE
 
-        nowhere = engine.prefill(BlendPrompt(words(9, 4), [first, second], words(5, 3)))
-        assert nowhere.report.fallback_reason is not None and "cannot be moved" in nowhere.report.fallback_reason
+    nowhere = engine.prefill(BlendPrompt(words(9, 4), [first, second], words(5, 3)))
+    assert nowhere.report.fallback_reason is not None and "cannot be moved" in nowhere.report.fallback_reason
 
 
 def test_a_model_that_takes_no_positions_is_not_taken_for_one_without_any() -> None:
@@ -113,11 +116,11 @@ def test_layers_that_share_kv_store_none() -> None:
     assert (decoder.num_layers, decoder.num_kv_layers, len(decoder.rotations)) == (6, 4, 4)
 
 
-def test_a_prompt_cannot_place_its_segments_on_a_model_that_counts_for_itself() -> None:
-    with BlendEngine(tiny_model(tiny_config("bart")), tiny_tokenizer()) as engine:
-        engine.add([Chunk(words(20, 1), "n")])
-        segments = [words(3, 2), ChunkRef("n"), words(4, 3)]
-        with pytest.raises(PromptError, match="takes no positions"):
-            engine.prefill(BlendPrompt(segments=segments, positions=[0, 30, 60]))
-        [chunk] = engine.prefill(BlendPrompt(segments=segments)).report.chunks
-        assert chunk.reason is not None and "cannot be moved" in chunk.reason
+def test_a_prompt_cannot_place_its_segments_on_a_model_that_counts_for_itself(make_engine: MakeEngine) -> None:
+    engine = make_engine(model=tiny_model(tiny_config("bart")))
+    engine.add([Chunk(words(20, 1), "n")])
+    segments = [words(3, 2), ChunkRef("n"), words(4, 3)]
+    with pytest.raises(PromptError, match="takes no positions"):
+        engine.prefill(BlendPrompt(segments=segments, positions=[0, 30, 60]))
+    [chunk] = engine.prefill(BlendPrompt(segments=segments)).report.chunks
+    assert chunk.reason is not None and "cannot be moved" in chunk.reason

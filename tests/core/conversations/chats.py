@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ CONTEXT_END = words(9, 90)
 WHOLE_FIRST_TURN = 1 + 10 + 42 + 9 + 5
 UP_TO_THE_FIRST_CHUNK = 1 + 10
 UP_TO_THE_SECOND_CHUNK = 1 + 10 + 20
-
-MakeEngine = Callable[..., BlendEngine]
 
 
 def ids_of(text: str) -> tuple[int, ...]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from tests.core.conversations.chats import CHUNKS, MakeEngine
-from tests.families import tiny_model, tiny_tokenizer
+from tests.core.conversations.chats import CHUNKS
+from tests.engines import MakeEngine
+from tests.families import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +19,11 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture
-def make_engine(model: PreTrainedModel) -> Iterator[MakeEngine]:
-    engines: list[BlendEngine] = []
-
+def make_engine(make_engine: MakeEngine, model: PreTrainedModel) -> MakeEngine:
     def make(model: PreTrainedModel = model, store: Any = None, **values: Any) -> BlendEngine:
         settings = {"strict": True, "self_check": False, "selector": "hkvd", "recompute_ratio": 0.15} | values
-        engines.append(BlendEngine(model, tiny_tokenizer(), **engine_settings(**settings), store=store))
-        engines[-1].add(CHUNKS)
-        return engines[-1]
+        engine = make_engine(store, model, **settings)
+        engine.add(CHUNKS)
+        return engine
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make

@@ -19,13 +19,13 @@ from tests.core.conversations.chats import (
     UP_TO_THE_FIRST_CHUNK,
     UP_TO_THE_SECOND_CHUNK,
     WHOLE_FIRST_TURN,
-    MakeEngine,
     chat_prompt,
     first_turn,
     ids_of,
     own_answer,
     second_turn,
 )
+from tests.engines import MakeEngine
 from tests.families import words
 
 

@@ -14,12 +14,12 @@ from tests.core.conversations.chats import (
     UP_TO_THE_FIRST_CHUNK,
     UP_TO_THE_SECOND_CHUNK,
     WHOLE_FIRST_TURN,
-    MakeEngine,
     chat_prompt,
     first_turn,
     ids_of,
     second_turn,
 )
+from tests.engines import MakeEngine
 from tests.families import words
 
 

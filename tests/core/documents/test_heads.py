@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
 from cacheblend_rag.store import check_store
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
@@ -29,24 +29,7 @@ HEAD_TOKENS = 1 + 20
 CHUNKS = [Chunk(words(12 + number, number), f"c{number}") for number in range(4)]
 QUESTION = words(6, 90)
 
-MakeEngine = Callable[..., BlendEngine]
-
-_model = cache(tiny_model)
-
-
-@pytest.fixture
-def make() -> Iterator[MakeEngine]:
-    engines: list[BlendEngine] = []
-
-    def make_engine(family: str = "llama", store: Any = None, model: Any = None, **values: Any) -> BlendEngine:
-        settings = engine_settings(**{"strict": True, "self_check": False, "recompute_ratio": 0.0} | values)
-        engine = BlendEngine(model or _model(family), tiny_tokenizer(), **settings, store=store)
-        engines.append(engine)
-        return engine
-
-    yield make_engine
-    for engine in engines:
-        engine.close()
+ENGINE = {"strict": True, "self_check": False, "recompute_ratio": 0.0}
 
 
 def asking(*chunks: Chunk | str, head: str = HEAD, question: str = QUESTION, fixed: bool = True) -> BlendPrompt:
@@ -80,8 +63,8 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n", "gpt-neox", "deepseek-v3", "qwen3-moe"])
 @pytest.mark.parametrize("values", SETTINGS, ids=str)
-def test_a_head_changes_nothing_but_the_work(make: MakeEngine, family: str, values: dict[str, Any]) -> None:
-    engine = make(family, **values)
+def test_a_head_changes_nothing_but_the_work(make_engine: MakeEngine, family: str, values: dict[str, Any]) -> None:
+    engine = make_engine(model=family, **values)
     engine.add(CHUNKS)
     plain = engine.prefill(asking(fixed=False))
     for taken in (0, HEAD_TOKENS):
@@ -96,9 +79,9 @@ def test_a_head_changes_nothing_but_the_work(make: MakeEngine, family: str, valu
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3n", "gpt-oss", "bloom"])
-def test_a_prompt_without_chunks_and_one_computed_as_a_whole(make: MakeEngine, family: str) -> None:
+def test_a_prompt_without_chunks_and_one_computed_as_a_whole(make_engine: MakeEngine, family: str) -> None:
     model = tiny_model(family, "eager") if family in ("gpt-oss", "bloom") else None
-    engine = make(family, model=model)
+    engine = make_engine(model=model or family)
     engine.add(CHUNKS)
     alone = BlendPrompt(segments=[FixedText(HEAD), QUESTION])
     for prompt, config in ((alone, engine.blend), (asking(), engine.blend.replace(recompute_ratio=1.0))):
@@ -109,8 +92,8 @@ def test_a_prompt_without_chunks_and_one_computed_as_a_whole(make: MakeEngine, f
         assert same(result.logits, own_logits(engine, prompt))
 
 
-def test_switched_off_everything_is_computed(make: MakeEngine) -> None:
-    engine = make()
+def test_switched_off_everything_is_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     off = engine.blend.replace(enabled=False)
     engine.prefill(asking(), blend=off)
     assert engine.heads() == []
@@ -125,9 +108,9 @@ def test_switched_off_everything_is_computed(make: MakeEngine) -> None:
     assert same(result.logits, own_logits(engine, asking()))
 
 
-def test_a_model_that_cannot_be_blended_keeps_nothing(make: MakeEngine) -> None:
+def test_a_model_that_cannot_be_blended_keeps_nothing(make_engine: MakeEngine) -> None:
     model = families.tiny_model(families.tiny_config("mamba"))
-    engine = make(model=model, strict=False)
+    engine = make_engine(model=model, strict=False)
     assert engine.unsupported_reason is not None
     for _ in range(2):
         assert engine.prefill(asking()).report.head_tokens == 0
@@ -136,8 +119,8 @@ def test_a_model_that_cannot_be_blended_keeps_nothing(make: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_learned_positions(make: MakeEngine, family: str) -> None:
-    engine = make(model=families.tiny_model(families.tiny_config(family)))
+def test_learned_positions(make_engine: MakeEngine, family: str) -> None:
+    engine = make_engine(model=families.tiny_model(families.tiny_config(family)))
     assert engine.decoder is not None and not engine.decoder.is_movable
     engine.add(CHUNKS)
     for prompt in (asking(), BlendPrompt(segments=[FixedText(HEAD), QUESTION])):
@@ -147,8 +130,8 @@ def test_learned_positions(make: MakeEngine, family: str) -> None:
         assert result.report.head_tokens == HEAD_TOKENS
 
 
-def test_only_what_stands_first_is_taken(make: MakeEngine) -> None:
-    engine = make()
+def test_only_what_stands_first_is_taken(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.add(CHUNKS)
     fixed = FixedText(HEAD)
     for segments, tokens in (
@@ -175,8 +158,8 @@ def test_only_what_stands_first_is_taken(make: MakeEngine) -> None:
         assert same(result.logits, engine.prefill(plain).logits)
 
 
-def test_a_prompt_with_positions_of_its_own_takes_none(make: MakeEngine) -> None:
-    engine = make()
+def test_a_prompt_with_positions_of_its_own_takes_none(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     prompt = BlendPrompt(segments=[FixedText(HEAD), QUESTION], positions=[0, 40])
     for _ in range(2):
         assert engine.prefill(prompt).report.head_tokens == 0
@@ -211,7 +194,7 @@ def test_any_prompt_is_what_it_is_without_the_word_fixed(parts: list[tuple[str, 
 
 @cache
 def _shared_engine() -> BlendEngine:
-    engine = BlendEngine(_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False))
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False))
     engine.add(CHUNKS)
     return engine
 
@@ -219,8 +202,8 @@ def _shared_engine() -> BlendEngine:
 # What else a prompt may be
 
 
-def test_streams_many_prompts_eviction_and_repair(make: MakeEngine) -> None:
-    engine = make()
+def test_streams_many_prompts_eviction_and_repair(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.add(CHUNKS)
     prompts = [asking(CHUNKS[n], CHUNKS[(n + 1) % 4], question=words(3 + n, 60 + n)) for n in range(4)]
     plain = [asking(CHUNKS[n], CHUNKS[(n + 1) % 4], question=words(3 + n, 60 + n), fixed=False) for n in range(4)]
@@ -246,8 +229,8 @@ def test_streams_many_prompts_eviction_and_repair(make: MakeEngine) -> None:
         assert attention[0] == pytest.approx(attention[1], abs=1e-4)
 
 
-def test_the_guard_compares_with_full_prefill(make: MakeEngine) -> None:
-    engine = make(recompute_ratio=0.0)
+def test_the_guard_compares_with_full_prefill(make_engine: MakeEngine) -> None:
+    engine = make_engine(recompute_ratio=0.0)
     guard = engine.attach(Guard(1.0))
     engine.add(CHUNKS)
     for _ in range(2):
@@ -257,8 +240,8 @@ def test_the_guard_compares_with_full_prefill(make: MakeEngine) -> None:
     assert (status.compared, status.failed) == (2, 0)
 
 
-def test_what_is_watched(make: MakeEngine) -> None:
-    engine = make()
+def test_what_is_watched(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.add(CHUNKS)
     engine.prefill(asking())
     shapes = []
@@ -277,8 +260,8 @@ def turn(engine: BlendEngine, conversation: Any, history: tuple[int, ...], *chun
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_a_conversation_takes_what_reaches_further(make: MakeEngine, ratio: float) -> None:
-    engine = make(recompute_ratio=ratio)
+def test_a_conversation_takes_what_reaches_further(make_engine: MakeEngine, ratio: float) -> None:
+    engine = make_engine(recompute_ratio=ratio)
     engine.add(CHUNKS)
     conversation = engine.conversation()
     first = turn(engine, conversation, (), CHUNKS[0])
@@ -300,8 +283,8 @@ def test_a_conversation_takes_what_reaches_further(make: MakeEngine, ratio: floa
     assert fresh.report.head_tokens == HEAD_TOKENS
 
 
-def test_what_a_conversation_keeps_behind_a_head_is_exact(make: MakeEngine) -> None:
-    engine = make(recompute_ratio=0.0)
+def test_what_a_conversation_keeps_behind_a_head_is_exact(make_engine: MakeEngine) -> None:
+    engine = make_engine(recompute_ratio=0.0)
     engine.add(CHUNKS)
     engine.prefill(asking())
     conversation = engine.conversation()
@@ -316,8 +299,8 @@ def test_what_a_conversation_keeps_behind_a_head_is_exact(make: MakeEngine) -> N
     assert same(result.logits, own_logits(engine, longer))
 
 
-def test_a_deleted_chunk_is_forgotten_behind_a_head_from_the_store(make: MakeEngine) -> None:
-    engine = make()
+def test_a_deleted_chunk_is_forgotten_behind_a_head_from_the_store(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.add(CHUNKS)
     engine.prefill(asking())
     conversation = engine.conversation()
@@ -351,9 +334,9 @@ def test_turns_of_any_kind_are_full_prefill_where_they_are_computed_as_a_whole(
 # In the store
 
 
-def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make: MakeEngine, tmp_path: Path) -> None:
-    one = make(store=tmp_path, tenant="acme")
-    two = make(store=tmp_path, tenant="globex")
+def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make_engine: MakeEngine, tmp_path: Path) -> None:
+    one = make_engine(store=tmp_path, tenant="acme")
+    two = make_engine(store=tmp_path, tenant="globex")
     one.prefill(asking())
     one.flush()
     assert two.prefill(asking()).report.head_tokens == 0
@@ -361,7 +344,7 @@ def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make: MakeEngine, 
     assert not set(one.heads()) & set(two.heads())
     assert [one._store.stats(tenant).entries for tenant in ("acme", "globex")] == [3, 3]
     one.close()
-    again = make(store=tmp_path, tenant="acme")
+    again = make_engine(store=tmp_path, tenant="acme")
     result = again.prefill(asking())
     assert result.report.head_tokens == HEAD_TOKENS
     assert same(result.logits, again.prefill(asking(fixed=False)).logits)
@@ -373,8 +356,8 @@ def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make: MakeEngine, 
     assert check_store(tmp_path).is_clean
 
 
-def test_it_is_no_chunk(make: MakeEngine, tmp_path: Path) -> None:
-    engine = make(store=tmp_path)
+def test_it_is_no_chunk(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(store=tmp_path)
     mark = engine.changes().mark
     engine.prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
     engine.flush()
@@ -395,8 +378,8 @@ def test_it_is_no_chunk(make: MakeEngine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_deleting_deletes(make: MakeEngine, tmp_path: Path, waits: bool) -> None:
-    engine = make(store=tmp_path)
+def test_deleting_deletes(make_engine: MakeEngine, tmp_path: Path, waits: bool) -> None:
+    engine = make_engine(store=tmp_path)
     engine.prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
     if not waits:
         engine.flush()
@@ -405,7 +388,7 @@ def test_deleting_deletes(make: MakeEngine, tmp_path: Path, waits: bool) -> None
     assert engine.heads() == []
     assert files_of(tmp_path) == []
     assert engine.prefill(asking()).report.head_tokens == 0
-    other = make(store=tmp_path)
+    other = make_engine(store=tmp_path)
     engine.flush()
     assert other.prefill(asking()).report.head_tokens == HEAD_TOKENS
     # By another process, which this one notices.
@@ -413,8 +396,8 @@ def test_deleting_deletes(make: MakeEngine, tmp_path: Path, waits: bool) -> None
     assert engine.prefill(asking()).report.head_tokens == 0
 
 
-def test_it_expires(make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(store=tmp_path, ttl_s=100.0)
+def test_it_expires(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(store=tmp_path, ttl_s=100.0)
     engine.prefill(asking())
     engine.flush()
     [record] = engine.records(engine.heads())
@@ -429,9 +412,9 @@ def test_it_expires(make: MakeEngine, tmp_path: Path, monkeypatch: pytest.Monkey
     assert engine.prefill(asking()).report.head_tokens == HEAD_TOKENS
 
 
-def test_it_is_evicted_and_pinned_as_chunks_are(make: MakeEngine, tmp_path: Path) -> None:
+def test_it_is_evicted_and_pinned_as_chunks_are(make_engine: MakeEngine, tmp_path: Path) -> None:
     one = 6 * 2 * 2 * 8 * 4 * HEAD_TOKENS
-    engine = make(store=tmp_path, disk_bytes=4 * one, ram_bytes=0)
+    engine = make_engine(store=tmp_path, disk_bytes=4 * one, ram_bytes=0)
     engine.prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
     engine.flush()
     engine.add([Chunk(words(20, 300 + number), f"n{number}") for number in range(8)])
@@ -445,13 +428,13 @@ def test_it_is_evicted_and_pinned_as_chunks_are(make: MakeEngine, tmp_path: Path
 @pytest.mark.parametrize(
     "tiers", [{"disk_codec": "int4"}, {"ram_codec": "int2"}, {"disk_codec": "int8", "ram_bytes": 0}]
 )
-def test_no_codec_takes_anything_from_it(make: MakeEngine, tmp_path: Path, tiers: dict[str, Any]) -> None:
+def test_no_codec_takes_anything_from_it(make_engine: MakeEngine, tmp_path: Path, tiers: dict[str, Any]) -> None:
     prompt = BlendPrompt(segments=[FixedText(HEAD), QUESTION])
-    make(store=tmp_path, **tiers).prefill(prompt)
-    make(store=tmp_path, **tiers).flush()
+    make_engine(store=tmp_path, **tiers).prefill(prompt)
+    make_engine(store=tmp_path, **tiers).flush()
     for _ in range(3):
         # From the file, and from what it leaves in memory.
-        engine = make(store=tmp_path, **tiers)
+        engine = make_engine(store=tmp_path, **tiers)
         for _ in range(2):
             result = engine.prefill(prompt)
             assert result.report.head_tokens == HEAD_TOKENS
@@ -462,14 +445,14 @@ def test_no_codec_takes_anything_from_it(make: MakeEngine, tmp_path: Path, tiers
         assert reader is not None and (reader.codec, reader.start) == ("exact", 0)
 
 
-def test_a_damaged_file_is_computed_anew(make: MakeEngine, tmp_path: Path) -> None:
-    make(store=tmp_path, ram_bytes=0).prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
-    make(store=tmp_path, ram_bytes=0).flush()
+def test_a_damaged_file_is_computed_anew(make_engine: MakeEngine, tmp_path: Path) -> None:
+    make_engine(store=tmp_path, ram_bytes=0).prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
+    make_engine(store=tmp_path, ram_bytes=0).flush()
     [file] = files_of(tmp_path)
     data = bytearray(file.read_bytes())
     data[-100] ^= 0xFF
     file.write_bytes(bytes(data))
-    engine = make(store=tmp_path, ram_bytes=0)
+    engine = make_engine(store=tmp_path, ram_bytes=0)
     result = engine.prefill(asking())
     assert result.report.head_tokens == 0
     assert same(result.logits, engine.prefill(asking(fixed=False)).logits)
@@ -478,9 +461,9 @@ def test_a_damaged_file_is_computed_anew(make: MakeEngine, tmp_path: Path) -> No
 
 
 def test_where_nothing_can_be_written_it_is_kept_in_memory(
-    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make(store=tmp_path)
+    engine = make_engine(store=tmp_path)
     engine.add(CHUNKS)
 
     def refuse(_: object) -> None:
@@ -492,15 +475,15 @@ def test_where_nothing_can_be_written_it_is_kept_in_memory(
     assert sum("kept in memory" in record.message for record in caplog.records) == 1
 
 
-def test_only_a_second_use_is_kept_where_chunks_wait_for_one_too(make: MakeEngine) -> None:
-    engine = make(encode_on="second_use")
+def test_only_a_second_use_is_kept_where_chunks_wait_for_one_too(make_engine: MakeEngine) -> None:
+    engine = make_engine(encode_on="second_use")
     for heads, taken in ((0, 0), (1, 0), (1, HEAD_TOKENS)):
         assert engine.prefill(asking()).report.head_tokens == taken
         assert len(engine.heads()) == heads
 
 
-def test_nothing_of_a_question_or_history_is_kept(make: MakeEngine, tmp_path: Path) -> None:
-    engine = make(store=tmp_path)
+def test_nothing_of_a_question_or_history_is_kept(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(store=tmp_path)
     conversation = engine.conversation()
     for _, question in pairwise(["", "t40 t41 t42", "t43 t44 t45"]):
         engine.generate(asking(question=question), 4, conversation=conversation)
@@ -511,8 +494,8 @@ def test_nothing_of_a_question_or_history_is_kept(make: MakeEngine, tmp_path: Pa
     assert known == {ids[:HEAD_TOKENS], ids[HEAD_TOKENS:][:12], ids[HEAD_TOKENS + 12 :][:13]}
 
 
-def test_many_threads_with_one_head(make: MakeEngine, tmp_path: Path) -> None:
-    engine = make(store=tmp_path)
+def test_many_threads_with_one_head(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(store=tmp_path)
     engine.add(CHUNKS)
     wanted = engine.prefill(asking(fixed=False)).logits
     found: list[torch.Tensor] = []

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt
 from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
 from tests.core.documents.test_transfer import held
 from tests.core.documents.texts import TOLERANCE, Text, distance
-from tests.families import tiny_model, tiny_tokenizer
+from tests.engines import MakeEngine
+from tests.families import tiny_model
 
 TEXT = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
 MODEL = tiny_model("llama")
 
-MakeEngine = Callable[..., BlendEngine]
+ENGINE = {"recompute_ratio": 0.0, "selector": "none", "self_check": False}
 
 
 class Time:
@@ -34,20 +33,13 @@ def time() -> Time:
 
 
 @pytest.fixture
-def make_engine(tmp_path: Path, time: Time) -> Iterator[MakeEngine]:
-    engines: list[BlendEngine] = []
+def make_engine(make_engine: MakeEngine, tmp_path: Path, time: Time) -> MakeEngine:
+    clock = StoreClock(lambda: time.now, lambda: time.now)
 
     def make(store: KVStore | None = None, **values: Any) -> BlendEngine:
-        settings = engine_settings(**{"recompute_ratio": 0.0, "selector": "none", "self_check": False, **values})
-        clock = StoreClock(lambda: time.now, lambda: time.now)
-        store = store or open_store(tmp_path / "store", 0, clock=clock)
-        engines.append(BlendEngine(MODEL, tiny_tokenizer(), **settings, store=store))
-        return engines[-1]
+        return make_engine(store or open_store(tmp_path / "store", 0, clock=clock), MODEL, **values)
 
-    yield make
-    for engine in engines:
-        engine.close()
-        engine._store.close()
+    return make
 
 
 def test_kv_lives_no_longer_than_what_it_was_encoded_behind(make_engine: MakeEngine, time: Time) -> None:

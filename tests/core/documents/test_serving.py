@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import check_store
 from tests.core.documents.texts import TOLERANCE, Text, distance
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.engines import MakeEngine
+from tests.families import tiny_model, words
 from tests.store.kit import files_of
 
 TEXT = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
 MODEL = tiny_model("llama")
 IDS = [str(chunk.id) for chunk in TEXT.chunks]
 
-OpenEngine = Callable[..., BlendEngine]
+ENGINE = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "ram_bytes": 0}
 
 
 @pytest.fixture
-def open_engine(tmp_path: Path) -> Iterator[OpenEngine]:
-    engines: list[BlendEngine] = []
-
-    def open_one(name: str = "store", **values: Any) -> BlendEngine:
-        settings = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "ram_bytes": 0} | values
-        engines.append(BlendEngine(MODEL, tiny_tokenizer(), **engine_settings(**settings), store=tmp_path / name))
-        return engines[-1]
-
-    yield open_one
-    for engine in engines:
-        engine.close()
+def open_engine(make_engine: MakeEngine, tmp_path: Path) -> MakeEngine:
+    return lambda name="store", **values: make_engine(tmp_path / name, MODEL, **values)
 
 
 def held(engine: BlendEngine) -> list[bool]:
@@ -56,7 +46,7 @@ def ask(engine: BlendEngine, *ids: str, **values: Any) -> Any:
     return engine.prefill(BlendPrompt("t5 t6", list(ids), "t7 t8"), **values)
 
 
-def test_a_remote_tier_holds_what_was_encoded_in_its_document(tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_a_remote_tier_holds_what_was_encoded_in_its_document(tmp_path: Path, open_engine: MakeEngine) -> None:
     remote = f"file://{tmp_path}/share"
     engine, other = open_engine("one", remote=remote), open_engine("two", remote=remote)
     engine.add(TEXT.chunks)
@@ -81,7 +71,7 @@ def test_a_remote_tier_holds_what_was_encoded_in_its_document(tmp_path: Path, op
 
 @pytest.mark.parametrize("write_back_bytes", [0, 10**6])
 def test_misses_of_a_document_are_encoded_in_one_pass_and_written_in_the_background(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, write_back_bytes: int
+    open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, write_back_bytes: int
 ) -> None:
     engine = open_engine(write_back_bytes=write_back_bytes)
     engine.add(TEXT.chunks)
@@ -100,7 +90,7 @@ def test_misses_of_a_document_are_encoded_in_one_pass_and_written_in_the_backgro
     assert_right(engine, [0, 1, 2, 3], [0, 1, 2, 3])
 
 
-def test_a_document_that_is_too_long_to_wait_for_is_read_in_the_background(open_engine: OpenEngine) -> None:
+def test_a_document_that_is_too_long_to_wait_for_is_read_in_the_background(open_engine: MakeEngine) -> None:
     engine = open_engine(miss_tokens=20)
     engine.add(TEXT.chunks)
     hits = ask(engine, "d-1", "d-3")
@@ -128,7 +118,7 @@ def test_a_document_that_is_too_long_to_wait_for_is_read_in_the_background(open_
     assert held(engine) == [True] * 4
 
 
-def test_a_document_that_is_deleted_while_it_waits_is_not_stored(open_engine: OpenEngine) -> None:
+def test_a_document_that_is_deleted_while_it_waits_is_not_stored(open_engine: MakeEngine) -> None:
     engine = open_engine(miss_tokens=0)
     engine.add(TEXT.chunks)
     evict(engine, *IDS)
@@ -140,7 +130,7 @@ def test_a_document_that_is_deleted_while_it_waits_is_not_stored(open_engine: Op
     assert engine._store.stats().entries == 0
 
 
-def test_second_use_stores_the_slices_of_what_was_retrieved_twice(open_engine: OpenEngine) -> None:
+def test_second_use_stores_the_slices_of_what_was_retrieved_twice(open_engine: MakeEngine) -> None:
     engine = open_engine(encode_on="second_use")
     assert engine.add(TEXT.chunks).encoded == 0
     assert engine.estimate(TEXT.chunks).tokens == 0
@@ -161,7 +151,7 @@ def test_second_use_stores_the_slices_of_what_was_retrieved_twice(open_engine: O
     assert_right(engine, [3], [1, 2, 3])
 
 
-def test_in_the_background(open_engine: OpenEngine) -> None:
+def test_in_the_background(open_engine: MakeEngine) -> None:
     engine = open_engine()
     with engine._supply.lock:
         first = engine.add([TEXT.chunk(0), TEXT.chunk(2), TEXT.chunk(3)], background=True)
@@ -175,7 +165,7 @@ def test_in_the_background(open_engine: OpenEngine) -> None:
     assert engine._store.stats().entries == 4
 
 
-def test_estimates_count_what_is_displaced(open_engine: OpenEngine) -> None:
+def test_estimates_count_what_is_displaced(open_engine: MakeEngine) -> None:
     engine = open_engine()
     engine.add([TEXT.chunk(0), TEXT.chunk(2), TEXT.chunk(3)])
     estimate = engine.estimate([TEXT.chunk(1)])
@@ -187,7 +177,7 @@ def test_estimates_count_what_is_displaced(open_engine: OpenEngine) -> None:
     assert engine.estimate(TEXT.chunks).chunks == 0
 
 
-def test_prefetching_brings_the_kv_of_the_context_there_is(open_engine: OpenEngine) -> None:
+def test_prefetching_brings_the_kv_of_the_context_there_is(open_engine: MakeEngine) -> None:
     open_engine().add(TEXT.chunks)
     engine = open_engine(ram_bytes=10**7)
     assert engine.prefetch(["d-2", "d-3"]).wait(60)
@@ -201,7 +191,7 @@ def test_prefetching_brings_the_kv_of_the_context_there_is(open_engine: OpenEngi
     assert ask(engine, "d-1", "d-2").report.misses == 2
 
 
-def test_a_tenant_has_documents_of_its_own(tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_a_tenant_has_documents_of_its_own(tmp_path: Path, open_engine: MakeEngine) -> None:
     engines = {name: open_engine(tenant=name) for name in (None, "acme", "umbrella")}
     for engine in engines.values():
         engine.add(TEXT.chunks)
@@ -220,7 +210,7 @@ def test_a_tenant_has_documents_of_its_own(tmp_path: Path, open_engine: OpenEngi
     assert check_store(tmp_path / "store").is_clean
 
 
-def test_a_conversation_is_cut_where_a_chunk_behind_a_changed_context_begins(open_engine: OpenEngine) -> None:
+def test_a_conversation_is_cut_where_a_chunk_behind_a_changed_context_begins(open_engine: MakeEngine) -> None:
     engine = open_engine(conversation_bytes=10**7)
     engine.add([*TEXT.chunks, Chunk(words(6, 9), "alone")])
     chunks = ["alone", "d-0", "d-3", "d-2"]

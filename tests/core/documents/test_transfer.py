@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import check_store, export_store, import_store, open_store
 from tests.core.documents.naive import Library, Rows
 from tests.core.documents.texts import TOLERANCE, Text, distance
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.engines import MakeEngine
+from tests.families import tiny_model, words
 from tests.store.kit import files_of
 from tests.store.test_transfer import forge, members
 
 TEXT = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
 MODEL = tiny_model("llama")
 
-OpenEngine = Callable[..., BlendEngine]
+ENGINE = {"recompute_ratio": 0.0, "selector": "none", "self_check": False}
 
 
 @pytest.fixture
-def open_engine(tmp_path: Path) -> Iterator[OpenEngine]:
-    engines: list[BlendEngine] = []
-
-    def open_one(name: str, **values: Any) -> BlendEngine:
-        settings = engine_settings(**{"recompute_ratio": 0.0, "selector": "none", "self_check": False, **values})
-        store = open_store(tmp_path / name, 0)
-        engines.append(BlendEngine(MODEL, tiny_tokenizer(), **settings, store=store))
-        return engines[-1]
-
-    yield open_one
-    for engine in engines:
-        engine.close()
-        engine._store.close()
+def open_engine(make_engine: MakeEngine, tmp_path: Path) -> MakeEngine:
+    return lambda name, **values: make_engine(open_store(tmp_path / name, 0), MODEL, **values)
 
 
 def move(tmp_path: Path, source: str, target: str, ids: list[str] | None = None) -> None:
@@ -68,7 +56,7 @@ def assert_right(engine: BlendEngine, there: list[int], separator: tuple[int, ..
 
 
 @pytest.mark.parametrize("separator", ["", "t3 t4"])
-def test_a_document_comes_whole(tmp_path: Path, open_engine: OpenEngine, separator: str) -> None:
+def test_a_document_comes_whole(tmp_path: Path, open_engine: MakeEngine, separator: str) -> None:
     engine = open_engine("s", separator=separator)
     engine.add([TEXT.chunk(0), TEXT.chunk(1), TEXT.chunk(3)])
     [record] = engine.records(["d-1"])
@@ -84,7 +72,7 @@ def test_a_document_comes_whole(tmp_path: Path, open_engine: OpenEngine, separat
     assert_right(there, [0, 1, 2, 3], there._assembler.rules.separator)
 
 
-def test_without_places_the_order_stays(tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_without_places_the_order_stays(tmp_path: Path, open_engine: MakeEngine) -> None:
     engine = open_engine("s")
     chunks = [Chunk(words(6, number), f"c{number}", document="d") for number in range(4)]
     engine.add(chunks)
@@ -100,7 +88,7 @@ def test_without_places_the_order_stays(tmp_path: Path, open_engine: OpenEngine)
     assert there.document("d") == engine.document("d") == ["c1", "c9", "c3", "c0"]
 
 
-def test_a_part_of_a_document(tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_a_part_of_a_document(tmp_path: Path, open_engine: MakeEngine) -> None:
     engine = open_engine("s")
     engine.add([*TEXT.chunks, Chunk("t5 t6", "alone")])
     report = export_store(tmp_path / "s", tmp_path / "file", ids=["d-0", "d-2", "d-3", "alone"])
@@ -110,7 +98,7 @@ def test_a_part_of_a_document(tmp_path: Path, open_engine: OpenEngine) -> None:
     assert_right(open_engine("t"), [0, 2, 3])
 
 
-def test_into_a_document_that_is_there(tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_into_a_document_that_is_there(tmp_path: Path, open_engine: MakeEngine) -> None:
     open_engine("s").add([TEXT.chunk(0), TEXT.chunk(1), TEXT.chunk(3)])
     target = open_engine("t")
     target.add([TEXT.chunk(0), TEXT.chunk(2)])
@@ -122,7 +110,7 @@ def test_into_a_document_that_is_there(tmp_path: Path, open_engine: OpenEngine) 
     assert len(files_of(tmp_path / "t")) == 4
 
 
-def test_what_is_there_with_another_text_stays(tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_what_is_there_with_another_text_stays(tmp_path: Path, open_engine: MakeEngine) -> None:
     open_engine("s").add(TEXT.chunks)
     target = open_engine("t")
     other = Chunk(words(5, 77), "d-0", document="d", start=0)
@@ -138,7 +126,7 @@ def test_what_is_there_with_another_text_stays(tmp_path: Path, open_engine: Open
         assert distance(target, id, reading.context) < TOLERANCE
 
 
-def test_lives_come_along_and_end_with_those_in_front(tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_lives_come_along_and_end_with_those_in_front(tmp_path: Path, open_engine: MakeEngine) -> None:
     engine = open_engine("s")
     engine.add([TEXT.chunk(0)])
     engine.add([TEXT.chunk(1)])
@@ -166,7 +154,7 @@ def test_lives_come_along_and_end_with_those_in_front(tmp_path: Path, open_engin
 @pytest.mark.parametrize(
     "place", [[], ["d", "x", None, 1, "", [], None, None], ["d", 0, None, "y", "", [1], None, None], [None] * 8, "d"]
 )
-def test_a_place_that_is_none(tmp_path: Path, open_engine: OpenEngine, place: Any) -> None:
+def test_a_place_that_is_none(tmp_path: Path, open_engine: MakeEngine, place: Any) -> None:
     open_engine("s").add(TEXT.chunks)
     export_store(tmp_path / "s", tmp_path / "file")
     contents = []

@@ -1,0 +1,34 @@
+"""Engines of tiny models, each closed with its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine
+from tests.families import tiny_model, tiny_tokenizer
+
+MakeEngine = Callable[..., BlendEngine]
+
+
+@pytest.fixture
+def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
+    """Make engines over a store, a folder or nothing; settings are a module's ``ENGINE``, and what is given by name."""
+    with ExitStack() as made:
+
+        def make(store: Any = None, model: Any = "llama", **settings: Any) -> BlendEngine:
+            loaded = tiny_model(model) if isinstance(model, str) else model
+            given = engine_settings(**(getattr(request.module, "ENGINE", {}) | settings))
+            return made.enter_context(BlendEngine(loaded, tiny_tokenizer(), **given, store=store))
+
+        yield make
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> BlendEngine:
+    """An engine with the module's settings."""
+    return make_engine()
