@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,17 +289,6 @@ def test_a_block_that_ends_by_an_error_does_not_wait(tmp_path: Path, caplog: pyt
         assert sum(held(again).values()) == 1
         assert again.prefill(BlendPrompt("t5", [f"n{n}" for n in range(6)], "t6")).report.misses == 5
         assert all(held(again).values())
-
-
-def test_a_process_that_ends_without_closing_has_encoded_everything(tmp_path: Path) -> None:
-    script = (
-        "from pathlib import Path\n"
-        "from tests.core.test_ingest import CHUNKS, make\n"
-        f"make(Path({str(tmp_path / 'kv')!r})).add(CHUNKS, background=True)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
-    with make(tmp_path / "kv") as engine:
-        assert held(engine) == {f"n{n}": True for n in range(6)}
 
 
 def test_no_thread_is_left_behind(engine: BlendEngine) -> None:

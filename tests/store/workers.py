@@ -86,7 +86,8 @@ def fork_while_busy(folder: Path | None) -> None:
     """Fork again and again while threads use the store, and use it on both sides."""
     faulthandler.dump_traceback_later(50, exit=True)
     store = open_store(folder, 10**6)
-    put(store, *range(4))
+    for number in range(4):
+        store.put(key_of(number), make_kv(number))
     done = threading.Event()
     failures: list[BaseException] = []
 
