@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.engine.background import Feed
+from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import ConfigError
 from tests.core.test_many import engine_of, some_prompts
+from tests.store.kit import start_with_pipe
 
 
 def _made(pieces: list[int], error: Exception | None = None, go_on: threading.Event | None = None) -> Feed[int, str]:
@@ -129,3 +136,40 @@ async def test_an_error_of_a_stream_is_raised_to_its_reader() -> None:
                 pass
         with pytest.raises(ValueError, match="no token"):
             await stream.aresult()
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _count(pipe: Connection) -> None:
+    torch.set_num_threads(3)
+    lock, counts, before = SchedulerLock(), list[int](), _threads()
+
+    def compute() -> None:
+        with lock, lock:
+            torch.ones(1 << 20).sum()
+            counts.append(_threads() - before)
+
+    def left() -> int:
+        # Workers are told to end, not waited for.
+        until = time.monotonic() + 10
+        while _threads() > before and time.monotonic() < until:
+            time.sleep(0.01)
+        return _threads() - before
+
+    compute()
+    after = left()
+    other = threading.Thread(target=compute)
+    other.start()
+    other.join()
+    compute()
+    pipe.send([*counts, after, left()])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_who_leaves_the_model_leaves_no_workers() -> None:
+    process, pipe = start_with_pipe(_count)
+    # Two workers while it computes, in another thread beside that one; none afterwards.
+    assert pipe.recv() == [2, 3, 2, 0, 0]
+    process.join()

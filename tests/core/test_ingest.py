@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,13 @@ from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.codec import codec_names, make_codec, pack_kv
 from cacheblend_rag.engine import AddJob
+from cacheblend_rag.engine.cost import _first, _total
 from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
-from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.chunkfile import encode_chunk
 from tests.families import tiny_model, tiny_tokenizer, words
 
 MODEL = tiny_model("llama")
@@ -408,3 +413,51 @@ def test_no_error_of_storing_is_forgotten(
     with caplog.at_level(logging.WARNING, logger="cacheblend_rag"), pytest.raises(KeyError):
         engine.add(CHUNKS[:1])
     assert any("late" in record.message for record in caplog.records)
+
+
+@settings(max_examples=40)
+@given(
+    codec=st.sampled_from(codec_names()),
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=12),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([8, 20, 64])),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_one_text_tells_the_size_of_all(
+    codec: str, lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    layers, heads, dim = shape
+    count = max(lengths)
+    tensors = torch.randn(layers, 2, heads, count, dim, generator=torch.Generator().manual_seed(count)).to(dtype)
+    kv = ChunkKV(tuple(range(count)), 1, [LayerKV(*layer) for layer in tensors])
+
+    def size(kv: ChunkKV) -> int:
+        return encode_chunk("0" * 32, pack_kv(kv, make_codec(codec))).nbytes
+
+    assert _total(kv, lengths, size) == pytest.approx(sum(size(_first(kv, length)) for length in lengths), rel=0.1)
+
+
+_SCRIPT = """
+from pathlib import Path
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from tests.core.test_ingest import CHUNKS, make
+from tests.families import tiny_model, tiny_tokenizer, words
+
+make(Path({folder!r})).add(CHUNKS, background=True)
+engine = BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), blend=BlendConfig(selector="none"))
+engine.add([Chunk(words(20, 0), "n0")])
+prompt = BlendPrompt(words(4, 1), ["n0"], words(5, 2))
+streams = [engine.stream(prompt, 400, min_new_tokens=400) for _ in range(5)]
+for stream in streams[:2]:
+    stream.close()
+    list(stream)
+print("end")
+"""
+
+
+def test_streams_end_with_the_interpreter_and_what_was_given_is_encoded(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    script = _SCRIPT.format(folder=str(tmp_path / "kv"))
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr
+    with make(tmp_path / "kv") as engine:
+        assert held(engine) == {f"n{n}": True for n in range(6)}

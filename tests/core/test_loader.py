@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
+from cacheblend_rag.loader.buffers import BufferPool
 from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
@@ -409,3 +411,60 @@ def test_layers_on_a_cuda_device_are_those_on_the_cpu(decoder: Decoder, threads:
             torch.testing.assert_close(loaded.keys[:, :, rows].cpu(), wanted.keys[:, :, rows])
             assert torch.equal(loaded.values[:, :, rows].cpu(), wanted.values[:, :, rows])
     assert 0 <= loader.wait_s < 60
+
+
+def test_memory_is_used_again_when_the_last_view_is_gone() -> None:
+    pool = BufferPool(1 << 24)
+    first = pool.empty((1, 4, 1000, 128), torch.float32)
+    view, where = first[:, :2], first.data_ptr()
+    del first
+    other = pool.empty((1, 4, 1000, 128), torch.float32)
+    assert other.data_ptr() != where
+    view.fill_(7.0)
+    del view
+    # Of nearly the same size, and of another type.
+    again = pool.empty((1, 4, 1020, 128), torch.float32)
+    assert again.data_ptr() == where
+    del again
+    assert pool.empty((1, 4, 2000, 128), torch.bfloat16).data_ptr() == where
+
+
+def test_no_more_is_kept_than_allowed() -> None:
+    pool = BufferPool(4 << 20)
+    tensors = [pool.empty((1 << 20,), torch.float16) for _ in range(8)]
+    del tensors
+    assert pool.free_bytes <= 4 << 20
+
+
+@given(st.lists(st.integers(1, 1 << 21), min_size=1, max_size=12), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_what_is_lent_at_the_same_time_does_not_overlap(sizes: list[int], dtype: torch.dtype) -> None:
+    pool = BufferPool(8 << 20)
+    for _ in range(2):
+        tensors = [pool.empty((size,), dtype).fill_(number) for number, size in enumerate(sizes)]
+        assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+        del tensors
+
+
+def test_threads() -> None:
+    pool = BufferPool(4 << 20)
+
+    def use(number: int) -> bool:
+        tensor = pool.empty((1 << 18,), torch.float32).fill_(number)
+        return bool((tensor == number).all())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(use, range(400)))
+    gc.collect()
+    assert pool.free_bytes <= 4 << 20
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_has_its_own() -> None:
+    pool = BufferPool(4 << 20)
+    tensor = pool.empty((1 << 18,), torch.float32).fill_(1.0)
+    child = os.fork()
+    if not child:
+        tensor.fill_(2.0)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((tensor == 1.0).all())

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import transformers
+from transformers import AutoModelForImageTextToText
 
-from cacheblend_lab.families import families, prove_family
+from cacheblend_lab.families import families, prove, prove_family, tiny_config, tiny_model
 from cacheblend_lab.family_table import table_lines
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.model import capability
+from tests.families import tiny_tokenizer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 FAMILIES = families()
@@ -61,3 +65,69 @@ def test_the_docs_have_every_family_and_most_are_exact() -> None:
     exact = sum("| exact |" in line for line in rows.values())
     assert exact >= 120
     assert f"{exact} of {len(rows)} families exact" in DOCS.read_text(encoding="utf-8")
+
+
+def test_each_layer_says_what_it_attends_with_and_where_its_positions_are() -> None:
+    seen = capability(tiny_model(tiny_config("smollm3", no_rope_layers=[1, 1, 1, 0, 1, 1])))
+    assert seen.reason is None and len(seen.layers) == 6
+    assert [layer.positions for layer in seen.layers].index("none in its KV") == 3
+    assert seen.layers[3].blending == "reused anywhere as it is"
+    assert seen.layers[0].positions == "rotary, half, 8 dimensions"
+    assert seen.layers[0].blending == "reused anywhere, keys turned"
+    assert seen.layers[0].attention == "full with 4 heads on 2"
+
+
+def test_windows_sinks_and_scaling_are_named() -> None:
+    layers = capability(tiny_model(tiny_config("gpt_oss"))).layers
+    assert layers[0].attention == "sliding of 16 with 4 heads on 2, sinks"
+    assert layers[1].attention == "full with 4 heads on 2, sinks"
+    assert layers[0].positions.endswith("yarn scaling")
+
+
+def test_latents_shared_kv_and_fixed_positions_are_named() -> None:
+    assert capability(tiny_model(tiny_config("deepseek_v3"))).layers[0].blending == "reused anywhere, values turned"
+    shared = capability(tiny_model(tiny_config("gemma3n_text"))).layers
+    assert [layer.blending for layer in shared[4:]] == ["attends to the blended KV of an earlier layer"] * 2
+    assert {layer.blending for layer in capability(tiny_model(tiny_config("gpt2"))).layers} == {
+        "reused at the position of encoding only; chunks are encoded alone, without their documents"
+    }
+
+
+def test_a_refused_model_names_its_layers_and_the_reason() -> None:
+    with BlendEngine(tiny_model(tiny_config("qwen3_next")), tiny_tokenizer()) as engine:
+        seen = engine.capability()
+    assert seen.reason is not None and "linear_attention" in seen.reason
+    assert [layer.attention for layer in seen.layers].count("full attention") == 1
+    assert {layer.blending for layer in seen.layers} == {"none: prompts are prefilled in full"}
+
+
+EXACT = ("qwen2_5_vl", "qwen3_vl", "llava", "mistral3")
+MORE = (
+    "aria",
+    "aya_vision",
+    "cohere2_vision",
+    "gemma3",
+    "idefics2",
+    "idefics3",
+    "internvl",
+    "llama4",
+    "llava_next",
+    "llava_onevision",
+    "ovis2",
+    "qwen2_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+    "video_llama_3",
+)
+
+
+@pytest.mark.parametrize("family", [*EXACT, *(pytest.param(family, marks=pytest.mark.full) for family in MORE)])
+def test_a_vision_language_model_blends_text(family: str) -> None:
+    proof = prove(tiny_model(tiny_config(family), kind=AutoModelForImageTextToText))
+    assert proof.is_exact, proof
+
+
+def test_one_that_lets_text_see_what_follows_is_refused() -> None:
+    proof = prove(tiny_model(tiny_config("paligemma"), kind=AutoModelForImageTextToText))
+    assert proof.refused is not None and "other logits than the model itself" in proof.refused
+    assert not proof.failed

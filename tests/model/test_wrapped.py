@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from cacheblend_attachments import Guard
 from cacheblend_attachments.guard import first_logits
+from cacheblend_lab.families import prove
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.model import uncompiled, unwrapped, watch_forward
+from cacheblend_rag.model import model_fingerprint, uncompiled, unwrapped, watch_forward
 from tests.families import tiny_model, tiny_tokenizer, words
 
 # "eager" has dynamo trace and guard, which is where hooks are lost, and leaves out the slow generation of code.
@@ -321,3 +322,21 @@ def test_an_adapter_cannot_be_chosen_by_call() -> None:
         pytest.raises(ConfigError, match="adapter_names cannot be used here"),
     ):
         engine.generate(PROMPT, TOKENS, adapter_names=["other"])
+
+
+def layer_by_layer(model: PreTrainedModel) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend=BACKEND)
+    return _used(model)
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [layer_by_layer, *(pytest.param(each, marks=pytest.mark.full) for each in (compiled_in_place, compiled_around))],
+)
+def test_a_compiled_model_is_blended_all_the_same(compiled: Callable[[PreTrainedModel], Any]) -> None:
+    model = compiled(tiny_model("llama"))
+    proof = prove(model)
+    assert proof.is_exact, proof
+    assert model_fingerprint(model) == model_fingerprint(tiny_model("llama"))
+    torch.compiler.reset()

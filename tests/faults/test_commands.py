@@ -1,0 +1,59 @@
+"""The fault commands in short, and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults import damage, documents, ingestions, serving
+from tests.limits import one_thread as one_thread
+from tests.store.kit import start
+
+WHOLE = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+
+def nothing_is_wrong(run: Callable[..., list[str]], *arguments: object) -> None:
+    """See that a command finds nothing wrong, in a process that has no threads, since the command forks."""
+    process = start(_run, run, *arguments)
+    process.join()
+    assert process.exitcode == 0
+
+
+def _run(run: Callable[..., list[str]], *arguments: object) -> None:
+    torch.set_num_threads(1)
+    found = run(*arguments)
+    assert found == [], found
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=WHOLE)])
+def test_documents_are_not_stale_after_kills(tmp_path: Path, kills: int) -> None:
+    state = tmp_path / "state.json"
+    for count in (kills // 2, kills):
+        nothing_is_wrong(documents.run, state, count)
+        assert state.read_text() == f'{{"kills": {count}}}'
+    # Something was there to go stale.
+    looked = [line for line in state.with_name("state.json.log").read_text().splitlines() if line.startswith("looked")]
+    assert any(line != "looked 0" for line in looked)
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=WHOLE)])
+def test_damaged_stores_heal(tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state.json"
+    for share in (count // 2, count):
+        assert damage.run(state, share) == []
+        assert f"{share} of {share} damages, 0 flaws" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("framework", ["llama_index", pytest.param("langchain", marks=pytest.mark.full)])
+def test_nothing_is_left_and_nothing_lost_after_an_ingestion_is_killed(tmp_path: Path, framework: str) -> None:
+    nothing_is_wrong(ingestions.run, tmp_path / "state.json", framework, 1)
+
+
+@pytest.mark.parametrize(("seconds", "clients"), [(9.0, 6), pytest.param(600.0, 32, marks=WHOLE)])
+def test_a_server_answers_right_whoever_comes_and_goes(seconds: float, clients: int) -> None:
+    outcome = serving.run(seconds, clients)
+    assert outcome.flaws == [], outcome
+    assert min(outcome.counts[what] for what in ("right", "puts", "deletes", "left early", "not there")) > 0, outcome
