@@ -52,16 +52,6 @@ TURNS = 3
 MakeLLM = Callable[..., BlendLLM]
 
 
-@pytest.fixture(autouse=True)
-def _loop() -> Iterator[None]:
-    """An event loop that is closed; LlamaIndex's memory would make one in this thread and leave it open."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    yield
-    asyncio.set_event_loop(None)
-    loop.close()
-
-
 async def _collect(response: StreamingAgentChatResponse) -> str:
     return "".join([piece async for piece in response.async_response_gen()])
 

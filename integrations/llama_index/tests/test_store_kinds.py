@@ -116,11 +116,15 @@ async def test_every_way_to_add_and_delete(
     await call(store, "delete", "d1")
     assert await held(store, asynchronous) == known(engine) == {IDS[0], IDS[2], IDS[4]}
     await call(store, "delete_nodes", [IDS[4], node_id(99)])
+    await call(store, "delete", "no such document")
+    nobody = MetadataFilters(filters=[MetadataFilter(key="side", value=7)])
+    await call(store, "delete_nodes", filters=nobody)
     assert await held(store, asynchronous) == known(engine) == {IDS[0], IDS[2]}
     await call(store, "delete_nodes", filters=side)
     assert await held(store, asynchronous) == known(engine) == set()
     await call(store, "add", some_nodes(embedding))
-    await call(store, "clear")
+    for _ in range(2):
+        await call(store, "clear")
     assert await held(store, asynchronous) == known(engine) == set()
     assert engine._store.stats().entries == 0
     await call(store, "add", some_nodes(embedding)[:1])
@@ -283,7 +287,7 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 VALUE = st.one_of(TEXT, st.integers(-(2**31), 2**31), FLOATS, st.none())
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=TEXT,
     metadata=st.dictionaries(st.text("abcdef", min_size=1, max_size=4), VALUE, max_size=3),
@@ -376,6 +380,8 @@ def test_an_index_is_persisted_and_loaded(llm: BlendLLM, embedding: WordEmbeddin
     nodes = loaded.as_retriever(similarity_top_k=9).retrieve("Mara?")
     assert {each.text for each in nodes} == {*FACTS, "New."} - {FACTS[1]}
     assert known(llm.engine) == {each.node_id for each in nodes}
+    loaded.delete_ref_doc("d2", delete_from_docstore=True)
+    assert len(known(llm.engine)) == 4
 
 
 @pytest.fixture(autouse=True)

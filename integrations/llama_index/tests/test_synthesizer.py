@@ -26,11 +26,9 @@ from llama_index.core.types import BaseOutputParser
 from pydantic import BaseModel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_lab.reference import demo_documents, demo_questions, load_model, load_tokenizer
-from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
+from cacheblend_rag import BlendConfig, BlendPrompt, EngineConfig
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
-from integrations.llama_index.tests.conftest import EVERY_ROW, EventLog
+from integrations.llama_index.tests.conftest import EventLog
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
     BlendContextChatEngine,
@@ -101,35 +99,6 @@ def test_blend_answers_as_compact_does(
     assert report["fallback_reason"] is None
     assert report["dropped"] == []
     assert {key: blend.metadata[key] for key in compact.metadata} == compact.metadata
-
-
-def test_a_ratio_of_one_answers_as_compact_does(
-    make_llm: MakeLLM, nodes: list[NodeWithScore], events: EventLog
-) -> None:
-    llm = make_llm(recompute_ratio=1.0)
-    add(llm, nodes)
-    CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
-    report = BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes).metadata["blend"]
-    theirs, ours = answers(events)
-    assert ours["token_ids"] == theirs["token_ids"]
-    assert (report["hits"], report["charged_ratio"]) == (len(nodes), 1.0)
-
-
-def test_the_reference_model_answers_as_in_compact(events: EventLog) -> None:
-    engine = BlendEngine(load_model(), load_tokenizer(), **engine_settings(recompute_ratio=EVERY_ROW))
-    llm = BlendLLM(engine=engine, max_new_tokens=10)
-    chunks = [chunk for document in demo_documents()[:3] for chunk in document.chunks][:12]
-    nodes = [NodeWithScore(node=TextNode(id_=str(number), text=text)) for number, text in enumerate(chunks)]
-    add(llm, nodes)
-    for question in demo_questions()[:2]:
-        events.events.clear()
-        CompactAndRefine(llm=llm).synthesize(question.text, nodes)
-        report = BlendSynthesizer(llm=llm).synthesize(question.text, nodes).metadata["blend"]
-        theirs, ours = answers(events)
-        assert ours["token_ids"] == theirs["token_ids"]
-        assert ours["usage"] == theirs["usage"]
-        assert report["hits"] == len(nodes)
-    engine.close()
 
 
 def test_the_prompt_is_compacts_prompt_id_for_id(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:

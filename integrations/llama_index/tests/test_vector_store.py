@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex, load_index_from_storage
-from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core import Settings, StorageContext, VectorStoreIndex
+from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryResult
 from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -87,70 +85,6 @@ def test_it_looks_like_the_inner_store(store: BlendVectorStore, inner: BasePydan
     assert store.class_name() == "BlendVectorStore"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_deleting_forgets(
-    store: BlendVectorStore, engine: BlendEngine, embedding: WordEmbedding, asynchronous: bool
-) -> None:
-    keys = {record.id: record.key for record in engine.records(engine.ids()) if record is not None}
-    side = MetadataFilters(filters=[MetadataFilter(key="side", value=0)])
-
-    async def call(name: str, *args: Any, **kwargs: Any) -> None:
-        if asynchronous:
-            await getattr(store, f"a{name}")(*args, **kwargs)
-        else:
-            getattr(store, name)(*args, **kwargs)
-
-    await call("delete", "d1")
-    assert held(store) == known(engine) == {"n0", "n2", "n4"}
-    await call("delete_nodes", ["n4", "unknown"])
-    assert held(store) == known(engine) == {"n0", "n2"}
-    await call("delete", "no such document")
-    await call("delete_nodes", ["n0"], filters=side)
-    # What stood behind it is encoded again when it is retrieved.
-    assert held(store) == known(engine, misses=["n2"]) == {"n2"}
-    await call("clear")
-    assert held(store) == known(engine) == set()
-    await call("clear")
-    assert not any(engine._store.holds(list(keys.values())))
-    if asynchronous:
-        await store.async_add(some_nodes(embedding))
-        result = await store.aquery(VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99))
-        assert set(result.ids or []) == known(engine) == set(keys)
-    else:
-        store.add(some_nodes(embedding))
-        assert held(store) == known(engine) == set(keys)
-
-
-async def test_deleting_by_filter_alone(store: BlendVectorStore, engine: BlendEngine) -> None:
-    store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=1)]))
-    assert held(store) == known(engine) == {"n0", "n2", "n4"}
-    store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=7)]))
-    await store.adelete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=0)]))
-    assert held(store) == known(engine) == set()
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_a_new_text_under_an_old_id_replaces_text_and_kv(
-    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, asynchronous: bool
-) -> None:
-    store = BlendVectorStore(chroma, engine=engine)
-    store.add(some_nodes(embedding))
-    old = engine.records(["n0"])[0]
-    changed = some_nodes(embedding, ["Mara Lindell was born in Lisbon.", FACTS[1], "Someone else."])
-    if asynchronous:
-        await store.async_add(changed)
-    else:
-        store.add(changed)
-    new = engine.records(["n0"])[0]
-    assert old is not None
-    assert new is not None
-    nodes = {node.node_id: node for node in store.get_nodes()}
-    assert len(nodes) == 5
-    assert nodes["n0"].get_content() == "Mara Lindell was born in Lisbon."
-    assert new.text_hash == text_hash(nodes["n0"].get_content(MetadataMode.LLM))
-    assert engine._store.holds([old.key, new.key]) == [False, True]
-
-
 def test_the_same_nodes_again_are_not_encoded_again(
     store: BlendVectorStore, engine: BlendEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,61 +116,6 @@ def test_deletion_works_after_a_restart(tmp_path: Path, make_llm: MakeLLM, embed
     assert held(second) == known(second.engine) == {"n1", "n3"}
     second.clear()
     assert known(second.engine) == set()
-
-
-def test_simple_store_is_persisted_with_the_index(
-    tmp_path: Path, engine: BlendEngine, embedding: WordEmbedding
-) -> None:
-    context = StorageContext.from_defaults(vector_store=BlendVectorStore(SimpleVectorStore(), engine=engine))
-    index = VectorStoreIndex.from_documents(
-        [Document(text=text, id_=f"d{number}") for number, text in enumerate(FACTS)],
-        storage_context=context,
-        embed_model=embedding,
-    )
-    index.storage_context.persist(tmp_path)
-    kept = SimpleVectorStore.from_namespaced_persist_dir(str(tmp_path))["default"]
-    loaded = StorageContext.from_defaults(persist_dir=str(tmp_path), vector_store=BlendVectorStore(kept, engine=engine))
-    again = load_index_from_storage(loaded, embed_model=embedding)
-    assert isinstance(again, VectorStoreIndex)
-    again.delete_ref_doc("d0", delete_from_docstore=True)
-    assert held(again.vector_store) == known(engine)  # type: ignore[arg-type]
-    assert len(known(engine)) == len(FACTS) - 1
-
-
-def test_documents_of_an_index_are_updated_and_deleted(
-    inner: BasePydanticVectorStore, llm: BlendLLM, embedding: WordEmbedding
-) -> None:
-    store = BlendVectorStore(inner, engine=llm.engine)
-    documents = [Document(text=text, id_=f"d{number}") for number, text in enumerate(FACTS)]
-    index = VectorStoreIndex.from_documents(
-        documents, storage_context=StorageContext.from_defaults(vector_store=store), embed_model=embedding
-    )
-    synthesizer = BlendSynthesizer(llm=llm)
-
-    def ask(question: str) -> tuple[str, dict[str, Any]]:
-        nodes = index.as_retriever(similarity_top_k=2).retrieve(question)
-        response = synthesizer.synthesize(question, nodes)
-        return nodes[0].text, response.metadata["blend"]
-
-    assert ask("Where was Mara Lindell born?")[1]["hits"] == 2
-    index.update_ref_doc(Document(text="Mara Lindell was born in Lisbon.", id_="d0"))
-    text, report = ask("Where was Mara Lindell born?")
-    assert text == "Mara Lindell was born in Lisbon."
-    assert report["hits"] == 2
-    assert held(store) == known(llm.engine)
-    index.delete_ref_doc("d1")
-    assert len(held(store)) == len(FACTS) - 1
-    assert held(store) == known(llm.engine)
-
-
-def test_ingestion_pipeline(chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding) -> None:
-    store = BlendVectorStore(chroma, engine=engine)
-    pipeline = IngestionPipeline(
-        transformations=[SentenceSplitter(chunk_size=64, chunk_overlap=0), embedding], vector_store=store
-    )
-    nodes = pipeline.run(documents=[Document(text=" ".join(FACTS * 4), id_="d")])
-    assert len(nodes) > 1
-    assert held(store) == known(engine) == {node.node_id for node in nodes}
 
 
 def test_nodes_without_text_are_stored_but_not_encoded(
