@@ -1,7 +1,5 @@
 """Commands, called in this process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

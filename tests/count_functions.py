@@ -3,8 +3,6 @@
 Of `cacheblend_rag` and the framework packages, each function counts once, in whatever thread it is called.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

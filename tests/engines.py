@@ -1,7 +1,5 @@
 """Engines of tiny models, each closed with its test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random models of the families that the tests blend, built in code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Bounds on what one call, and the tests of a folder, may take."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import time

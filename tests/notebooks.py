@@ -1,7 +1,5 @@
 """Run the notebooks of ``examples/``, each in a fresh kernel, and keep what they show: ``python -m tests.notebooks``."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory

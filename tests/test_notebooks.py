@@ -1,7 +1,5 @@
 """The notebooks of ``examples/`` run from a fresh kernel without a word on stderr, and are committed with what they show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

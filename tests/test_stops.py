@@ -1,7 +1,5 @@
 """A text is cut before the stop string that begins first, in whatever pieces it comes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """``make gpu``: the runner with pieces that need no GPU, and every real piece's command on a tiny model on the CPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

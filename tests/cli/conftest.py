@@ -1,7 +1,5 @@
 """A tiny random model in a folder, a few documents, and the command called in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What every command has in common: help, exit codes, one plain line for each mistake."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from pathlib import Path

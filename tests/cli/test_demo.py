@@ -1,7 +1,5 @@
 """``demo`` on the tiny model: nonsense answers, but through both frameworks, Chroma and the embedding model in earnest."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """``cacheblend-rag families`` and ``cacheblend-rag models``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes, times, lists and the JSON file."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

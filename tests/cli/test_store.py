@@ -1,7 +1,5 @@
 """Looking after a store by the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``warm``, ``ask`` and ``store`` on a tiny model, with the real embedding model and a real Chroma."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """``kill -9`` and Ctrl-C in the middle of ``warm``: the next one finishes, and everything is as after an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """A naive blended prefill: every row through every layer, and stale KV put in where a row is not recomputed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

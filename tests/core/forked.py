@@ -1,7 +1,5 @@
 """Work in a forked child."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

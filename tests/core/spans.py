@@ -1,7 +1,5 @@
 """The prompt that exactness is tested on: two chunks that touch and one behind text, longer than the windows of tiny models."""
 
-from __future__ import annotations
-
 import torch
 
 from cacheblend_rag.layout import ChunkSpan, PromptLayout

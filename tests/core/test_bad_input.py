@@ -1,7 +1,5 @@
 """Bad input gets its own clear error, or a stated fallback, and loses nothing."""
 
-from __future__ import annotations
-
 import logging
 import math
 from itertools import chain, combinations

@@ -1,7 +1,5 @@
 """Packed KV against an element-by-element reference, the stated errors and the stated sizes."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings from arguments, the environment and YAML."""
 
-from __future__ import annotations
-
 import pickle
 import traceback
 from pathlib import Path
@@ -75,11 +73,7 @@ def test_replacing_checks_again_and_settings_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {"remote": ["redis://user:hunter2@host"]},
-        {"remote": "redis://user:hunter2@host", "ram_bytes": -1},
-    ],
+    "values", [{"remote": ["redis://user:hunter2@host"]}, {"remote": "redis://user:hunter2@host", "ram_bytes": -1}]
 )
 def test_no_message_shows_the_password_of_a_remote_tier(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:

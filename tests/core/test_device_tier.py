@@ -1,7 +1,5 @@
 """An engine with KV resident on its device answers as one without, and forgets what is deleted."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

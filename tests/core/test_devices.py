@@ -1,7 +1,5 @@
 """What is computed on a CUDA device is what the CPU computes, on every way that KV takes there; and on the CPU the same twice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -103,11 +101,7 @@ def test_a_prompt_is_answered_as_on_the_cpu(
 @pytest.mark.parametrize("codec", ["native", "int8", "int4"])
 @pytest.mark.parametrize("tier", ["ram", "disk", "device"])
 def test_kv_of_every_tier_and_codec_is_that_of_the_cpu(tmp_path: Path, device: str, codec: str, tier: str) -> None:
-    rooms = {
-        "ram": {"device_bytes": 0},
-        "disk": {"device_bytes": 0, "ram_bytes": 0},
-        "device": {"device_bytes": 10**8},
-    }
+    rooms = {"ram": {"device_bytes": 0}, "disk": {"device_bytes": 0, "ram_bytes": 0}, "device": {"device_bytes": 10**8}}
     prompt = PROMPTS["every chunk stored"]
     results = []
     for name in dict.fromkeys(("cpu", device)):

@@ -1,7 +1,5 @@
 """Encoding: a prefix computed once gives the KV of a prefix in every row, and batches waste little."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 

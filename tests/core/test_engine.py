@@ -1,7 +1,5 @@
 """The engine's door: hits and misses, names, generation, streams and threads."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Readers of what a thread makes: in threads, and on event loops, where waiting takes none."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Calls that come at the same time are answered as if each had come alone, those that had to wait in one batch."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Models in GGUF files, unpacked by transformers: a tiny Llama, written here."""
 
-from __future__ import annotations
-
 import builtins
 from pathlib import Path
 from typing import Any

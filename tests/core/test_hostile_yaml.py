@@ -1,7 +1,5 @@
 """Settings files that somebody wrote to do harm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +14,7 @@ from cacheblend_rag import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from tests.limits import within
 
-SAMPLES = [
-    pytest.param(40, id="sampled"),
-    pytest.param(1000, marks=pytest.mark.full, id="all"),
-]
+SAMPLES = [pytest.param(40, id="sampled"), pytest.param(1000, marks=pytest.mark.full, id="all")]
 READERS: list[Callable[[Path], Any]] = [
     EngineConfig.from_yaml,
     BlendConfig.from_yaml,

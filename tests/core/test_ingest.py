@@ -1,7 +1,5 @@
 """Adding in the background and on second use: nothing is lost, nothing deleted comes back, prompts go first."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import re

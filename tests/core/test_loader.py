@@ -1,7 +1,5 @@
 """The loader gives the layers that a naive reference gives, however it shares out the work, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

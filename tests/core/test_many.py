@@ -1,7 +1,5 @@
 """Many prompts answered together are answered as one after the other, down to the logits."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

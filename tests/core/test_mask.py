@@ -1,7 +1,5 @@
 """Attention over row blocks against attention over the whole mask."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an engine counts and logs."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

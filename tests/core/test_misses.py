@@ -1,7 +1,5 @@
 """Why a chunk missed, and what a prompt waited for."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

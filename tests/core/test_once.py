@@ -1,7 +1,5 @@
 """A warning that is documented to come once comes once, also from several threads."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

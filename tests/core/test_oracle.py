@@ -1,7 +1,5 @@
 """Exactness of the mechanism on every family: whatever is selected, true KV gives the model's own logits."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Prefetching: what is named comes nearer, a prompt takes over what is not read yet, and damage is the prompt's business."""
 
-from __future__ import annotations
-
 import threading
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """Prompts of any make-up: ids, and the dense reference, for whatever hypothesis comes up with."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import torch

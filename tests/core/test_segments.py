@@ -1,7 +1,5 @@
 """Picking rows by score: against a naive count, over drawn layouts."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

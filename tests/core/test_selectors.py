@@ -1,7 +1,5 @@
 """Selectors that let the question choose, and recomputing in some layers only: against dense references."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel

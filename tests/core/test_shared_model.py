@@ -1,7 +1,5 @@
 """Several engines on one model: they take turns, and what one has put on the model leaves the calls of others alone."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

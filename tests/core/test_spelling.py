@@ -1,7 +1,5 @@
 """The pieces of a text are the text, whatever the tokenizer makes of its beginning and of characters of several tokens."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tenants of one store never see each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

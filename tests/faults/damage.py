@@ -16,8 +16,6 @@ was, and may be run in shards::
     python -m tests.faults.damage --count 100 --state damage.json --shard 0/2
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -7,8 +7,6 @@ well, with what it has in memory. The command is resumed from where it was::
     python -m tests.faults.documents --kills 50 --state kills.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

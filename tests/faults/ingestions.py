@@ -7,8 +7,6 @@ command is resumed from where it was::
     python -m tests.faults.ingestions --framework llama_index --kills 50 --state state.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ the server is stopped and started again, and later killed::
     python -m tests.faults.serving --seconds 600 --clients 32 --backend vllm
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

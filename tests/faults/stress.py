@@ -7,8 +7,6 @@ warning may be logged, and when the fault is over the store must be well without
     python -m tests.faults.stress --seconds 60
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """The fault commands in short, and whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random bit flips and truncations: what is damaged is a miss, never an answer."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A disk that fills up: a real one, a small file system in memory."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """kill -9 at random moments of writing, reading, evicting and collecting, by four processes on one store."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Answers under stress: the command in short, and what it does not look at."""
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every family of transformers: exact, or refused with its reason, none in between; and the table in the docs says the same."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Half precision: the proofs on ten families in bfloat16, within what its eight bits of mantissa leave."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -11,18 +9,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_layer
 
-FAMILIES = (
-    "llama",
-    "gemma3_text",
-    "deepseek_v3",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "phi3",
-    "olmo2",
-    "gpt_neox",
-)
+FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "gpt_neox")
 # Logits of rows that are computed apart: on a CPU the same to the last bit, elsewhere a rounding or two of one part in 256.
 LOGITS_TOLERANCE = 0.01
 # KV that is moved is rounded once more; KV that is computed elsewhere is rounded otherwise in every layer. Neither is nearer to

@@ -1,7 +1,5 @@
 """KV is never served to a model that is not the one that computed it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

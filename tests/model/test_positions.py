@@ -1,7 +1,5 @@
 """Positions of every kind: which KV is reused where, on models whose KV cannot be moved, or not in every prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

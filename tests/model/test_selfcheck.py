@@ -1,7 +1,5 @@
 """A model whose forward changes under us is caught when an engine is made, and answers all the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -54,11 +52,7 @@ def fails_on_some_rows(layer: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("patch", "reason"),
-    [
-        (mixes_rows, "off by"),
-        (knows_the_position, "off by"),
-        (fails_on_some_rows, "rows are missing"),
-    ],
+    [(mixes_rows, "off by"), (knows_the_position, "off by"), (fails_on_some_rows, "rows are missing")],
 )
 def test_a_patched_layer_is_caught_and_prompts_are_prefilled_as_a_whole(
     make_engine: MakeEngine, patch: Callable[[nn.Module], None], reason: str

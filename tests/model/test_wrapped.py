@@ -1,7 +1,5 @@
 """What is done around a model's forward is done whatever PEFT, torch.compile or the user has put around the model."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

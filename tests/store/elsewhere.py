@@ -1,7 +1,5 @@
 """A store in another process, called like one in this."""
 
-from __future__ import annotations
-
 import faulthandler
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """KV to store, and processes to store it from."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """What changed among the names, told to who asks again: the same as comparing all of them."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

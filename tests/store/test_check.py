@@ -1,7 +1,5 @@
 """`check_store` finds what is wrong, and mends it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

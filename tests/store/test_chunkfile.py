@@ -1,7 +1,5 @@
 """The bytes of a chunk's file."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

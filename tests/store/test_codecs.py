@@ -1,7 +1,5 @@
 """Packed KV in files and in RAM: sizes, tiers of different codecs, and files of the format before codecs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

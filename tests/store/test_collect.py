@@ -1,7 +1,5 @@
 """`collect_garbage` removes what nobody can use, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

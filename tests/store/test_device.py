@@ -1,7 +1,5 @@
 """The device tier: copies that are used where they are, and go when what they are copies of goes."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from pathlib import Path

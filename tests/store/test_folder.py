@@ -1,7 +1,5 @@
 """Folders that are something else, full, or not to be written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

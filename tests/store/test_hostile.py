@@ -1,7 +1,5 @@
 """Export files that somebody wrote to do harm."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -40,10 +38,7 @@ JUNK = st.one_of(
     st.sampled_from(["true", "{}", "[[]]", '["x"]', "NaN", "1e999", "9" * 4000, "9" * 10_000, "[-1]", "[1.5]", "["]),
     st.integers(3, 200_000).map(lambda depth: "[" * depth + "]" * depth),
 )
-SAMPLES = [
-    pytest.param(40, id="sampled"),
-    pytest.param(1000, marks=pytest.mark.full, id="all"),
-]
+SAMPLES = [pytest.param(40, id="sampled"), pytest.param(1000, marks=pytest.mark.full, id="all")]
 
 
 def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:

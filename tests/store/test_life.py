@@ -1,7 +1,5 @@
 """Times to live, whatever the clocks show."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Any sequence of calls by two processes, against a dictionary."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -242,7 +240,5 @@ def record_of(space: str, node: str, number: int) -> NodeRecord:
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=8,
-    stateful_step_count=25,
-    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=8, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -1,7 +1,5 @@
 """Names go by whose they are and what their texts were made of, and KV that nobody came to name goes too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is pinned is never dropped for room."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Many processes on one folder: together, killed, and forked."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents of many chunks are read in time and memory that grow with their text."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from itertools import pairwise

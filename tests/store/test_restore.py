@@ -1,7 +1,5 @@
 """An index that is damaged, lost or behind is restored by itself; what was deleted stays so."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

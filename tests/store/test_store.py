@@ -1,7 +1,5 @@
 """What every store promises, in RAM and in a folder."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

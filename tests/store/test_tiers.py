@@ -1,7 +1,5 @@
 """Budgets, recency, and RAM over disk."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A store in one file."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Folders that cannot be written for a while: locked, read-only, full."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import time

@@ -1,7 +1,5 @@
 """Misses are written in the background, and what is deleted meanwhile stays deleted."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -1,7 +1,5 @@
 """What other processes do to a store."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import random

@@ -1,7 +1,5 @@
 """What several of the LangChain tests do with a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

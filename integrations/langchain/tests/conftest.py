@@ -1,7 +1,5 @@
 """A tiny random Llama with the reference tokenizer, and what the LangChain tests say to it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from string import ascii_lowercase

@@ -1,7 +1,5 @@
 """Answers through a LangChain chain: of chunks that remember their documents, of full prefill of them, and of the documents."""
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A batch is answered together, and every input of it is still a run of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The catalog keeps in step with the engine by whatever door chunks come and go."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Whole chains, as the LangChain tutorials write them: retrieve, stuff, ask."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import uuid
@@ -39,9 +37,7 @@ QUESTION = "Where does the goat live?"
 @pytest.fixture
 def store(engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str]) -> Iterator[BlendVectorStore]:
     chroma = Chroma(
-        collection_name=f"test-{uuid.uuid4().hex}",
-        embedding_function=embedding,
-        client=chromadb.EphemeralClient(),
+        collection_name=f"test-{uuid.uuid4().hex}", embedding_function=embedding, client=chromadb.EphemeralClient()
     )
     store = BlendVectorStore(chroma, engine=engine)
     store.add_documents([Document(text, metadata={"name": name}) for name, text in chunks.items()])

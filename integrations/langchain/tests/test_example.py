@@ -1,7 +1,5 @@
 """The examples and the tutorial's chain run as they are written, on real MiniLM, Chroma and the reference model."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

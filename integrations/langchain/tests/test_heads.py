@@ -1,7 +1,5 @@
 """What a chain's prompt template writes before the documents is kept where it is certain that nobody else wrote it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """No KV is stale: any sequence of calls on a LangChain store, against a library that works everything out anew."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Collection
@@ -173,9 +171,6 @@ def test_nothing_is_stale(part: int, examples: int, steps: int) -> None:
     run(
         seed(part)(StoreMachine),
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            database=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=examples, stateful_step_count=steps, database=None, suppress_health_check=list(HealthCheck)
         ),
     )

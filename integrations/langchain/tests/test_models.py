@@ -1,7 +1,5 @@
 """`BlendLLM` and `ChatBlend`: what they ask the engine, and what they tell LangChain."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

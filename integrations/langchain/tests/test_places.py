@@ -1,7 +1,5 @@
 """Which document each text of a vector store is a piece of, and where: through splitters, loaders, retrievers and `index`."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -463,11 +461,7 @@ def test_of_several_entries_of_a_text_that_of_the_fullest_document_serves(
 
 
 def test_an_engine_made_by_name_joins_chunks_as_chains_do() -> None:
-    for config, separator in (
-        (None, "\n\n"),
-        (EngineConfig(strict=True), "\n\n"),
-        ({"separator": "\n"}, "\n"),
-    ):
+    for config, separator in ((None, "\n\n"), (EngineConfig(strict=True), "\n\n"), ({"separator": "\n"}, "\n")):
         llm = ChatBlend(model="reference", engine_config=config)
         assert llm.engine.config.separator == separator
         llm.engine.close()

@@ -1,7 +1,5 @@
 """How models are run: caches, tracing, events, time limits, cancellation, being written down."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading
@@ -229,11 +227,7 @@ async def test_invoke_streams_where_it_is_asked_to(engine: BlendEngine) -> None:
 @KINDS
 def test_a_call_that_takes_too_long_is_given_up(kind: Kind, engine: BlendEngine) -> None:
     llm = kind(engine=engine, max_tokens=1500, timeout=0.05)
-    for ask in (
-        lambda: llm.invoke("Who?"),
-        lambda: list(llm.stream("Who?")),
-        lambda: asyncio.run(llm.ainvoke("Who?")),
-    ):
+    for ask in (lambda: llm.invoke("Who?"), lambda: list(llm.stream("Who?")), lambda: asyncio.run(llm.ainvoke("Who?"))):
         with pytest.raises(AnswerTimeoutError, match=r"timeout=0\.05 s"):
             ask()
     assert isinstance(AnswerTimeoutError("x"), TimeoutError)

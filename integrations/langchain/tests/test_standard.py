@@ -6,8 +6,6 @@ only a larger model can do is expected to fail. Its strings would not end where 
 signs that end them keeps them short. Everything else of the form is our side's work.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import uuid

@@ -1,7 +1,5 @@
 """Answers in a given form."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, TypedDict
 
 import pytest

@@ -1,7 +1,5 @@
 """Tools: what the model is shown, how it is made to call one, what LangChain is told of its calls."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

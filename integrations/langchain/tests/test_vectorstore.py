@@ -1,7 +1,5 @@
 """`BlendVectorStore` over real Chroma and over InMemory: KV and documents agree."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import uuid
@@ -35,9 +33,7 @@ from langchain_cacheblend.search import SearchesInner
 
 INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
     "chroma": lambda embedding: Chroma(
-        collection_name=f"test-{uuid.uuid4().hex}",
-        embedding_function=embedding,
-        client=chromadb.EphemeralClient(),
+        collection_name=f"test-{uuid.uuid4().hex}", embedding_function=embedding, client=chromadb.EphemeralClient()
     ),
     "in_memory": InMemoryVectorStore,
     "faiss": lambda embedding: FAISS(

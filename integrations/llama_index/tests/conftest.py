@@ -1,7 +1,5 @@
 """A tiny random model behind the reference tokenizer, real Chroma, and an embedding that needs no model."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import uuid

@@ -1,7 +1,5 @@
 """Nodes and documents, always the same, with questions about them that the reference model can answer."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

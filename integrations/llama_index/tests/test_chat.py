@@ -1,7 +1,5 @@
 """Chat engines: the answers of the model's own generate and of LlamaIndex's engines, what turns reuse, and what memory keeps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -307,9 +305,7 @@ def failing(
 
 # LlamaIndex's thread raises what it has told the reader already.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_stream_that_fails_takes_its_message_back(
-    failing: tuple[_Fails, BlendContextChatEngine, list[str]],
-) -> None:
+def test_a_stream_that_fails_takes_its_message_back(failing: tuple[_Fails, BlendContextChatEngine, list[str]]) -> None:
     fails, chat, before = failing
     fails.armed, fails.calls = True, 0
     with pytest.raises(RuntimeError, match="no more"):

@@ -1,7 +1,5 @@
 """Whatever way nodes come in, each is encoded behind what stands before it in its document, and behind nothing else."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence

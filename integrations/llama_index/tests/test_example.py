@@ -1,7 +1,5 @@
 """What people copy runs as it is written, on real MiniLM and Chroma: the examples and the README's starter script."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -60,11 +58,7 @@ def test_objects_have_the_form_that_was_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("readme", READMES, ids=["project", "package"])
 def test_the_starter_script_of_the_readme(
-    readme: Path,
-    chroma: ChromaVectorStore,
-    embedding: WordEmbedding,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    readme: Path, chroma: ChromaVectorStore, embedding: WordEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Where the script keeps KV.
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,5 @@
 """What was made of a document goes with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

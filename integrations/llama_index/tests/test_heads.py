@@ -1,7 +1,5 @@
 """What stands before the context is kept where it is certain that the template alone writes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc
@@ -54,11 +52,7 @@ def test_complete_is_the_models_own_generate(
     response = llm.complete("Mara was born in")
     assert response.raw["token_ids"] == greedy(model, ids, 12)
     assert response.text == tokenizer.decode(response.raw["token_ids"], skip_special_tokens=True)
-    assert response.raw["usage"] == {
-        "prompt_tokens": len(ids),
-        "completion_tokens": 12,
-        "total_tokens": len(ids) + 12,
-    }
+    assert response.raw["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 12, "total_tokens": len(ids) + 12}
 
 
 def test_chat_has_exactly_one_bos(llm: BlendLLM, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -5,8 +5,6 @@ behind just what stands before them in their documents now, and say what it says
 KV that no node stands for must be gone.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import uuid

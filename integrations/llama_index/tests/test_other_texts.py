@@ -1,7 +1,5 @@
 """An index whose text, as the model is shown it, is not the one that was stored."""
 
-from __future__ import annotations
-
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -33,10 +31,7 @@ def make_index(store: BlendVectorStore, embedding: WordEmbedding) -> VectorStore
 
 def ask(llm: BlendLLM, index: VectorStoreIndex) -> dict[str, object]:
     engine = index.as_query_engine(
-        llm=llm,
-        response_synthesizer=BlendSynthesizer(llm=llm),
-        node_postprocessors=[POSTPROCESSOR],
-        similarity_top_k=3,
+        llm=llm, response_synthesizer=BlendSynthesizer(llm=llm), node_postprocessors=[POSTPROCESSOR], similarity_top_k=3
     )
     report: dict[str, object] = engine.query("Who runs the harbour office?").metadata["blend"]
     return report

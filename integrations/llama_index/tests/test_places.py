@@ -1,7 +1,5 @@
 """From nodes to their places in documents, as LlamaIndex's own parsers make them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

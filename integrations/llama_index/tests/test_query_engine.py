@@ -1,7 +1,5 @@
 """Query engines over 200 nodes: each form of call says what the model says, and calls do not disturb each other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,9 +27,7 @@ TOP_K = 8
 def blended_index(llm: BlendLLM, embedding: WordEmbedding) -> VectorStoreIndex:
     store = BlendVectorStore(SimpleVectorStore(stores_text=True), engine=llm.engine)
     return VectorStoreIndex(
-        corpus().fresh_nodes(),
-        storage_context=StorageContext.from_defaults(vector_store=store),
-        embed_model=embedding,
+        corpus().fresh_nodes(), storage_context=StorageContext.from_defaults(vector_store=store), embed_model=embedding
     )
 
 
@@ -73,12 +69,7 @@ async def ask(engine: Any, question: str, form: str) -> tuple[str, Any]:
 @pytest.mark.parametrize("ratio", [1.0, pytest.param(EVERY_ROW, marks=pytest.mark.full)])
 @pytest.mark.parametrize("count", [3, pytest.param(30, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 async def test_every_form_answers_as_the_model_itself_and_as_compact_mode(
-    reference: BlendLLM,
-    reference_index: VectorStoreIndex,
-    events: EventLog,
-    form: str,
-    ratio: float,
-    count: int,
+    reference: BlendLLM, reference_index: VectorStoreIndex, events: EventLog, form: str, ratio: float, count: int
 ) -> None:
     install()
     llm = BlendLLM(

@@ -1,7 +1,5 @@
 """Chunks that remember their document answer what full prefill of the same chunks cannot, as a retriever ranks them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

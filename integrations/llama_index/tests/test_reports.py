@@ -1,7 +1,5 @@
 """The report of an answer, in every response mode, query engine and chat engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The retriever that has KV fetched: what it retrieves, and that fetching goes on while postprocessors work."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Chroma, Qdrant and LlamaIndex's own store, each wrapped: whatever an index or a pipeline does to them, nodes and KV agree."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import uuid

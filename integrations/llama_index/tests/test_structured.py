@@ -1,7 +1,5 @@
 """Answers that are objects: whole or streamed, blended or not, and what is said of a model that writes something else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

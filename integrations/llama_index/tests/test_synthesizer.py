@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -185,10 +183,7 @@ def test_text_changed_under_the_same_id_is_not_served_stale(
     llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog
 ) -> None:
     add(llm, nodes)
-    changed = [
-        NodeWithScore(node=TextNode(id_="n0", text="Mara Lindell was born in Lisbon.")),
-        *nodes[1:],
-    ]
+    changed = [NodeWithScore(node=TextNode(id_="n0", text="Mara Lindell was born in Lisbon.")), *nodes[1:]]
     CompactAndRefine(llm=llm).synthesize(QUESTION, changed)
     report = BlendSynthesizer(llm=llm).synthesize(QUESTION, changed).metadata["blend"]
     theirs, ours = answers(events)

@@ -1,7 +1,5 @@
 """Warming an index that is there already: nothing is embedded, everything is encoded, and once is enough."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the benches share: settings, words, rounds, and what is told of many times."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bench of a server: arrivals that follow their laws, and rows from a server of ours and as any client would ask it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

@@ -1,7 +1,5 @@
 """The benches of the index, of finding, codecs, encoding, loading, prefetching and batches, each in its smallest size."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The bench of eviction on a tiny shape: the figures are complete and those of the settings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

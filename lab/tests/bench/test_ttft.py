@@ -1,7 +1,5 @@
 """The bench on a tiny shape: what is compared is the same prompt, and the figures are complete."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

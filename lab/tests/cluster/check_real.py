@@ -4,8 +4,6 @@ It starts a redis-server and one server over it, measures a replica's costs, the
 as fast as it answers, and prints what was measured, what the simulator says, and their ratio. Nothing else should run meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile
@@ -67,10 +65,7 @@ def main() -> None:
         chunk_bytes = costs.stored_bytes_per_token * sum(each.reused_tokens for each in scans)
         chunk_bytes /= sum(each.ram + each.disk + each.remote for each in scans)
         room = Capacities((IN_RAM + 0.5) * chunk_bytes, (ON_DISK + 0.5) * chunk_bytes)
-        with (
-            redis(folder / "cores") as (url, _),
-            Servers(folder / "cores", MODEL, max(sizes), room, url) as servers,
-        ):
+        with redis(folder / "cores") as (url, _), Servers(folder / "cores", MODEL, max(sizes), room, url) as servers:
             store_corpus(servers.urls, WORKLOAD, WORDS)
             cores = measure_cores(servers.urls, WORKLOAD, IN_RAM, CLIENTS_PER_REPLICA, CORES_REQUESTS)
         print(f"what replicas do together: {', '.join(f'{power:.2f}' for power in cores.powers)}", flush=True)

@@ -1,7 +1,5 @@
 """What is near: Che's approximation against caches that are played through, and those against a list."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Costs: read back as written, refused where wrong, by formula, and fitted to scans."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Real servers, asked as the simulator's are: where their chunks are is what the simulator says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

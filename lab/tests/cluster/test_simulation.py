@@ -1,7 +1,5 @@
 """The simulator against what can be worked out by hand: one server's queue, shared cores, batches, the remote tier's link."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -28,13 +26,7 @@ FIXED = Costs(
     answers_at_once=1,
 )
 WORKLOAD = Workload(
-    corpus_chunks=400,
-    chunks_per_document=4,
-    chunk_tokens=16,
-    chunks=4,
-    documents=2,
-    question_tokens=0,
-    output_tokens=1,
+    corpus_chunks=400, chunks_per_document=4, chunk_tokens=16, chunks=4, documents=2, question_tokens=0, output_tokens=1
 )
 ALL_FITS = Capacities(1e9, 1e9)
 

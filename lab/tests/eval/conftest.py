@@ -1,7 +1,5 @@
 """An untrained model with the reference tokenizer, for tests of the evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The runner: what is skipped is counted, what is empty is wrong, and a run that was killed ends like one that was not."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Generated evaluations: every answer stands in the text, lengths are kept, and a seed decides everything."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import cache
@@ -14,12 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_lab.eval.generated import (
-    NEEDLE_ACROSS,
-    RULER_SUBTASKS,
-    needle_task,
-    ruler_task,
-)
+from cacheblend_lab.eval.generated import NEEDLE_ACROSS, RULER_SUBTASKS, needle_task, ruler_task
 from cacheblend_lab.eval.generated.haystack import invented_words
 from cacheblend_lab.eval.metrics import needle_recall
 from cacheblend_lab.eval.plots import draw_needle_heat_map

@@ -1,7 +1,5 @@
 """What is measured inside the model is what a naive computation gives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Journals: what is written is read again, and what is damaged is never taken for an answer."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

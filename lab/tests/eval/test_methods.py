@@ -1,7 +1,5 @@
 """Methods by their names."""
 
-from __future__ import annotations
-
 import pytest
 
 from cacheblend_lab.eval import EvalMethod, EvalSetting, grid_methods, parse_method, parse_methods

@@ -1,7 +1,5 @@
 """Figures carry the data that they are given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompt Cache's own evaluation: documents as modules, the words around them computed, cached against uncached."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``eval reference`` on few questions: every method answers every question, and the charges are what they say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

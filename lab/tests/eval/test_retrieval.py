@@ -1,7 +1,5 @@
 """``eval reference --retrieval``: what questions are answered from, how their chunks are encoded, and what that is worth."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each method against what it is by definition: prefix caching is full prefill, the baselines run on a real model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped weights: they load offline, are small, and answer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

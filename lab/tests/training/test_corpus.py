@@ -1,7 +1,5 @@
 """The generated corpus: determinism, disjoint halves, and questions that can be answered from their support."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -10,13 +8,7 @@ import pytest
 
 from cacheblend_lab.reference.corpus import CORPUS_FILE, demo_documents, demo_questions
 from cacheblend_lab.reference.prompt import value_of
-from cacheblend_lab.training.corpus import (
-    NOTES,
-    Example,
-    demo_corpus,
-    eval_examples,
-    make_example,
-)
+from cacheblend_lab.training.corpus import NOTES, Example, demo_corpus, eval_examples, make_example
 from cacheblend_lab.training.curriculum import STAGES
 from cacheblend_lab.training.questions import KINDS
 from cacheblend_lab.training.templates import ATTRIBUTES, COMPARISONS, question_templates, statement_templates

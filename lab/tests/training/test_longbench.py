@@ -1,7 +1,5 @@
 """The held-out questions in LongBench's format are read by what reads LongBench."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Contexts of paragraphs: what they look like, what a reader can know of retrieved chunks, and what is asked."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter
@@ -11,12 +9,7 @@ import pytest
 
 from cacheblend_lab.reference.corpus import Document
 from cacheblend_lab.reference.prompt import value_of
-from cacheblend_lab.training.corpus import (
-    Example,
-    eval_examples,
-    make_example,
-    retrieved_order,
-)
+from cacheblend_lab.training.corpus import Example, eval_examples, make_example, retrieved_order
 from cacheblend_lab.training.fillers import filler, filler_parts
 from cacheblend_lab.training.paragraphs import ORDERS, Paragraphs, build_paragraphs
 from cacheblend_lab.training.questions import KINDS, NOT_STATED, ask

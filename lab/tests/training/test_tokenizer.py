@@ -1,7 +1,5 @@
 """The tokenizer and the prompt formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches, attention, the optimizer and the training loop, on models of a few thousand weights."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -13,15 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cacheblend_lab.reference.prompt import FORMATS, value_of
-from cacheblend_lab.training.batch import (
-    BRANCHED,
-    IGNORED,
-    Batch,
-    collate,
-    copy_batch,
-    encode_example,
-    verdict_batch,
-)
+from cacheblend_lab.training.batch import BRANCHED, IGNORED, Batch, collate, copy_batch, encode_example, verdict_batch
 from cacheblend_lab.training.corpus import NOTES, eval_examples, make_example
 from cacheblend_lab.training.curriculum import STAGES, Stage
 from cacheblend_lab.training.paragraphs import Paragraphs

@@ -1,7 +1,5 @@
 """Chats over a few chunks, and what the turns of one leave."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines that know the chunks of these chats."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

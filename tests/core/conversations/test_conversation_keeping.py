@@ -1,7 +1,5 @@
 """Conversations: streams, resets, budgets and times to live."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Conversations: which rows of earlier turns a turn may take over, and which must be dropped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversations: what turns take over, against the model's own generate and against a naive dense reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,5 @@
 """Prompts of stored chunks compute their question and nothing else, and whole documents give the model's own logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache

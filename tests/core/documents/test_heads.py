@@ -1,7 +1,5 @@
 """Fixed text that prompts begin with: its KV is kept exactly, and like a chunk's."""
 
-from __future__ import annotations
-
 import threading
 from functools import cache
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What is stored of a chunk are its rows of one plain forward over preamble, context and chunk."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -1,7 +1,5 @@
 """How long the KV of a document's chunks lives, and what becomes of it where others change the document meanwhile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The model is small, so that after every step all that is stored is compared with
 encoded behind.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """All that is done with chunks is done with the chunks of documents, in their context."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A document in an exported file comes whole, and what comes in parts is read anew."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Remote tiers, on the servers that really run them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Remote tiers that are down, slow, full, or hold something else than what was put."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

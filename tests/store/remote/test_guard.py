@@ -1,7 +1,5 @@
 """The circuit breaker."""
 
-from __future__ import annotations
-
 import pytest
 
 from cacheblend_rag.errors import RemoteUnavailableError

@@ -1,7 +1,5 @@
 """A store over a remote tier."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import random

@@ -1,7 +1,5 @@
 """What every remote tier does: Redis, a folder, memory, S3."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

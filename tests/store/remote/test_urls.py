@@ -1,7 +1,5 @@
 """Addresses of remote tiers: what they mean, and what of them is never shown."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

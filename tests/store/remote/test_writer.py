@@ -1,7 +1,5 @@
 """Uploads in the background."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

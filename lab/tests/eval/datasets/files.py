@@ -1,7 +1,5 @@
 """Small data sets in their public formats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

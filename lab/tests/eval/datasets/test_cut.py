@@ -1,7 +1,5 @@
 """Cutting and packing lose nothing and keep to the length."""
 
-from __future__ import annotations
-
 import re
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Files and records with something wrong: always a DatasetError that says where, never another error and never silence."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every data set read from a small file in its public format."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
