@@ -122,23 +122,6 @@ def test_any_mix_of_lengths_hits_and_misses(family: str, data: st.DataObject) ->
     assert_as_one_by_one(make, prompts, tokens=4)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-def test_the_reference_model_answers_as_one_by_one(ratio: float) -> None:
-    values = engine_settings(recompute_ratio=ratio, self_check=False)
-    with BlendEngine.from_pretrained("reference", **values) as engine:
-        texts = [f"Person number {number} was born in the town of Oslo and works there." for number in range(4)]
-        engine.add(Chunk(text, str(number)) for number, text in enumerate(texts[:2]))
-        chunks = [Chunk(text, str(number)) for number, text in enumerate(texts)]
-        prompts = [
-            BlendPrompt("Read this:\n", chunks[: 1 + number], "\nWhere was " * (1 + number)) for number in range(4)
-        ]
-        for options in ({}, {"stop_strings": ["e", "an"]}):
-            together = engine.generate_many(prompts, 12, do_sample=False, **options)
-            wanted = [engine.generate(prompt, 12, do_sample=False, **options) for prompt in prompts]
-            assert [result.token_ids for result in together] == [result.token_ids for result in wanted]
-            assert {result.report.batch_size for result in together} == {4}
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -12,7 +12,6 @@ from cacheblend_rag.errors import ChunkReadError, ConfigError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import check_store
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
-from cacheblend_rag.store.ram import RamTier
 from tests.store.kit import files_of, key_of, open_store, read, same
 
 KEY = key_of(1)
@@ -243,17 +242,6 @@ def test_room_is_reserved_for_what_ram_will_keep(tmp_path: Path) -> None:
         assert same(read(reader), through(kv, "int4"))
         assert store.stats().ram_bytes == held
         store.close()
-
-
-def test_ram_does_not_keep_larger_tensors_alive_when_it_packs() -> None:
-    batch = torch.randn(100, 2, 6, 8)
-    ram = RamTier(10**6, make_codec("int8"))
-    assert ram.put("k", ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])]))
-    kept = ram.get("k")
-    assert kept is not None
-    for part in kept.kv.layers[0].parts.values():
-        assert part.untyped_storage().nbytes() <= kept.kv.layers[0].nbytes
-    assert ram.nbytes() == kept.nbytes < batch[3].nbytes * 2
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
