@@ -2,13 +2,18 @@
 
 from typing import Any
 
+import pytest
 import torch
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from langchain_cacheblend import BlendLLM, ChatBlend
 
-__all__ = ["EXACT", "Reports", "TOOL_TEMPLATE", "chunk_ids", "own_answer"]
+__all__ = ["EXACT", "Kind", "KINDS", "Reports", "TOOL_TEMPLATE", "chunk_ids", "own_answer", "text_of"]
+
+Kind = type[BlendLLM] | type[ChatBlend]
+KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
 
 EXACT = BlendConfig(recompute_ratio=1.0, selector="full")
 
@@ -57,3 +62,7 @@ def own_answer(engine: BlendEngine, prompt: BlendPrompt, tokens: int) -> str:
     ids = torch.tensor([engine.prompt_ids(prompt)])
     output = engine.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
     return str(engine.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def text_of(answer: Any) -> str:
+    return answer if isinstance(answer, str) else answer.text

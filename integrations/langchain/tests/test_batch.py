@@ -18,11 +18,11 @@ from transformers import StoppingCriteria
 
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import PromptTooLongError
+from integrations.langchain.tests.asking import KINDS, Kind, text_of
 from langchain_cacheblend import BlendLLM, ChatBlend
 from langchain_cacheblend.batch import Meeting
 
 TOKENS = 6
-KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
 QUESTIONS = ["Who?", "Where is it?", "What is the goat called, and where does it live?", "And then?", "Why?"]
 
 
@@ -35,10 +35,6 @@ def _chunks(engine: BlendEngine, chunks: dict[str, str]) -> None:
 def prompts(chunks: dict[str, str]) -> list[str]:
     texts = list(chunks.values())
     return ["\n\n".join([*texts[: number % 4], question]) for number, question in enumerate(QUESTIONS)]
-
-
-def text_of(answer: Any) -> str:
-    return answer if isinstance(answer, str) else answer.text
 
 
 class Calls:
@@ -70,7 +66,7 @@ def calls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @KINDS
 def test_a_batch_is_asked_once_and_answered_as_one_by_one(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, calls: Calls, prompts: list[str]
+    kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]
 ) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
@@ -103,7 +99,7 @@ def test_generate_of_many_prompts_is_asked_once(engine: BlendEngine, calls: Call
 @KINDS
 @pytest.mark.parametrize("stop", [["e"], ["a", "t"]])
 def test_stop_strings_count_for_each_answer(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, prompts: list[str], stop: list[str]
+    kind: Kind, engine: BlendEngine, prompts: list[str], stop: list[str]
 ) -> None:
     llm = kind(engine=engine, max_tokens=40)
     wanted = [text_of(llm.invoke(prompt, stop=stop)) for prompt in prompts]
@@ -135,7 +131,7 @@ class Runs(BaseCallbackHandler):
 @KINDS
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_each_input_is_a_run_with_its_own_config_and_error(
-    kind: type[BlendLLM] | type[ChatBlend], asynchronous: bool, engine: BlendEngine, calls: Calls, prompts: list[str]
+    kind: Kind, asynchronous: bool, engine: BlendEngine, calls: Calls, prompts: list[str]
 ) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
@@ -165,7 +161,7 @@ def test_each_input_is_a_run_with_its_own_config_and_error(
 @KINDS
 @pytest.mark.parametrize(("limit", "sizes"), [(2, [2, 2, 1]), (1, [1] * 5), (9, [5])])
 def test_no_more_runs_at_once_than_asked(
-    kind: type[BlendLLM] | type[ChatBlend],
+    kind: Kind,
     limit: int,
     sizes: list[int],
     engine: BlendEngine,
@@ -182,7 +178,7 @@ def test_no_more_runs_at_once_than_asked(
 
 @KINDS
 def test_what_a_cache_answers_is_not_waited_for(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, calls: Calls, prompts: list[str]
+    kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]
 ) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS, cache=InMemoryCache())
     first = [text_of(answer) for answer in llm.batch(prompts[:3])]
@@ -211,7 +207,7 @@ class AsksToo(BaseCallbackHandler):
 
 @KINDS
 def test_a_model_that_is_asked_inside_a_run_does_not_take_its_place(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, calls: Calls, prompts: list[str]
+    kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]
 ) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
@@ -238,9 +234,7 @@ class Slow(StoppingCriteria):
 
 
 @KINDS
-def test_a_cancelled_batch_frees_the_engine(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, prompts: list[str]
-) -> None:
+def test_a_cancelled_batch_frees_the_engine(kind: Kind, engine: BlendEngine, prompts: list[str]) -> None:
     slow = Slow()
     llm = kind(engine=engine, max_tokens=1000, generation_kwargs={"stopping_criteria": [slow], "eos_token_id": -1})
 
@@ -289,7 +283,7 @@ TOO_LONG = "word " * 3000
 @KINDS
 @pytest.mark.parametrize("chained", [False, True])
 def test_a_run_that_fails_does_not_leave_others_waiting_for_runs_that_are_cancelled(
-    kind: type[BlendLLM] | type[ChatBlend], chained: bool, engine: BlendEngine, prompts: list[str]
+    kind: Kind, chained: bool, engine: BlendEngine, prompts: list[str]
 ) -> None:
     llm: Any = kind(engine=engine, max_tokens=TOKENS)
     asked: list[Any] = [TOO_LONG, prompts[0], TOO_LONG, *prompts]

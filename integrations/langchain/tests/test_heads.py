@@ -13,6 +13,7 @@ from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, Promp
 from langchain_core.runnables import RunnableLambda
 
 from cacheblend_rag import BlendEngine, Chunk, FixedText
+from integrations.langchain.tests.asking import KINDS
 from langchain_cacheblend import BlendLLM, ChatBlend, create_blend_documents_chain
 
 DOCUMENTS = [Document("The goat lives behind the mill.", id="g"), Document("The mill was built in May.", id="m")]
@@ -61,7 +62,7 @@ def head_of(llm: ChatBlend | BlendLLM, given: LanguageModelInput) -> str | None:
     return segments[0].text
 
 
-@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+@KINDS
 @pytest.mark.parametrize("name", FIXED)
 def test_a_templates_own_words_are_fixed(engine: BlendEngine, kind: Any, name: str) -> None:
     llm = kind(engine=engine, max_tokens=4)
@@ -73,7 +74,7 @@ def test_a_templates_own_words_are_fixed(engine: BlendEngine, kind: Any, name: s
         assert head and "facts only" in head and QUESTION not in head and "Mara" not in head
 
 
-@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+@KINDS
 @pytest.mark.parametrize("name", ANYBODYS)
 def test_what_may_be_anybodys_is_not(engine: BlendEngine, kind: Any, name: str) -> None:
     llm = kind(engine=engine, max_tokens=4)
@@ -131,7 +132,7 @@ def test_a_document_written_with_its_title_is_no_part_of_the_head(engine: BlendE
     assert head_of(llm, seen[0]) is None
 
 
-@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+@KINDS
 def test_a_chain_takes_its_head_from_the_store(engine: BlendEngine, kind: Any) -> None:
     llm = kind(engine=engine, max_tokens=4)
     prompt = FIXED["text"]

@@ -30,13 +30,12 @@ from transformers import LlamaForCausalLM
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
-from integrations.langchain.tests.asking import chunk_ids, own_answer
+from integrations.langchain.tests.asking import KINDS, Kind, chunk_ids, own_answer, text_of
 from langchain_cacheblend import BlendLLM, ChatBlend, documents_to_blocks
 
 TEMPLATE = "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
 QUESTION = "Where does the goat live?"
 TOKENS = 12
-KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
 
 
 @pytest.fixture
@@ -44,10 +43,6 @@ def context(engine: BlendEngine, chunks: dict[str, str]) -> str:
     """Stored chunks between noise, as a template would put them."""
     engine.add(Chunk(text, id) for id, text in chunks.items())
     return "\n\n".join(["A text that nobody stored.", *chunks.values()])
-
-
-def text_of(answer: Any) -> str:
-    return answer if isinstance(answer, str) else answer.text
 
 
 def info_of(llm: BaseLanguageModel[Any], text: str, **options: Any) -> dict[str, Any]:
@@ -58,7 +53,7 @@ def info_of(llm: BaseLanguageModel[Any], text: str, **options: Any) -> dict[str,
 
 @KINDS
 def test_a_chain_blends_and_at_ratio_one_says_what_the_model_says(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str, chunks: dict[str, str]
+    kind: Kind, engine: BlendEngine, context: str, chunks: dict[str, str]
 ) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     template = (
@@ -92,9 +87,7 @@ def test_the_chat_prompt_is_the_chat_template(engine: BlendEngine, context: str)
 
 
 @KINDS
-def test_stream_async_and_batch_equal_invoke(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str
-) -> None:
+def test_stream_async_and_batch_equal_invoke(kind: Kind, engine: BlendEngine, context: str) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     prompts: list[Any] = [f"{context}\n{question}" for question in ("Who?", "Where?", "What?")]
     wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
@@ -150,9 +143,7 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
 
 
 @KINDS
-def test_stop_strings_end_the_answer_and_are_not_shown(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str
-) -> None:
+def test_stop_strings_end_the_answer_and_are_not_shown(kind: Kind, engine: BlendEngine, context: str) -> None:
     free = kind(engine=engine, max_tokens=16)
     whole = text_of(free.invoke(context))
     stop = whole[len(whole) // 2 :][:3]
@@ -170,9 +161,7 @@ def test_stop_strings_end_the_answer_and_are_not_shown(
 
 
 @KINDS
-def test_generation_options_at_construction_and_per_call(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str
-) -> None:
+def test_generation_options_at_construction_and_per_call(kind: Kind, engine: BlendEngine, context: str) -> None:
     greedy = text_of(kind(engine=engine, max_tokens=TOKENS).invoke(context))
     sampling = kind(
         engine=engine, max_tokens=TOKENS, temperature=3.0, top_k=0, generation_kwargs={"repetition_penalty": 1.1}
@@ -189,9 +178,7 @@ def test_generation_options_at_construction_and_per_call(
 
 
 @KINDS
-def test_what_has_no_meaning_is_refused_when_the_model_is_made(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine
-) -> None:
+def test_what_has_no_meaning_is_refused_when_the_model_is_made(kind: Kind, engine: BlendEngine) -> None:
     for options in (
         {"max_tokens": 0},
         {"temprature": 0.5},
@@ -226,7 +213,7 @@ def test_what_has_no_meaning_is_refused_when_the_model_is_made(
         ({"stopping_criteria": 1, "stop": ["x"]}, "stopping_criteria is the int 1"),
     ],
 )
-@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+@KINDS
 def test_what_has_no_meaning_is_refused_in_a_call_as_when_the_model_is_made(
     kind: Callable[..., BaseLanguageModel[Any]], engine: BlendEngine, options: dict[str, Any], said: str
 ) -> None:
@@ -286,9 +273,7 @@ class Tokens(BaseCallbackHandler):
 
 
 @KINDS
-def test_callbacks_see_the_tokens_of_a_stream(
-    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, context: str
-) -> None:
+def test_callbacks_see_the_tokens_of_a_stream(kind: Kind, engine: BlendEngine, context: str) -> None:
     handler = Tokens()
     pieces = [
         text_of(piece) for piece in kind(engine=engine, max_tokens=TOKENS).stream(context, {"callbacks": [handler]})

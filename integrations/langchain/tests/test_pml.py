@@ -18,6 +18,7 @@ from langchain_core.runnables import RunnablePassthrough
 from cacheblend_pml import Import, Schema, Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PMLError, PromptError
+from integrations.langchain.tests.asking import KINDS, Kind
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, PMLPromptTemplate
 
 SCHEMA = Schema.from_text(
@@ -62,10 +63,8 @@ def test_variables_are_text_and_never_markup() -> None:
     assert text.endswith(f"Question: {evil}") and "Answer in ten words" in text and "letter" not in text
 
 
-@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
-def test_retrieved_documents_are_modules_whose_kv_is_there(
-    kind: type[BlendLLM] | type[ChatBlend], store: BlendVectorStore
-) -> None:
+@KINDS
+def test_retrieved_documents_are_modules_whose_kv_is_there(kind: Kind, store: BlendVectorStore) -> None:
     llm = kind(engine=store.engine, max_tokens=6, blend_config=REUSE, temperature=0)
     template = PMLPromptTemplate.from_markup(SCHEMA, MARKUP, documents="notes", separator="\n")
     chain = (

@@ -21,16 +21,11 @@ from transformers import LlamaForCausalLM
 from cacheblend_lab.settings import settings_of
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from integrations.langchain.tests.asking import KINDS, Kind, text_of
 from langchain_cacheblend import BlendLLM, ChatBlend
 from tests.core.test_engine import Held
 
-KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
 TOKENS = 8
-Kind = type[BlendLLM] | type[ChatBlend]
-
-
-def text_of(answer: Any) -> str:
-    return answer if isinstance(answer, str) else answer.text
 
 
 class Counting(InMemoryCache):
