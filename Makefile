@@ -98,7 +98,7 @@ OTHERS := lab $(addprefix integrations/,llama_index langchain attachments pml se
 .PHONY: check
 check: lint  ## lint, the table of ceilings, and the tests of the core in two processes, sampled where a count is large
 	$(BIN)/python -m tests.ceilings
-	$(PYTEST) tests
+	$(PYTEST) --dist worksteal tests
 
 .PHONY: check-others
 check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, prompt markup, the server and the cluster (ARGS=integrations/langchain/tests for one of them)
