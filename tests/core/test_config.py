@@ -2,12 +2,13 @@
 
 import pickle
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
@@ -15,6 +16,7 @@ from cacheblend_rag import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.selection.hkvd import HKVDSelector
+from tests.limits import within
 
 
 def test_the_environment_fills_in_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +58,31 @@ def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         BlendConfig.from_yaml(path)
+
+
+@settings(max_examples=150)
+@given(st.binary(max_size=80) | st.text("ab:-[]{}&*!?|>'\"%@, \n#<1.0x_~", max_size=60).map(str.encode))
+def test_whatever_a_file_holds_no_other_error_is_raised(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("settings") / "blend.yaml"
+    path.write_bytes(data)
+    for kind in (EngineConfig, BlendConfig):
+        with suppress(ConfigError):
+            kind.from_yaml(path)
+
+
+def test_files_that_grow_as_they_are_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "blend.yaml"
+    laughs = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 20)}]\n" for n in range(1, 30))
+    for text in (f"a0: &a0 [x, x]\n{laughs}preamble: *a29\n", "a: " + "[" * 50_000, "a: 0x" + "1" * 60_000):
+        path.write_text(text)
+        with within(200_000_000, 1.0), pytest.raises(ConfigError) as caught:
+            EngineConfig.from_yaml(path)
+        assert len(str(caught.value)) < 4000
+    numbers = list(range(3000))
+    path.write_text(f"preamble: {numbers}\n")
+    assert EngineConfig.from_yaml(path).preamble == tuple(numbers)
+    path.write_text("recompute_ratio: &r 0.2\nquality_ratio: *r\n")
+    assert BlendConfig.from_yaml(path).quality_ratio == 0.2
 
 
 def test_a_missing_yaml_file(tmp_path: Path) -> None:

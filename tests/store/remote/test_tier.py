@@ -80,7 +80,7 @@ def test_a_layer_is_read_alone(opener: Opener) -> None:
 def test_any_range_in_any_parts(opener: Opener) -> None:
     reader = opener()
 
-    @settings(max_examples=25)
+    @settings(max_examples=10)
     @given(data=st.data(), part_bytes=st.integers(30, 3000), tokens=st.integers(1, 40))
     def check(data: st.DataObject, part_bytes: int, tokens: int) -> None:
         tier = opener(part_bytes=part_bytes)
