@@ -92,17 +92,6 @@ def test_a_retrieval_chain_blends_in_every_way_of_calling_it(store: BlendVectorS
     assert reports.hits == [4] * 7
 
 
-def test_a_deleted_document_is_no_longer_reused(store: BlendVectorStore) -> None:
-    llm = ChatBlend(engine=store.engine, max_tokens=4)
-    documents = store.similarity_search(QUESTION, k=4)
-    chain = create_stuff_documents_chain(llm, ChatPromptTemplate.from_template(TEMPLATE))
-    store.delete([documents[0].id])
-    reports = Reports()
-    chain.invoke({"context": documents, "input": QUESTION}, {"callbacks": [reports]})
-    assert reports.hits == [3]
-    assert store.engine._store.stats().entries == 3
-
-
 PROMPTS = {
     "chat": ChatPromptTemplate.from_messages([("system", "Be brief."), ("human", TEMPLATE)]),
     "text": PromptTemplate.from_template(TEMPLATE),
