@@ -10,14 +10,9 @@ computed anew is the same; they must be hits once they have been added again, an
 that by design is not opened (the mark of another version, or of something else) counts as answered if it is refused as that, with
 nothing changed, and an engine without it answers the same.
 
-What processes share of SQLite's memory (``-shm``) is not damaged: that is no file on a disk. The command is resumed from where it
-was, and may be run in shards::
-
-    python -m tests.faults.damage --count 100 --state damage.json --shard 0/2
+What processes share of SQLite's memory (``-shm``) is not damaged: that is no file on a disk.
 """
 
-import argparse
-import json
 import random
 import shutil
 import subprocess
@@ -28,8 +23,6 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-
-import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
@@ -297,12 +290,10 @@ class Trial:
         return [f"{count} other answers {when}"] if count else []
 
 
-def run(state: Path, count: int, shard: tuple[int, int] = (0, 1)) -> list[str]:
-    """Go on with the trials of a shard until there were so many; return what was wrong in any."""
-    done: dict[str, list[str]] = json.loads(state.read_text()) if state.exists() else {}
-    for number in range(shard[0], count, shard[1]):
-        if str(number) in done:
-            continue
+def run(count: int) -> list[str]:
+    """Try so much damage; return what was wrong with any."""
+    found: list[str] = []
+    for number in range(count):
         with tempfile.TemporaryDirectory() as home:
             trial = Trial(number, Path(home))
             try:
@@ -310,27 +301,5 @@ def run(state: Path, count: int, shard: tuple[int, int] = (0, 1)) -> list[str]:
             except Exception:
                 wrong = [traceback.format_exc().strip().replace("\n", " | ")[-700:]]
         how = f"{'live' if trial.is_live else 'closed'}: {', '.join(trial.deeds)}"
-        done[str(number)] = [f"{number}, {how}: {each}" for each in wrong]
-        state.write_text(json.dumps(done))
-        print(f"{number}: {how}: {'; '.join(wrong) or 'healed'}", flush=True)
-    found = [each for number in done.values() for each in number]
-    print(f"{len(done)} of {len(range(shard[0], count, shard[1]))} damages, {len(found)} flaws", flush=True)
+        found += [f"{number}, {how}: {each}" for each in wrong]
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--state", type=Path, required=True)
-    parser.add_argument("--shard", default="0/1", help="which trials: I/N, every Nth from I on")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    arguments.state.parent.mkdir(parents=True, exist_ok=True)
-    first, step = map(int, arguments.shard.split("/"))
-    found = run(arguments.state, arguments.count, (first, step))
-    print("\n".join(found))
-    sys.exit(bool(found))
-
-
-if __name__ == "__main__":
-    main()

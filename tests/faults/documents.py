@@ -2,25 +2,18 @@
 
 After each kill a process that has nothing in memory looks at what there is: all KV must be that of a plain forward over what the
 documents say now, the documents in order, the index sound, and what had been deleted gone. A process that was not killed looks as
-well, with what it has in memory. The command is resumed from where it was::
-
-    python -m tests.faults.documents --kills 50 --state kills.json
+well, with what it has in memory.
 """
 
-import argparse
-import json
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
@@ -38,15 +31,14 @@ SIZE, STEP = 7, 5
 
 
 class Scene:
-    """Where a run takes place: beside its state, the store and the log of what the processes did."""
+    """Where a run takes place: the store and the log of what the processes did."""
 
-    def __init__(self, state: Path) -> None:
-        self.state = state
-        self.folder = state.with_name(state.name + ".store")
-        self.log = state.with_name(state.name + ".log")
+    def __init__(self, place: Path) -> None:
+        self.folder = place.with_name(place.name + ".store")
+        self.log = place.with_name(place.name + ".log")
         # While it is there, whoever is alive looks at what there is, says so, and waits.
-        self.pause = state.with_name(state.name + ".pause")
-        self.paused = state.with_name(state.name + ".paused")
+        self.pause = place.with_name(place.name + ".pause")
+        self.paused = place.with_name(place.name + ".paused")
 
     def note(self, *words: object) -> None:
         """Add a line to the log, whole, whoever else does."""
@@ -208,12 +200,9 @@ def fork(scene: Scene, work: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def run(state: Path, kills: int) -> list[str]:
-    """Go on until there were so many kills; return what was wrong."""
-    scene = Scene(state)
-    done = json.loads(state.read_text())["kills"] if state.exists() else 0
-    scene.pause.unlink(missing_ok=True)
-    chance = random.Random(done)
+def run(place: Path, kills: int) -> list[str]:
+    """Go on until there were so many kills, beside a place; return what was wrong."""
+    scene, done, chance = Scene(place), 0, random.Random(0)
     small_model()
     running: dict[int, int] = {}
 
@@ -244,8 +233,6 @@ def run(state: Path, kills: int) -> list[str]:
                     del running[left]
                 time.sleep(0.01)
             _, status = os.waitpid(fork(scene, lambda: look(scene)), 0)
-            state.write_text(json.dumps({"kills": done}))
-            print(f"{done} of {kills} kills, {len(wrong(scene))} flaws", flush=True)
             if status or wrong(scene):
                 break
             scene.pause.unlink()
@@ -258,20 +245,3 @@ def run(state: Path, kills: int) -> list[str]:
 
 def wrong(scene: Scene) -> list[str]:
     return [" ".join(line[1:]) for line in scene.lines() if line[0] == "wrong"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--state", type=Path, required=True)
-    arguments = parser.parse_args()
-    # A process that forks has no threads.
-    torch.set_num_threads(1)
-    arguments.state.parent.mkdir(parents=True, exist_ok=True)
-    found = run(arguments.state, arguments.kills)
-    print("\n".join(found) or "nothing was stale, out of order, damaged or back")
-    sys.exit(bool(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,17 @@
 """kill -9 at random moments of ingestions and upserts through a framework, whose nodes have random ids.
 
 After each kill a process that has nothing in memory does the same again, and what is found of it is looked at: every node that
-the vector store has must have its KV. Then all documents are deleted, of which no name, no KV and no file may be left. The
-command is resumed from where it was::
-
-    python -m tests.faults.ingestions --framework llama_index --kills 50 --state state.json
+the vector store has must have its KV. Then all documents are deleted, of which no name, no KV and no file may be left.
 """
 
-import argparse
 import json
 import os
 import random
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
@@ -169,18 +162,20 @@ def apart(work: Callable[[], object]) -> int:
     try:
         work()
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)
 
 
-def run(state: Path, framework: str, kills: int) -> list[str]:
-    """Go on until there were so many kills; return what was wrong."""
-    known = json.loads(state.read_text()) if state.exists() else {"kills": 0, "wrong": [], "left": 0, "upsert_s": None}
+def run(place: Path, framework: str, kills: int) -> list[str]:
+    """Go on until there were so many kills, beside a place; return what was wrong."""
+    wrong: list[str] = []
+    upsert_s = 0.5
     small_model()
-    while known["kills"] < kills and not known["wrong"]:
-        chance = random.Random(f"{framework}:{known['kills']}")
-        folder = state.with_name(f"{state.name}.{framework}")
-        shutil.rmtree(folder, ignore_errors=True)
+    for number in range(kills):
+        chance = random.Random(f"{framework}:{number}")
+        folder = place.with_name(f"{place.name}.{number}")
         folder.mkdir(parents=True)
         ready, begun = folder / "ready", time.monotonic()
 
@@ -195,50 +190,17 @@ def run(state: Path, framework: str, kills: int) -> list[str]:
         child = apart(work)
         while not ready.exists() and not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() - begun < 120:
             time.sleep(0.01)
-        time.sleep(chance.uniform(0.0, known["upsert_s"] or 0.5))
+        time.sleep(chance.uniform(0.0, upsert_s))
         os.kill(child, 9)
         os.waitpid(child, 0)
-        command = [sys.executable, "-m", "tests.faults.ingestions", "--framework", framework, "--look", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        report = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {"wrong": [done.stderr]}
-        known["wrong"] += [f"kill {known['kills'] + 1}: {flaw}" for flaw in report["wrong"]]
-        known["left"] += bool(report.get("left"))
-        known["upsert_s"] = known["upsert_s"] or report.get("upsert_s")
-        known["kills"] += 1
-        state.write_text(json.dumps(known))
-        print(f"{known['kills']} of {kills} kills, {len(known['wrong'])} flaws", flush=True)
-    return list(known["wrong"])
+        _, status = os.waitpid(apart(partial(look, folder, framework)), 0)
+        found, upsert_s = json.loads((folder / "found").read_text()) if not status else (["nothing was found"], 0.5)
+        wrong += [f"kill {number + 1}: {flaw}" for flaw in found]
+    return wrong
 
 
 def look(folder: Path, framework: str) -> None:
-    """Print what is wrong after a kill, whether it left anything behind, and how long doing it again took."""
-    engine = open_engine(folder / "kv")
-    left = bool(engine.ids() or engine.store.stats().entries)
-    engine.close()
+    """Write what is wrong after a kill, and how long doing it again took."""
     begun = time.monotonic()
     found = flaws(folder, framework, 1)
-    print(json.dumps({"wrong": found, "left": left, "upsert_s": time.monotonic() - begun}))
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--framework", choices=sorted(SCENES), required=True)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--state", type=Path)
-    parser.add_argument("--look", type=Path, help="only look at the folder of a process that was killed")
-    arguments = parser.parse_args(given)
-    # A process that forks has no threads.
-    torch.set_num_threads(1)
-    if arguments.look:
-        look(arguments.look, arguments.framework)
-        return
-    if arguments.state is None:
-        parser.error("--state is missing")
-    arguments.state.parent.mkdir(parents=True, exist_ok=True)
-    found = run(arguments.state, arguments.framework, arguments.kills)
-    print("\n".join(found) or "nothing was left, and nothing lost")
-    sys.exit(bool(found))
-
-
-if __name__ == "__main__":
-    main()
+    (folder / "found").write_text(json.dumps([found, time.monotonic() - begun]))
