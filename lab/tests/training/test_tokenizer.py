@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cacheblend_lab.reference.prompt import ASSISTANT, BOS, FORMATS, USER, chat
-from cacheblend_lab.training.corpus import NOTES, eval_examples
 from cacheblend_lab.training.tokenizer import build_tokenizer, save_tokenizer
-from cacheblend_lab.training.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
 
 TOKENIZER = build_tokenizer()
 LINES = st.lists(
@@ -43,27 +41,11 @@ def test_a_line_break_is_always_a_token_of_its_own() -> None:
     assert ids("a\n\nb") == [*ids("a"), *ids("\n") * 2, *ids("b")]
 
 
-def test_names_are_cut_at_their_syllables() -> None:
-    cut = []
-    for heads, tails in HEADS_AND_TAILS.values():
-        for space in ("", " "):
-            cut.extend(ids(space + head + tail) == [*ids(space + head), *ids(tail)] for head in heads for tail in tails)
-            assert all(len(ids(space + head)) == 1 for head in heads)
-    # A few pairs hold a syllable across the border ("Tol" + "mon" holds "mon" and "olm").
-    assert sum(cut) / len(cut) > 0.97
-    assert all(len(ids(" " + word)) == 1 for parts in PLAIN_PAIRS.values() for part in parts for word in part)
-
-
 def test_the_vocabulary_stays_small_and_has_its_special_tokens() -> None:
     assert len(TOKENIZER) <= 2048
     special = [TOKENIZER.pad_token_id, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id]
     assert None not in special
     assert len(set(special)) == 3
-
-
-def test_words_of_the_corpus_are_mostly_single_tokens() -> None:
-    chunks = [chunk for example in eval_examples(40, style=NOTES) for chunk in example.chunks]
-    assert sum(len(ids(chunk)) for chunk in chunks) / sum(len(chunk.split()) for chunk in chunks) < 1.6
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cacheblend_lab.reference.prompt import FORMATS, value_of
-from cacheblend_lab.training.batch import BRANCHED, IGNORED, Batch, collate, copy_batch, encode_example, verdict_batch
-from cacheblend_lab.training.corpus import NOTES, eval_examples, make_example
+from cacheblend_lab.training.batch import BRANCHED, IGNORED, Batch, collate, encode_example, verdict_batch
+from cacheblend_lab.training.corpus import NOTES, eval_examples
 from cacheblend_lab.training.curriculum import STAGES, Stage
 from cacheblend_lab.training.paragraphs import Paragraphs
 from cacheblend_lab.training.questions import KINDS
-from cacheblend_lab.training.scoring import answer_logits, correct_answers, score
+from cacheblend_lab.training.scoring import answer_logits, correct_answers
 from cacheblend_lab.training.tokenizer import build_tokenizer
-from cacheblend_lab.training.train import _forget_after, main, run
+from cacheblend_lab.training.train import main, run
 from cacheblend_lab.training.trainer import Options, Trainer
 from cacheblend_lab.training.world import Style
 from cacheblend_rag.errors import ConfigError
@@ -89,14 +89,6 @@ def test_reuse_lets_a_chunk_see_bos_and_itself_only(batch: Batch) -> None:
     assert bool(mask[question][chunks >= 0].all())
 
 
-def test_copying_rows_hold_distinct_tokens_twice() -> None:
-    batch = copy_batch(random.Random(0), TOKENIZER, rows=3, length=10)
-    for ids, labels in zip(batch.ids.tolist(), batch.labels.tolist(), strict=True):
-        copied = [label for label in labels if label != IGNORED]
-        assert ids[1:11] == copied
-        assert len(set(copied)) == 10
-
-
 def test_a_verdict_follows_the_two_values_that_it_is_about() -> None:
     batch = verdict_batch(random.Random(0), TOKENIZER, rows=30, sentences=4)
     seen = Counter[str]()
@@ -110,26 +102,6 @@ def test_a_verdict_follows_the_two_values_that_it_is_about() -> None:
             assert verdict == TOKENIZER.decode(label).strip() == ("yes" if one == other else "no")
             seen[verdict] += 1
     assert 40 < seen["yes"] < 80 and seen.total() == 120
-
-
-def test_copies_stand_at_another_distance_in_every_row() -> None:
-    batch = copy_batch(random.Random(0), TOKENIZER, rows=16, length=10)
-    distances = batch.positions[:, 12] - batch.positions[:, 1]
-    assert len(set(distances.tolist())) > 8
-    assert bool((distances >= 11).all())
-    # Within the run and within its copy, positions follow each other.
-    for first, last in ((1, 11), (12, 20)):
-        assert torch.equal(batch.positions[:, last] - batch.positions[:, first], torch.full((16,), last - first))
-
-
-def test_answers_of_the_first_questions_grow_from_what_the_context_says() -> None:
-    texts = []
-    for name in ("pairs", "pairs_one_apart", "pairs_two_apart", "side_by_side"):
-        example = make_example(random.Random(3), STYLES[name], "train", 8)
-        question = example.questions[0]
-        subject = example.chunks[question.support[0]].removesuffix(f" {question.answer}.")
-        texts.append(question.sentence.removeprefix(subject).removesuffix(f"{question.answer}."))
-    assert texts == [" ", " in ", " born in ", " was born in "]
 
 
 def test_a_few_steps_lower_the_loss() -> None:
@@ -160,32 +132,6 @@ def test_a_run_writes_log_and_checkpoint_and_ends(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint.pt").exists()
 
 
-def test_a_checkpoint_is_written_when_enough_time_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(replace(TINY, end_step=3), SHORT)
-    steps: list[int] = []
-    monkeypatch.setattr(trainer, "save", lambda path: steps.append(trainer.step))
-    run(trainer, tmp_path)
-    assert steps == [3]
-    trainer.step = 0
-    monkeypatch.setattr("cacheblend_lab.training.train._SAVE_S", 0.0)
-    run(trainer, tmp_path)
-    assert steps == [3, 1, 2, 3, 3]
-
-
-def test_training_ends_with_the_steps_of_the_last_stage_and_the_rates_fall_before() -> None:
-    trainer = Trainer(replace(TINY, decay=4), (replace(SHORT[0], goal=0.0), replace(SHORT[0], max_steps=10)))
-    trainer.step = 30
-    assert trainer.end_step is None
-    trainer.check()
-    assert trainer.end_step == 40
-    factors = []
-    for trainer.step in (36, 37, 39, 40):
-        factors.append(trainer._factor())
-    assert factors == [1.0, 0.75, 0.25, 0.0]
-    trainer.options = replace(trainer.options, end_step=38)
-    assert trainer.end_step == 38
-
-
 def test_paragraphs_are_scored_in_each_order_and_the_log_says_so(tmp_path: Path) -> None:
     stage = Stage("paragraphs", FEW_WORDS, rows=3, questions=4, short_rows=1, goal=0.0)
     trainer = Trainer(replace(TINY, end_step=50), (stage, stage))
@@ -212,25 +158,6 @@ def test_contexts_of_like_length_are_computed_together(monkeypatch: pytest.Monke
     assert wanted(alone) == wanted(together)
 
 
-def test_a_batch_has_contexts_of_every_length_that_the_stage_names() -> None:
-    stage = Stage("paragraphs", FEW_WORDS, rows=1, short_rows=2, medium_rows=2, questions=4)
-    _, few_words, *others = Trainer(TINY, (stage,)).batches(3)
-    assert len(few_words.ids) == 1
-    lengths = sorted(int(each) for part in others for each in (part.ids != part.ids.new_zeros(())).sum(1))
-    # Questions are a large part of both; contexts of paragraphs are several times as long as those of sentences.
-    assert len(lengths) == 4 and sum(lengths[2:]) > 1.4 * sum(lengths[:2])
-
-
-def test_half_a_line_of_the_log_is_forgotten(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 50}\n{"step": 100}\n{"step": 1', encoding="utf-8")
-    _forget_after(log, 50)
-    assert log.read_text(encoding="utf-8") == '{"step": 50}\n'
-    log.write_text('{"step": 50}\n{"step"', encoding="utf-8")
-    _forget_after(log, 100)
-    assert log.read_text(encoding="utf-8") == '{"step": 50}\n'
-
-
 def test_weights_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.zeros(1486, 128)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="tokenizer of 1486 tokens, but the corpus gives one of"):
@@ -246,13 +173,6 @@ def test_the_curriculum_goes_on_when_a_goal_is_reached_or_the_steps_are_spent() 
     assert trainer.stage == 2
     trainer.check()
     assert trainer.stage == 2
-
-
-def test_scores_name_every_kind() -> None:
-    trainer = Trainer(TINY, SHORT)
-    scores = score(trainer.model, TOKENIZER, eval_examples(16, style=NOTES), reuse=True)
-    assert set(scores) == {"all", "single", "pronoun", "two_hop"}
-    assert all(0 <= value <= 1 for value in scores.values())
 
 
 def test_verdicts_are_given_for_every_question(batch: Batch) -> None:
