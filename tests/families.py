@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -131,6 +132,15 @@ ATTENTION = {family: ("eager",) if family in _EAGER_ONLY else ("sdpa", "eager") 
 
 CASES = [(family, attention) for family in FAMILIES for attention in ATTENTION[family]]
 FURTHER_CASES = [(family, attention) for family in FURTHER for attention in ATTENTION[family]]
+_SAMPLE = {(family, ways[number % len(ways)]) for number, (family, ways) in enumerate(ATTENTION.items())}
+
+
+def sampled(cases: list[tuple[str, str]], as_one: bool = False) -> list[Any]:
+    """Leave all but one attention implementation of each family to the full counts; `as_one` for parameters of a fixture."""
+    return [
+        case if case in _SAMPLE else pytest.param(*((case,) if as_one else case), marks=pytest.mark.full)
+        for case in cases
+    ]
 
 
 def tiny_model(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from cacheblend_rag.engine.preamble import default_preamble
 from cacheblend_rag.model import KVCache, inspect_model
 from tests.core.dense import own_kv
 from tests.engines import MakeEngine
-from tests.families import CASES, tiny_model, tiny_tokenizer, words
+from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
 
 # Longer and shorter than the sliding windows, so that some rows see the prefix and some no longer do.
 LENGTHS = (40, 3, 17, 1, 40, 25)
@@ -28,7 +28,7 @@ def some_ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize(("family", "attention"), CASES)
+@pytest.mark.parametrize(("family", "attention"), sampled(CASES))
 @torch.no_grad()
 def test_a_shared_prefix_gives_each_chunk_the_kv_it_has_behind_its_own(family: str, attention: str) -> None:
     decoder = inspect_model(tiny_model(family, attention))
@@ -71,7 +71,7 @@ def test_a_long_prefix_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(row) for [row] in rows[1:]] == [10, 10, 10]
 
 
-@pytest.mark.parametrize(("family", "attention"), CASES)
+@pytest.mark.parametrize(("family", "attention"), sampled(CASES))
 def test_a_document_whose_parts_differ_is_read_behind_a_shared_prefix_as_behind_its_own(
     family: str, attention: str
 ) -> None:

@@ -18,12 +18,12 @@ from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import dense_blend, own_kv
 from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
-from tests.families import CASES, FAMILIES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
+from tests.families import CASES, FAMILIES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(params=[*CASES, *FURTHER_CASES], ids="-".join)
+@pytest.fixture(params=sampled(CASES + FURTHER_CASES, as_one=True), ids="-".join)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model(*request.param)
 

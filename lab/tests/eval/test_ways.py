@@ -15,10 +15,10 @@ from cacheblend_lab.eval.ways import budget_for_charge, make_way
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from tests.families import CASES, tiny_model, tiny_tokenizer, words
+from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
 
 
-@pytest.mark.parametrize(("family", "attention"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("family", "attention"), sampled(CASES))
 def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -> None:
     model, tokenizer = tiny_model(family, attention), tiny_tokenizer()
     with BlendEngine(model, tokenizer, **engine_settings(strict=True)) as engine:
