@@ -3,21 +3,16 @@
 import re
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_lab.eval.generated import NEEDLE_ACROSS, RULER_SUBTASKS, needle_task, ruler_task
-from cacheblend_lab.eval.generated.haystack import invented_words
 from cacheblend_lab.eval.metrics import needle_recall
-from cacheblend_lab.eval.plots import draw_needle_heat_map
 from cacheblend_lab.eval.task import EvalContext, EvalTask
-from cacheblend_lab.figures import save_figure
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag.errors import ConfigError
 
@@ -96,27 +91,11 @@ def test_a_seed_decides_everything(seed: int, subtask: str) -> None:
     assert one(subtask, seed=seed) != one(subtask, seed=seed + 1)
 
 
-def test_a_subtask_does_not_depend_on_the_others() -> None:
-    both = ruler_task(tokenizer(), subtasks=["vt", "cwe"], num_questions=2, context_tokens=1024, chunk_tokens=128)
-    assert [context.questions[0].id for context in both.contexts] == ["vt-0", "vt-1", "cwe-0", "cwe-1"]
-    assert both.contexts[2] == one("cwe")
-
-
 def test_the_eleven_subtasks_are_those_of_the_paper() -> None:
     task = ruler_task(tokenizer(), num_questions=1, context_tokens=1024, chunk_tokens=128)
     kinds = [context.questions[0].kind for context in task.contexts]
     assert kinds == list(RULER_SUBTASKS)
     assert len(kinds) == 11
-
-
-def test_another_tokenizer_gives_its_own_lengths() -> None:
-    letters = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    letters.pre_tokenizer = pre_tokenizers.Whitespace()
-    words = PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="[UNK]")
-    task = ruler_task(words, subtasks=["niah_single_2"], num_questions=1, context_tokens=500, chunk_tokens=60)
-    sizes = [tokens(text, words) for text in task.contexts[0].texts]
-    assert max(sizes) <= 60
-    assert 470 <= sum(sizes) <= 500
 
 
 @pytest.mark.parametrize(
@@ -176,13 +155,6 @@ def test_the_frequent_words_are_the_three_most_frequent(context_tokens: int) -> 
     assert ranked[2][1] > ranked[3][1]
     if context_tokens == 4096:  # Counts fall with the square of the rank, which is 2 for the first coded word.
         assert ranked[0][1] / ranked[2][1] == pytest.approx(16 / 4, rel=0.1)
-
-
-def test_no_invented_word_stands_in_another() -> None:
-    words = sorted(invented_words())
-    everything = "\n".join(words)
-    assert len(words) > 3000
-    assert all(everything.count(word) == 1 for word in words[::50])
 
 
 @settings(max_examples=15)
@@ -282,13 +254,3 @@ def test_what_cannot_be_generated_is_said() -> None:
         needle_task(tokenizer(), hidden="name")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least one depth"):
         needle_task(tokenizer(), lengths=[])
-
-
-def test_a_heat_map_is_drawn(tmp_path: Path) -> None:
-    kinds = {"all": 0.5, "1024 @ 0": 1.0, "1024 @ 0.5": 0.5, "2048 @ 0": 0.0}
-    path = save_figure(draw_needle_heat_map({"full": kinds, "reuse": kinds}), tmp_path / "new" / "needle.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match='evaluate the task "needle" first'):
-        draw_needle_heat_map({"full": {"all": 1.0}})
-    with pytest.raises(ConfigError, match="cannot be drawn"):
-        save_figure(draw_needle_heat_map({"full": kinds}), tmp_path / "needle.nothing")

@@ -49,7 +49,7 @@ def test_a_run_ends_anywhere(tmp_path: Path) -> None:
         assert path.read_bytes() == held
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_is_never_an_answer(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "answers.jsonl"
@@ -71,23 +71,6 @@ def test_damage_is_never_an_answer(tmp_path: Path, data: st.DataObject) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_can_be_a_line(line: bytes) -> None:
     assert parse_asked(line) is None
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from(["question", "answers", "skipped", "text", "ttft_s", "x"]), inner, max_size=4
-            )
-        ),
-        max_leaves=20,
-    )
-)
-def test_any_json_can_be_a_line(value: object) -> None:
-    asked = parse_asked(json.dumps(value).encode())
-    assert asked is None or isinstance(asked.question, str)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ def test_the_needle_heat_map(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1024", "2048"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0 %", "50 %"]
     assert [each.get_title() for each in figure.axes[:2]] == ["full", "reuse"]
+    with pytest.raises(ConfigError, match='evaluate the task "needle" first'):
+        draw_needle_heat_map({"full": {"all": 1.0}})
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:

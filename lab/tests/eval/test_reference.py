@@ -144,8 +144,13 @@ def test_what_has_no_meaning_is_refused(engine: BlendEngine) -> None:
         evaluate(engine, "unused", replace(TASK, contexts=TASK.contexts * 2), SETTING)
 
 
-@pytest.mark.parametrize("questions", [8, pytest.param(200, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("codec", "most"), [("int8", 0.01), ("int4", 0.02)])
+@pytest.mark.parametrize(
+    ("codec", "most", "questions"),
+    [
+        ("int4", 0.02, 8),
+        *(pytest.param(*each, 200, marks=pytest.mark.full) for each in (("int8", 0.01), ("int4", 0.02))),
+    ],
+)
 def test_codecs_leave_the_answers_of_the_reference_model(codec: str, most: float, questions: int) -> None:
     setting = EvalSetting(methods=grid_methods(["hkvd"], [0.15], codecs=[codec]), resamples=10)
     with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
