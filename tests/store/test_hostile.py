@@ -201,34 +201,12 @@ def forged(members: list[tuple[str, bytes]]) -> bytes:
     return b"".join(head + data for head, data in archive(members))
 
 
-@st.composite
-def damaged(draw: st.DrawFn) -> bytes:
-    """An export that is cut, has a few bits changed, or a part of it twice or elsewhere."""
-    data = bytearray(forged(contents()))
-    for _ in range(draw(st.integers(1, 3))):
-        at, size = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 4)) * 512
-        how = draw(st.sampled_from(["cut", "flip", "twice", "away", "zeros"]))
-        if how == "cut":
-            del data[max(at, 1) :]
-        elif how == "flip":
-            data[at] ^= 1 << draw(st.integers(0, 7))
-        elif how == "twice":
-            data[at:at] = data[at : at + size]
-        elif how == "away":
-            del data[at : at + size]
-        else:
-            data[at : at + size] = bytes(len(data[at : at + size]))
-        data = data or bytearray(1)
-    return bytes(data)
-
-
 HOSTILE = st.one_of(
     hostile_lists(),
     hostile_headers(),
     hostile_chunks(),
     hostile_members().map(forged),
     hostile_members().map(forged),
-    damaged(),
 )
 
 
