@@ -2,12 +2,7 @@
 
 import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -531,23 +526,3 @@ def test_contexts_over_the_window_are_refined(
     assert report["earlier_calls"] and report["dropped"] == []
     assert all("blend_attention" in each.node.metadata for each in response.source_nodes)
     assert len(chat.chat_history) == 2
-
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "llama_index_chat.py"
-
-
-def test_the_example_runs_and_turns_reuse(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    answers = re.findall(r"^  (.+)  \(expected: (.+)\)$", done.stdout, re.MULTILINE)
-    assert len(answers) == 4
-    assert sum(answer == expected for answer, expected in answers) >= 3
-    reused = re.findall(r"of 12 stored chunks, (\d+) of the conversation", done.stdout)
-    assert reused[0] == "0" and all(int(tokens) > 0 for tokens in reused[1:])

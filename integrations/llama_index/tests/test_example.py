@@ -2,10 +2,10 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,17 +22,21 @@ READMES = [ROOT / "README.md", ROOT / "integrations" / "llama_index" / "README.m
 EXAMPLES = ROOT / "examples"
 
 
-def run(name: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=folder,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Run an example in an empty folder, and return what it printed."""
+
+    def call(name: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name])
+        before = dict(vars(Settings))
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        finally:
+            vars(Settings).update(before)
+        return capsys.readouterr().out
+
+    return call
 
 
 def answers(out: str) -> list[tuple[str, str]]:
@@ -40,8 +44,8 @@ def answers(out: str) -> list[tuple[str, str]]:
     return re.findall(r"^  (.*)  \(expected: (.*)\)$", out, re.MULTILINE)
 
 
-def test_the_query_engine_answers_and_every_chunk_hits(tmp_path: Path) -> None:
-    out = run("llama_index_query_engine.py", tmp_path)
+def test_the_query_engine_answers_and_every_chunk_hits(run: Callable[[str], str]) -> None:
+    out = run("llama_index_query_engine.py")
     hits = re.findall(r"^  (\d+) of (\d+) chunks hit", out, re.MULTILINE)
     assert len(hits) == 4
     assert all(hit == total == "12" for hit, total in hits)
@@ -49,8 +53,16 @@ def test_the_query_engine_answers_and_every_chunk_hits(tmp_path: Path) -> None:
     assert all(answer == expected for answer, expected in answers(out))
 
 
-def test_objects_have_the_form_that_was_asked_for(tmp_path: Path) -> None:
-    out = run("llama_index_structured.py", tmp_path)
+def test_a_chat_engine_answers_and_turns_reuse(run: Callable[[str], str]) -> None:
+    out = run("llama_index_chat.py")
+    assert len(answers(out)) == 4
+    assert sum(answer == expected for answer, expected in answers(out)) >= 3
+    reused = re.findall(r"of 12 stored chunks, (\d+) of the conversation", out)
+    assert reused[0] == "0" and all(int(tokens) > 0 for tokens in reused[1:])
+
+
+def test_objects_have_the_form_that_was_asked_for(run: Callable[[str], str]) -> None:
+    out = run("llama_index_structured.py")
     trades = re.findall(r"^  Work\(trade='([a-z ]+)'\), 4 of 4 chunks hit$", out, re.MULTILINE)
     assert len(trades) == 2
     assert set(trades) <= {"glass painter", "linen tester", "paper cutter", "wool trader"}
@@ -92,8 +104,8 @@ def test_the_starter_script_of_the_readme(
     names["llm"].engine.close()
 
 
-def test_the_ingestion_encodes_what_is_new_and_deletes_what_is_old(tmp_path: Path) -> None:
-    out = run("llama_index_ingestion.py", tmp_path)
+def test_the_ingestion_encodes_what_is_new_and_deletes_what_is_old(run: Callable[[str], str]) -> None:
+    out = run("llama_index_ingestion.py")
     runs = [
         tuple(map(int, each))
         for each in re.findall(r": (\d+) chunks are new, (\d+) are in the store, (\d+) have KV", out)
