@@ -1,5 +1,6 @@
 """Why a chunk missed, and what a prompt waited for."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, BlendReport, Chunk
 from cacheblend_rag.store import StoreClock, open_store
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
@@ -209,3 +212,55 @@ def test_in_a_batch_the_others_are_waited_for_and_are_no_overhead(engine: BlendE
         # Seven others were prefilled before the first token came.
         assert report.queue_s > 7 * 0.02
         assert report.overhead_s < 7 * 0.02
+
+
+@pytest.fixture
+def counted(make_engine: MakeEngine) -> BlendEngine:
+    engine = make_engine(recompute_ratio=0.25)
+    engine.add([Chunk(id="a", text=words(8, 1)), Chunk(id="b", text=words(8, 2))])
+    return engine
+
+
+PROMPT = BlendPrompt(words(3, 3), ["a", "b", Chunk(text=words(8, 4))], words(4, 5))
+
+
+def value(engine: BlendEngine, name: str, **labels: str) -> float | None:
+    return engine.metrics.registry.get_sample_value(f"cacheblend_{name}", labels)
+
+
+def test_counts(counted: BlendEngine) -> None:
+    first = counted.prefill(PROMPT).report
+    second = counted.generate(PROMPT, max_new_tokens=3).report
+    whole = counted.prefill(BlendPrompt(words(3, 3))).report
+    stream = counted.stream(PROMPT, max_new_tokens=2)
+    assert "".join(stream)
+    reports = [first, second, whole, stream.result().report]
+    assert value(counted, "prompts_total", selector="hkvd") == 3
+    assert value(counted, "prompts_total", selector="full") == 1
+    # A prompt without chunks does not count.
+    assert value(counted, "fallbacks_total") == 0
+    hits = (value(counted, "chunks_total", tier="ram") or 0) + (value(counted, "chunks_total", tier="not read") or 0)
+    assert hits == sum(report.hits for report in reports)
+    assert value(counted, "chunks_total", tier="miss") == sum(report.misses for report in reports) == 1
+    assert value(counted, "load_bytes_total") == sum(report.load_bytes for report in reports) > 0
+    assert value(counted, "recomputed_tokens_total") == sum(report.recomputed_tokens for report in reports)
+    assert value(counted, "output_tokens_total") == 5
+    assert value(counted, "ttft_seconds_count") == 4
+    assert value(counted, "store_names") == 2
+    assert value(counted, "store_bytes", tier="ram") == counted._store.stats().ram_bytes > 0
+    assert b"cacheblend_ttft_seconds_bucket" in generate_latest(counted.metrics.registry)
+
+
+def test_log_line_carries_the_figures(counted: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="cacheblend_rag"):
+        report = counted.prefill(PROMPT).report
+    (record,) = (record for record in caplog.records if hasattr(record, "blend"))
+    assert record.getMessage() == str(report)
+    assert record.blend == report.to_dict()
+
+
+def test_counts_can_be_read_after_the_end(counted: BlendEngine) -> None:
+    counted.prefill(PROMPT)
+    counted.close()
+    assert value(counted, "ttft_seconds_count") == 1
+    assert value(counted, "store_names") is None

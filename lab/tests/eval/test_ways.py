@@ -1,5 +1,6 @@
 """Each method against what it is by definition: prefix caching is full prefill, the baselines run on a real model."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_lab.eval import EvalSetting, evaluate, parse_method, parse_methods, reference_task
+from cacheblend_lab.eval import (
+    EvalMethod,
+    EvalSetting,
+    evaluate,
+    grid_methods,
+    parse_method,
+    parse_methods,
+    reference_task,
+)
 from cacheblend_lab.eval.inquiry import Inquiry
 from cacheblend_lab.eval.journal import parse_asked
 from cacheblend_lab.eval.prefix import PrefixCache
-from cacheblend_lab.eval.ways import budget_for_charge, make_way
+from cacheblend_lab.eval.ways import _PromptCache, budget_for_charge, make_way
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.selection import selector_names
+from lab.tests.eval.datasets.files import jsonl, longbench
+from tests.command import run
 from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
 
 
@@ -112,3 +125,103 @@ def test_the_budget_of_a_charge_is_the_nearest(shape: str, charge: float) -> Non
 def test_a_question_with_braces_stays_as_it_is() -> None:
     inquiry = Inquiry(replace(reference_task(1, style=NOTES), tail="{x} {question} {"), (), "{y}", 1)
     assert inquiry.tail == "{x} {y} {"
+
+
+def test_names_and_settings() -> None:
+    assert parse_method("full").way == "full"
+    assert parse_method("reuse").overrides == {"selector": "none", "recompute_ratio": 0.0}
+    hkvd = parse_method("  hkvd   0.15 deviation=key check_layers=[1,2] ")
+    assert hkvd.name == "hkvd 0.15 deviation=key check_layers=[1,2]"
+    assert hkvd.overrides == {"selector": "hkvd", "recompute_ratio": 0.15, "deviation": "key", "check_layers": [1, 2]}
+    assert (parse_method("hkvd @0.1").charge, parse_method("random = hkvd @0.1").equal_to) == (0.1, "hkvd @0.1")
+    for name in selector_names():
+        assert parse_method(f"{name} 0.3").overrides["selector"] == name
+    listed = parse_methods("full, hkvd 0.15 check_layers=[1,2] deviation=both, reuse,")
+    assert [method.way for method in listed] == ["full", "blend", "blend"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("best 0.1", "method 'best 0.1' is unknown; write full, no_context, prefix"),
+        ("", "is unknown"),
+        ("hkvd", "wants a ratio or a charge"),
+        ("hkvd 0.1 0.2", "wants a ratio or a charge"),
+        ("hkvd 1.5", "'1.5' must be a number from 0"),
+        ("hkvd @nan", "'nan' must be a number from 0"),
+        ("hkvd @much", "'much' must be a number"),
+        ("hkvd 0.1 depth=3", "the unknown setting 'depth'"),
+        ("full deviation=key", "full blends nothing"),
+        ("random = full", "full blends nothing"),
+        ("random = best 0.1", "method 'best 0.1' is unknown"),
+    ],
+)
+def test_what_is_no_method(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_method(text)
+
+
+def test_the_order_in_which_they_are_asked() -> None:
+    named = parse_methods("random = hkvd 0.3, reuse, hkvd 0.3, full, reuse")
+    assert [method.name for method in EvalSetting(named).methods] == ["full", "reuse", "hkvd 0.3", "random = hkvd 0.3"]
+    with pytest.raises(ConfigError, match=r"needs the charge of 'hkvd 0\.3', which is not among the methods"):
+        EvalSetting(parse_methods("random = hkvd 0.3"))
+    with pytest.raises(ConfigError, match="two methods are named 'reuse'"):
+        EvalSetting((EvalMethod("reuse", overrides={"seed": 1}), parse_method("reuse")))
+    circle = (EvalMethod("a", equal_to="b"), EvalMethod("b", equal_to="a"))
+    with pytest.raises(ConfigError, match="a, b take their charge from each other"):
+        EvalSetting(circle)
+    with pytest.raises(ConfigError, match="max_new_tokens=0"):
+        EvalSetting((), max_new_tokens=0)
+
+
+def test_a_grid_has_random_everywhere() -> None:
+    names = [method.name for method in grid_methods(["hkvd", "random"], [0.1], [0.05], ["int8"])]
+    wanted = ["random 0.1", "hkvd 0.1", "random = hkvd 0.1", "hkvd 0.1 ram_codec=int8", "random @0.05", "hkvd @0.05"]
+    assert names == wanted
+
+
+def test_documents_are_modules_and_all_else_is_computed() -> None:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(strict=True)) as engine:
+        task = replace(
+            reference_task(1, style=NOTES),
+            head=f"{words(4, 1)} ",
+            tail=f" {words(3, 2)} {{question}}",
+            separator=" t7 ",
+        )
+        texts = tuple(words(20, seed) for seed in range(3))
+        engine.add([Chunk(text, f"n{seed}") for seed, text in enumerate(texts)])
+        inquiry = Inquiry(task, ("n0", "n1", "n2"), words(5, 9), 4, texts)
+        way = make_way(parse_method("prompt_cache"), engine)
+        assert isinstance(way, _PromptCache)
+        layout = engine.prompt_layout(way._prompt(inquiry))
+        # The same tokens at the same positions as the uncached prompt.
+        assert layout.token_ids == engine.prompt_ids(inquiry.prompt)
+        assert layout.positions == tuple(range(len(layout)))
+        assert [len(span) for span in layout.chunks] == [20, 1, 20, 1, 20]
+        [answer] = way.answer([inquiry], [{}])
+        assert answer is not None and (answer.charged_ratio, answer.recompute_ratio) == (0.0, 0.0)
+        # With every module's token recomputed, cached and uncached are one.
+        [whole] = make_way(parse_method("prompt_cache selector=full recompute_ratio=1.0"), engine).answer(
+            [inquiry], [{}]
+        )
+        [full] = make_way(parse_method("full"), engine).answer([inquiry], [{}])
+        assert whole is not None and full is not None and whole.text == full.text
+
+
+def test_a_ratio_does_not_belong_to_it() -> None:
+    assert parse_method("prompt_cache").settings()["selector"] == "none"
+    with pytest.raises(ConfigError, match="unknown"):
+        parse_method("prompt_cache 0.15")
+
+
+@pytest.mark.parametrize(("subtask", "metric"), [("hotpotqa", "f1"), ("gov_report", "rouge_l")])
+def test_longbench_documents_cached_against_uncached(subtask: str, metric: str, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / f"{subtask}.jsonl", [longbench(subtask, number) for number in range(2)])
+    figures = tmp_path / "figures.json"
+    options = "--whole-documents --methods prompt_cache --workers 1 --max-new-tokens 5"
+    run("eval longbench", file, *options.split(), "--ratios", "", "--json", figures)
+    rows = [row for row in json.loads(figures.read_text())["rows"] if row["kind"] == "all"]
+    assert [row["method"] for row in rows] == ["full", "prompt_cache"]
+    assert all(metric in row["metrics"] for row in rows), rows[0]
+    assert [row["charged_ratio"] for row in rows] == [1.0, 0.0]
