@@ -79,6 +79,7 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     *((ConfigError, "ttl_s=", partial(BlendEngine.add, chunks=[GOOD], ttl_s=ttl)) for ttl in ("60", 0, -1, math.nan)),
     (ConfigError, "ids is the string 'good'; give a list", lambda engine: engine.delete("good")),
     (ConfigError, "ids is the string 'good'; give a list", lambda engine: engine.records("good")),
+    (ConfigError, "give a list of ids", lambda engine: engine.prefetch("n0")),
     (
         PromptTooLongError,
         r"513 tokens.*window of 512.*split it",

@@ -126,11 +126,6 @@ def test_no_dump_of_the_settings_shows_the_password_of_a_remote_tier(password: s
     assert EngineConfig(**config.model_dump()) == config == pickle.loads(pickle.dumps(config))
 
 
-def test_an_unknown_codec_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="disk_codec='int3'"):
-        EngineConfig(disk_codec="int3")
-
-
 def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd(1,2)")
     with pytest.raises(ConfigError, match=r"selector='hkvd\(1,2\)' cannot be read; write a name, or options behind it"):

@@ -212,8 +212,3 @@ def test_damage_is_left_to_the_prompt(
     assert "could not be prefetched" in caplog.text
     assert (again.prefill(PROMPT).logits - wanted).abs().max() < 1e-4
     assert _tiers(again).count("ram") == 4
-
-
-def test_a_string_is_no_list_of_ids(open_engine: MakeEngine) -> None:
-    with pytest.raises(ConfigError, match="give a list of ids"):
-        open_engine().prefetch("n0")

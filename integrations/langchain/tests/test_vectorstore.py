@@ -420,13 +420,6 @@ def test_an_estimate_says_what_an_ingestion_takes(
         estimate(store.inner)  # type: ignore[arg-type]
 
 
-def test_warming_in_the_background(embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]) -> None:
-    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine, background=True)
-    store.inner.add_documents([Document(text, id=id) for id, text in chunks.items()])
-    assert warm(store).result().encoded == 4
-    assert kept(store) == set(chunks.values())
-
-
 class Nameless(InMemoryVectorStore):
     """Gives its documents without their ids, as langchain-qdrant's class does."""
 

@@ -177,13 +177,6 @@ def test_kv_that_finds_no_room_keeps_no_node_out(
     engine.close()
 
 
-def test_progress(
-    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, capsys: pytest.CaptureFixture[str]
-) -> None:
-    BlendVectorStore(chroma, engine=engine, show_progress=True).add(some_nodes(embedding))
-    assert "Encoding chunks: 100%" in capsys.readouterr().err
-
-
 def test_only_vector_stores_are_wrapped(engine: BlendEngine, chroma: ChromaVectorStore) -> None:
     with pytest.raises(ConfigError, match="ChromaVectorStore"):
         BlendVectorStore(chroma.client, engine=engine)

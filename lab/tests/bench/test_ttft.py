@@ -1,17 +1,18 @@
 """The bench on a tiny shape: what is compared is the same prompt, and the figures are complete."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cacheblend_lab.bench.settings import Shape, TPOTSetting, TTFTSetting
+from cacheblend_lab.bench.settings import TPOTSetting, TTFTSetting
 from cacheblend_lab.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_lab.bench.tpot import TPOTBench
 from cacheblend_lab.bench.ttft import TTFTBench
-from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from tests.command import run
 from tests.limits import one_thread as one_thread
@@ -144,13 +145,6 @@ def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tier_that_is_not_measured_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="tier 'tape' is not measured here; give ram, disk, or a rate such as 200MB/s"
-    ):
-        TTFTSetting("tiny", tiers=("ram", "tape"))
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_is_a_model(name: str) -> None:
     config = shape_config(name)
@@ -190,24 +184,6 @@ def test_the_tokenizer_has_a_word_for_each_id() -> None:
     assert tokenizer.bos_token_id == 0
 
 
-@pytest.mark.parametrize("name", ["chunks", "chunk_tokens", "question_tokens", "repeats"])
-def test_nothing_cannot_be_measured(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
-        TTFTSetting("tiny", **{name: 0})
-
-
-def test_a_prompt_beyond_the_window_is_refused() -> None:
-    with pytest.raises(CacheBlendError, match="window"):
-        TTFTBench(TTFTSetting("tiny", chunks=9, chunk_tokens=500))
-
-
-def test_settings_of_the_environment_do_not_reach_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHEBLEND_ENABLED", "false")
-    assert not BlendConfig().enabled
-    report = TTFTBench(SETTING).engine.prefill(TTFTBench(SETTING).prompt).report
-    assert report.selector != "full"
-
-
 def test_an_emulated_device_is_as_slow_as_it_says() -> None:
     setting = TTFTSetting(
         shape="tiny", chunks=2, chunk_tokens=40, ratios=(0.15,), tiers=("ram", "1MB/s", "1MB/s-no-pipeline"), repeats=1
@@ -219,11 +195,6 @@ def test_an_emulated_device_is_as_slow_as_it_says() -> None:
     assert slow.load_bytes and slow.load_bytes == unpipelined.load_bytes == rows["ram", True].load_bytes
     # What comes last cannot be there before all of it could have come.
     assert min(slow.ttft_min_s, unpipelined.ttft_min_s) >= slow.load_bytes / 1e6
-
-
-def test_help_names_every_shape() -> None:
-    help = Shape.__metadata__[0].help
-    assert all(shape in help for shape in SHAPES)
 
 
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 4
@@ -263,23 +234,36 @@ def test_the_command_tpot_writes_its_rows(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_measured() -> None:
-    for name, value, message in (
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
         *(
-            (name, 0, f"{name}=0 must be at least 1")
+            (kind, {name: 0}, f"{name}=0 must be at least 1")
+            for kind in (TTFTSetting, TPOTSetting)
             for name in ("chunks", "chunk_tokens", "question_tokens", "repeats")
         ),
-        ("output_tokens", 1, "output_tokens=1 must be at least 2"),
-        ("methods", ("full", "half"), "method 'half' is not measured; choose among full, blend"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            TPOTSetting("tiny", **{name: value})
+        (TPOTSetting, {"output_tokens": 1}, "output_tokens=1 must be at least 2"),
+        (TPOTSetting, {"methods": ("full", "half")}, "method 'half' is not measured; choose among full, blend"),
+        (
+            TTFTSetting,
+            {"tiers": ("ram", "tape")},
+            "'tape' is not measured here; give ram, disk, or a rate such as 200MB",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(kind: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kind("tiny", **changes)
 
 
-def test_settings_without_meaning_are_refused_before_the_model_is_made() -> None:
-    for setting, message in (
-        (TPOTSetting("tiny", capacities=(2.0,)), "kv_capacity=2.0"),
-        (TPOTSetting("round"), "shape 'round' is unknown"),
-    ):
-        with pytest.raises(CacheBlendError, match=message):
-            TPOTBench(setting)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TPOTBench(TPOTSetting("tiny", capacities=(2.0,))), "kv_capacity=2.0"),
+        (lambda: TPOTBench(TPOTSetting("round")), "shape 'round' is unknown"),
+        (lambda: TTFTBench(TTFTSetting("tiny", chunks=9, chunk_tokens=500)), "window"),
+    ],
+)
+def test_settings_that_fit_no_model_are_refused_before_it_is_made(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(CacheBlendError, match=message):
+        make()
