@@ -7,123 +7,44 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from cacheblend_lab import families
+from cacheblend_lab.families.tiny import VOCABULARY
 from cacheblend_lab.reference import load_tokenizer
 
-_BASE: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_WINDOW = 16
 _SLIDING_PATTERN = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3", "factor": 4.0}
+_GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama-llama3": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "llama-yarn": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "mistral": ("mistral", {"sliding_window": _WINDOW}),
+    "llama-llama3": ("llama", {"rope_parameters": _YARN | _LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": _YARN}),
+    "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": _WINDOW, "query_pre_attn_scalar": 8}),
-    "gemma3": (
-        "gemma3_text",
-        {"head_dim": 8, "sliding_window": _WINDOW, "query_pre_attn_scalar": 8, "layer_types": _SLIDING_PATTERN},
-    ),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 16}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {"layer_types": _SLIDING_PATTERN}),
     "phi3": ("phi3", {}),
     "gpt-neox": ("gpt_neox", {"rotary_pct": 0.25, "num_attention_heads": 2}),
     "olmo2": ("olmo2", {}),
-    "granite": (
-        "granite",
-        {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
-    ),
+    "granite": ("granite", _GRANITE),
     "cohere": ("cohere", {}),
-    "starcoder2": ("starcoder2", {"sliding_window": _WINDOW}),
+    "starcoder2": ("starcoder2", {"sliding_window": 16}),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.25, "num_attention_heads": 2}),
-    "glm4": ("glm4", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "glm4": ("glm4", {"partial_rotary_factor": 0.5}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1, 1]}),
 }
 
+# Latent attention, KV shared between layers, sinks, and a bias by distance.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
-    # Latent attention, KV shared between layers, sinks, and a bias by distance.
-    "deepseek-v3": (
-        "deepseek_v3",
-        {
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
-        },
-    ),
-    "gemma3n": (
-        "gemma3n_text",
-        {
-            "head_dim": 8,
-            "sliding_window": _WINDOW,
-            "layer_types": _SLIDING_PATTERN,
-            "num_kv_shared_layers": 2,
-            "vocab_size_per_layer_input": 97,
-            "hidden_size_per_layer_input": 8,
-            "intermediate_size": [48] * 6,
-            "activation_sparsity_pattern": [0.0] * 6,
-            "laurel_rank": 8,
-        },
-    ),
-    "gpt-oss": (
-        "gpt_oss",
-        {"head_dim": 8, "sliding_window": _WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "bloom": ("bloom", {"n_layer": 6, "n_head": 4}),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "gemma3n": ("gemma3n_text", {"intermediate_size": [48] * 6, "laurel_rank": 8}),
+    "gpt-oss": ("gpt_oss", {}),
+    "bloom": ("bloom", {}),
 }
 
 _EAGER_ONLY = ("gemma2", "gpt-oss", "bloom")
@@ -145,23 +66,13 @@ def sampled(cases: list[tuple[str, str]], as_one: bool = False) -> list[Any]:
 
 def tiny_model(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
     """Return a random float32 model of a family, large enough in its weights that attention matters."""
-    model_type, overrides = (FAMILIES | FURTHER)[family]
-    config = CONFIG_MAPPING[model_type](**(_BASE | overrides))
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    # The usual initialisation is so small that every layer is close to the identity, and mistakes in attention would not show.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=0.25)
-    return model.eval()
+    model_type, changes = (FAMILIES | FURTHER)[family]
+    return families.tiny_model(families.tiny_config(model_type, **changes), attention=attention, seed=seed)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of the tiny models' vocabulary: the word "t7" is token 7, and words are split at spaces."""
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {
-        f"t{number}": number for number in range(3, _BASE["vocab_size"])
-    }
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"t{number}": number for number in range(3, VOCABULARY)}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -172,9 +83,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def words(count: int, seed: int) -> str:
     """Return `count` random words of the tiny tokenizer."""
     generator = torch.Generator().manual_seed(seed)
-    return " ".join(
-        f"t{number}" for number in torch.randint(3, _BASE["vocab_size"], (count,), generator=generator).tolist()
-    )
+    return " ".join(f"t{number}" for number in torch.randint(3, VOCABULARY, (count,), generator=generator).tolist())
 
 
 def tiny_reader(**changes: Any) -> LlamaForCausalLM:
