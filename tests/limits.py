@@ -1,9 +1,11 @@
 """Bounds on what one call, and the tests of a folder, may take."""
 
 import gc
+import os
 import resource
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,3 +38,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def status_of_child(work: Callable[[], None]) -> int:
+    """Run a function in a forked child, for 20 seconds at most, and return how it ended."""
+    return end_of_child(work)[0]
+
+
+def end_of_child(work: Callable[[], None]) -> tuple[int, resource.struct_rusage]:
+    """Do what `status_of_child` does; return also what the child took."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.wait4(child, 0)[1:]

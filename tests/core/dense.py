@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+
 Select = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, rows, fresh values, stale values) -> rows kept."""
 
@@ -122,3 +124,17 @@ class _FixedRows(_Substituting):
     ) -> None:
         super().__init__(stale, recomputed, {})
         self._chunk_rows = chunk_rows
+
+
+SPANS = ((5, 25), (25, 47), (50, 70))
+LENGTH = 76
+
+
+def random_ids(seed: int) -> list[int]:
+    """Return the prompt's tokens, drawn from the tiny vocabulary."""
+    return torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def span_layout(ids: list[int]) -> PromptLayout:
+    """Return the layout of tokens whose chunks are at `SPANS`."""
+    return PromptLayout(tuple(ids), tuple(range(len(ids))), tuple(ChunkSpan(a, b, a) for a, b in SPANS))

@@ -19,8 +19,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
-from tests.core.dense import dense_blend, own_kv
-from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
+from tests.core.dense import LENGTH, SPANS, dense_blend, own_kv, random_ids, span_layout
 from tests.engines import MakeEngine
 from tests.families import CASES, FAMILIES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer, words
 

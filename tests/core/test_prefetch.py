@@ -11,9 +11,9 @@ import pytest
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ChunkFile
-from tests.core.forked import status_of_child
 from tests.engines import MakeEngine
 from tests.families import words
+from tests.limits import status_of_child
 
 CHUNKS = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
 NAMES = [str(chunk.id) for chunk in CHUNKS]

@@ -16,8 +16,7 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.selection.question import QuerySelector
-from tests.core.dense import RecordingCache, own_kv, stale_kv
-from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
+from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, span_layout, stale_kv
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4

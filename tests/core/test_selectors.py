@@ -12,8 +12,7 @@ from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import SelectionTask, make_selector, selector_names
-from tests.core.dense import RecordingCache, own_kv, stale_kv
-from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
+from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, span_layout, stale_kv
 from tests.engines import MakeEngine
 from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
 

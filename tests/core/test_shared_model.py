@@ -20,10 +20,9 @@ from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import KVCache, inspect_model
 from cacheblend_rag.selection import FixedSelection
-from tests.core.dense import own_kv
-from tests.core.forked import status_of_child
-from tests.core.spans import random_ids, span_layout
+from tests.core.dense import own_kv, random_ids, span_layout
 from tests.families import tiny_model, tiny_tokenizer, words
+from tests.limits import status_of_child
 
 SETTINGS = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15)
 PROMPT = BlendPrompt(words(4, 50), [Chunk(words(20, seed), f"n{seed}") for seed in range(3)], words(6, 51))

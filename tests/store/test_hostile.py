@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import check_store, import_store
 from cacheblend_rag.store.chunkfile import encode_chunk
-from tests.core.forked import end_of_child
-from tests.limits import within
+from tests.limits import end_of_child, within
 from tests.store.kit import key_of, make_kv, start
 
 KEY = key_of(1)

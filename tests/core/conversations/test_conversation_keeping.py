@@ -12,7 +12,7 @@ import pytest
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import open_store
-from tests.core.conversations.chats import (
+from tests.core.conversations.conftest import (
     CHUNKS,
     UP_TO_THE_FIRST_CHUNK,
     UP_TO_THE_SECOND_CHUNK,

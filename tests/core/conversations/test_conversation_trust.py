@@ -7,7 +7,7 @@ import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import open_store
-from tests.core.conversations.chats import (
+from tests.core.conversations.conftest import (
     CHUNKS,
     UP_TO_THE_FIRST_CHUNK,
     UP_TO_THE_SECOND_CHUNK,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendPrompt
-from tests.core.conversations.chats import CHUNKS, chat_prompt, ids_of, own_answer
+from tests.core.conversations.conftest import CHUNKS, chat_prompt, ids_of, own_answer
 from tests.core.dense import _FixedRows, stale_kv
 from tests.engines import MakeEngine
 from tests.families import ATTENTION, FAMILIES, FURTHER, tiny_model, words
