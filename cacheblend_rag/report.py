@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.page import framed, inspector_page
 from cacheblend_rag.trace import Trace
 
 __all__ = ["OTHER_TEXT", "BlendReport", "CallReport", "ChunkReport"]
@@ -123,7 +121,7 @@ class BlendReport:
         What is left of `ttft_s` without `queue_s`, `load_s`, `encode_s` and `recompute_s`: tokenising, lookups, choosing a ratio,
         and the part of a prefill that was lost to damaged KV.
     trace : Trace or None
-        What `to_html` is made from, in the process that answered. It is not printed, compared, copied or part of `to_dict`.
+        What became of every token, and when, in the process that answered; not printed, compared, copied or part of `to_dict`.
     """
 
     ttft_s: float
@@ -185,42 +183,9 @@ class BlendReport:
         figures = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trace"}
         return {**figures, "chunks": [asdict(chunk) for chunk in self.chunks]}
 
-    def to_html(self, full: BlendReport | None = None) -> str:
-        """Return a page that shows what became of every token of the prompt, and where the time went.
-
-        The page is complete in itself, and nothing in it is loaded from elsewhere. It holds the texts of the prompt and the
-        answer; of other chunks only ids. Make it while the engine is open: what chunks were encoded behind is asked of the store.
-
-        Parameters
-        ----------
-        full : BlendReport, optional
-            The report of the same prompt's full prefill, which the page then shows beside this one.
-
-        Returns
-        -------
-        str
-            An HTML document.
-
-        Raises
-        ------
-        ConfigError
-            If the report was read from a file or copied, or `full` is of another prompt.
-        """
-        traces = [_trace_of(each) for each in (self, full) if each is not None]
-        if len({trace.token_ids for trace in traces}) > 1:
-            raise ConfigError(
-                "full is the report of another prompt; give that of the same prompt with blending disabled"
-            )
-        reports = [each.to_dict() for each in (self, full) if each is not None]
-        return inspector_page(list(zip(reports, traces, strict=True)))
-
-    def _repr_html_(self) -> str | None:
-        # A notebook shows what `repr` says where this is None.
-        return None if self.trace is None else framed(self.to_html())
-
 
 class CallReport(dict[str, Any]):
-    """The `BlendReport` of a call as a dictionary, which still has its page.
+    """The `BlendReport` of a call as a dictionary.
 
     Attributes
     ----------
@@ -236,27 +201,3 @@ class CallReport(dict[str, Any]):
         made = cls(report.to_dict())
         made.last = report
         return made
-
-    def to_html(self) -> str:
-        """Return the inspector's page of the call, of several the last; see `BlendReport.to_html`.
-
-        Raises
-        ------
-        ConfigError
-            If the answer is not finished, or the report was copied or read from a file.
-        """
-        if self.last is None:
-            raise ConfigError("there is no page: the answer is not finished, or its report was read from a file")
-        return self.last.to_html()
-
-    def _repr_html_(self) -> str | None:
-        return None if self.last is None else self.last._repr_html_()
-
-
-def _trace_of(report: BlendReport) -> Trace:
-    if report.trace is None:
-        raise ConfigError(
-            "this report was copied or read from a file, and a page needs what only the process that answered has; "
-            "call to_html on the report that the engine returned"
-        )
-    return report.trace

@@ -1,12 +1,11 @@
-"""What a request notes on its way, from which a page shows what became of every token and where the time went."""
+"""Notes of a request on its way: what became of every token, and where the time went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-__all__ = ["ChunkContext", "LayerTimes", "Legend", "Span", "Trace", "TracedChunk"]
+__all__ = ["LayerTimes", "Span", "Trace", "TracedChunk"]
 
 
 @dataclass(slots=True)
@@ -45,7 +44,7 @@ class Span(NamedTuple):
 
 
 class TracedChunk(NamedTuple):
-    """A chunk of a prompt, as the page shows it.
+    """A chunk of a prompt, and what became of it.
 
     Attributes
     ----------
@@ -69,36 +68,6 @@ class TracedChunk(NamedTuple):
     tier: str | None
     reason: str | None
     attention: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkContext:
-    """What the KV of a chunk was computed behind.
-
-    Attributes
-    ----------
-    document : str or None
-        The document that the chunk is a piece of.
-    ids : tuple of str or None
-        The chunks of its document that it was encoded behind, in reading order, the first perhaps in part; None where that is not
-        known.
-    tokens : int
-        How many tokens they are.
-    """
-
-    document: str | None
-    ids: tuple[str, ...] | None
-    tokens: int = 0
-
-
-class Legend(Protocol):
-    """Says what the token ids and the chunks of a trace mean, when a page is made."""
-
-    def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; a character of several tokens is the last one's."""
-
-    def contexts(self, chunks: Sequence[TracedChunk]) -> list[ChunkContext]:
-        """Return what each chunk was encoded behind, as far as the store still knows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,8 +94,6 @@ class Trace:
         When each layer was loaded and handed over; None where no stored KV was read.
     token_times : tuple of float
         When each token was there.
-    legend : Legend
-        What ids mean.
     """
 
     token_ids: tuple[int, ...]
@@ -140,7 +107,6 @@ class Trace:
     waits: tuple[Span, ...]
     layers: LayerTimes | None
     token_times: tuple[float, ...]
-    legend: Legend
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -30,7 +30,6 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "keys",
         "report",
         "trace",
-        "page",
         "answers",
         "stops",
     ),

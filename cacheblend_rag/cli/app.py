@@ -13,7 +13,6 @@ from typer.core import TyperGroup
 
 from cacheblend_rag import __version__
 from cacheblend_rag.cli.ask import ask
-from cacheblend_rag.cli.inspect import inspect
 from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.output import on_interrupt
 from cacheblend_rag.cli.store import store_app
@@ -26,7 +25,7 @@ __all__ = ["app"]
 # What brings the commands that are not in this distribution.
 _ELSEWHERE = {
     **dict.fromkeys(("bench", "demo", "eval", "families"), "cacheblend-rag-lab"),
-    **dict.fromkeys(("calibrate", "profile"), "cacheblend-attachments"),
+    **dict.fromkeys(("calibrate", "inspect", "profile"), "cacheblend-attachments"),
     **dict.fromkeys(("keys", "serve"), "cacheblend-serve"),
     "pml": "cacheblend-pml",
     "warm-ray": "cacheblend-ray",
@@ -84,7 +83,7 @@ def _root(
     del version
 
 
-for _command in (warm, ask, inspect, models):
+for _command in (warm, ask, models):
     app.command()(_command)
 app.add_typer(store_app, name="store")
 for _entry in sorted(entry_points(group="cacheblend_rag.commands"), key=lambda entry: entry.name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from cacheblend_rag.cli.options import (
     AnswerTokensOption,
@@ -17,9 +17,8 @@ from cacheblend_rag.cli.options import (
     StoreOption,
     StreamOption,
     TopKOption,
-    output_option,
 )
-from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json, write_page
+from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json
 from cacheblend_rag.cli.warm import warmed
 
 if TYPE_CHECKING:
@@ -40,17 +39,12 @@ def ask(
     compare: CompareOption = False,
     stream: StreamOption = None,
     json_file: JsonOption = None,
-    html_file: Annotated[
-        Path | None, output_option("--html", "Write a page that shows what became of every token to FILE.")
-    ] = None,
 ) -> None:
     """Answer a question from what was warmed, by blended prefill."""
     with warmed(store, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, name):
         found = library.search(question, top_k)
         results = print_answer(engine, library.prompt(question, found), max_new_tokens, stream=stream, compare=compare)
         embedding = library.embedding.name
-        if html_file is not None:
-            write_page(html_file, results)
     _show(found, *results)
     if name == "reference":
         console().print(

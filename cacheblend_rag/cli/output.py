@@ -44,7 +44,6 @@ __all__ = [
     "say_seconds",
     "show_table",
     "write_json",
-    "write_page",
 ]
 
 STANDARD_OUTPUT = Path("-")
@@ -266,17 +265,6 @@ def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], 
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
-
-
-def write_page(path: Path, results: Sequence[GenerationResult]) -> None:
-    """Write the inspector's page of an answer, with full prefill's beside it if that stands behind it, and say where it is."""
-    full = results[1].report if len(results) > 1 else None
-    page = results[0].report.to_html(full)
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path} cannot be written: {error.strerror}") from error
-    console().print(f"the page is {path}: open it in a browser", soft_wrap=True, markup=False)
 
 
 def _versions() -> Iterator[tuple[str, str]]:

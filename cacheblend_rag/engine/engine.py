@@ -25,7 +25,6 @@ from cacheblend_rag.engine.decode import checked_options, end_ids
 from cacheblend_rag.engine.gathering import Gathering
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
 from cacheblend_rag.engine.kept import KeptTurns
-from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.many import Call, Many, options_of_each
 from cacheblend_rag.engine.opening import engine_identity, look_at_model, open_engine_store
@@ -144,7 +143,6 @@ class BlendEngine(ChunkLibrary):
                 num_decoder_layers(model) if self.decoder is None else self.decoder.num_kv_layers,
                 scheduler_lock(model),
             )
-            self._legend = EngineLegend(tokenizer, self._store, self.namespace)
             self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
             self._runner = Runner(
                 model,
@@ -671,7 +669,7 @@ class BlendEngine(ChunkLibrary):
             options=options or {},
         )
         # While the others of a batch were put into tokens, it waited.
-        return PromptRun(request, assembled, timings=Timings(queue_s=began - started), legend=self._legend)
+        return PromptRun(request, assembled, timings=Timings(queue_s=began - started))
 
     def _encoder(self, preamble: tuple[int, ...]) -> Encoder | None:
         return None if self.decoder is None else Encoder(self.decoder, preamble, self.tuning.encode_batch_tokens)

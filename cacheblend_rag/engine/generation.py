@@ -14,8 +14,8 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from cacheblend_rag.engine.background import Feed
-from cacheblend_rag.engine.legend import Spelling
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.stops import Spelling
 
 __all__ = [
     "BlendStream",

@@ -28,7 +28,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, ModelCard
-from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
+from cacheblend_rag.store import KVStore, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -281,6 +281,11 @@ class ChunkLibrary(ABC):
         """Return the document that each chunk is a piece of; None if the chunk is encoded alone, or unknown."""
         self._check_open()
         return self._store.names.documents(self.namespace, id_list(ids))
+
+    def targets(self, ids: Sequence[str]) -> list[NamedTarget | None]:
+        """Return how the KV of each chunk is computed, and behind what in its document; None where the id is unknown."""
+        self._check_open()
+        return self._store.names.targets(self.namespace, id_list(ids))
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be needed soon, and return at once.

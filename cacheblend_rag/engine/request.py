@@ -19,7 +19,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate, NamedTarget
-from cacheblend_rag.trace import LayerTimes, Legend, Span, Trace, TracedChunk
+from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
 __all__ = ["ChunkSupply", "Order", "PromptRun", "Request", "Timings", "make_report", "why_missed"]
 
@@ -179,8 +179,6 @@ class PromptRun:
         Further fields of its `BlendReport`, from what few prompts use.
     layers : LayerTimes or None
         When the layers of its stored KV were loaded and handed over; None where none was read.
-    legend : Legend or None
-        Says what its token ids and chunks mean, to whoever looks at the trace of its report; None for one without a trace.
     """
 
     request: Request
@@ -196,7 +194,6 @@ class PromptRun:
     notes: dict[object, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     layers: LayerTimes | None = None
-    legend: Legend | None = None
 
     @property
     def layout(self) -> PromptLayout:
@@ -286,9 +283,7 @@ def _trace(
     ended: float,
     output_ids: tuple[int, ...],
     token_times: Sequence[float],
-) -> Trace | None:
-    if run.legend is None:
-        return None
+) -> Trace:
     return Trace(
         run.prompt.layout.token_ids,
         output_ids,
@@ -313,7 +308,6 @@ def _trace(
         tuple(run.timings.waits),
         run.layers,
         tuple(token_times[: len(output_ids)]),
-        run.legend,
     )
 
 

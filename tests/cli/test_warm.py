@@ -308,13 +308,13 @@ def test_the_readmes_commands_answer_the_readmes_question(tmp_path: Path, monkey
     (tmp_path / "examples").symlink_to(root / "examples")
     monkeypatch.chdir(tmp_path)
     said = [run(*shlex.split(line, comments=True)[1:]).output for line in block.strip().splitlines()]
-    assert len(said) == 3
+    assert len(said) == 4
     assert "3 encoded" in said[1]
     assert "Sella Borler keeps a black horse." in said[2]
     assert "the same answer" in said[2]
     assert "reads the sentences of its own corpus only" in said[2]
-    assert "open it in a browser" in said[2]
-    assert (tmp_path / "page.html").is_file()
+    assert "open it in a browser" in said[3]
+    assert (tmp_path / "inspect.html").is_file()
 
 
 def test_export_import_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:

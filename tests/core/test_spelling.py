@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt
-from cacheblend_rag.engine.legend import Spelling
+from cacheblend_rag.stops import Spelling
 from tests.families import tiny_reader
 
 JAPANESE = "これはとてもながいぶんしょうです。"

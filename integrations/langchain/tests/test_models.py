@@ -27,6 +27,7 @@ from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from transformers import LlamaForCausalLM
 
+from cacheblend_attachments import inspector_page
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
@@ -113,7 +114,7 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
     assert report["hits"] == len(chunks)
     assert report["recompute_ratio"] == 0.25
     assert answer.response_metadata["finish_reason"] == "length"
-    assert report.to_html().lower().startswith("<!doctype html>")
+    assert inspector_page(engine, report).lower().startswith("<!doctype html>")
     assert (
         usage["input_tokens"]
         == report["prompt_tokens"]
@@ -128,7 +129,7 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
     assert last.chunk_position == "last"
     assert whole.usage_metadata == last.usage_metadata == usage
     assert whole.response_metadata["blend"]["hits"] == len(chunks)
-    assert whole.response_metadata["blend"].to_html()
+    assert inspector_page(engine, whole.response_metadata["blend"])
     [read] = messages_from_dict(json.loads(json.dumps(messages_to_dict([answer]))))
     assert type(read.response_metadata["blend"]) is dict and read.response_metadata["blend"] == report
     assert whole.text == answer.text

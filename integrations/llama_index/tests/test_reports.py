@@ -20,6 +20,7 @@ from llama_index.core.schema import NodeWithScore
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
+from cacheblend_attachments import inspector_page
 from cacheblend_rag.errors import ConfigError
 from integrations.llama_index.tests.conftest import EventLog, WordEmbedding
 from llama_index_cacheblend import BlendLLM, install, uninstall
@@ -179,11 +180,9 @@ def test_what_is_printed(index: VectorStoreIndex, llm: BlendLLM) -> None:
 def test_a_page_of_the_answer(index: VectorStoreIndex, llm: BlendLLM) -> None:
     response = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=3).query(QUESTION)
     report = response.metadata["blend"]
-    page = report.to_html()
-    assert report._repr_html_().startswith("<iframe")
+    page = inspector_page(llm.engine, report)
+    assert page._repr_html_().startswith("<iframe")
     assert page.startswith("<!DOCTYPE html>")
     assert all(chunk["id"] in page for chunk in report["chunks"])
-    unfinished = AnswerReport()
-    assert unfinished._repr_html_() is None
     with pytest.raises(ConfigError, match="not finished"):
-        unfinished.to_html()
+        inspector_page(llm.engine, AnswerReport())

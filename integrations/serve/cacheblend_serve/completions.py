@@ -72,7 +72,7 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
         calls = await in_thread(calls_for, library, request, server.config)
         replies = Replies(served, request)
         speak = partial(_spoken, server.backend, library, asker.spans)
-        keep = partial(_keep, asker, request, replies)
+        keep = partial(_keep, asker, library, request.keep, replies)
         leave, reader_s = entered.pop_all().close, server.config.reader_s
         if request.stream:
             return EventStream(_pieces(calls, replies, speak, keep), reader_s, explained, leave)
@@ -139,13 +139,11 @@ async def _spoken(
             yield piece
 
 
-async def _keep(
-    asker: Asker, request: ChatRequest | CompletionRequest, replies: Replies, answers: list[Answer]
-) -> None:
+async def _keep(asker: Asker, library: ChunkLibrary, keep: bool, replies: Replies, answers: list[Answer]) -> None:
     """Keep the pages of all answers to a request, in the order of its prompts, if it asks for them."""
-    if request.keep:
-        keep = asker.server.pages.keep
-        replies.pages = [await in_thread(keep, asker.owner, answer.report) for answer in answers]
+    if keep:
+        make = asker.server.pages.keep
+        replies.pages = [await in_thread(make, asker.owner, library, answer.report) for answer in answers]
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
+from cacheblend_attachments import inspector_page
+from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.report import BlendReport
 from cacheblend_serve.auth import Owner
@@ -58,10 +60,10 @@ class KeptPages:
         if self._kept_s is None:
             raise PromptError("this server keeps no pages of answers; leave keep out, or start it with pages_s")
 
-    def keep(self, owner: Owner, report: BlendReport) -> str:
+    def keep(self, owner: Owner, library: ChunkLibrary, report: BlendReport) -> str:
         """Keep the page of an answer and return its address on this server; `PromptError` if this server keeps none."""
         self.check()
-        html = report.to_html()
+        html = inspector_page(library, report)
         name = secrets.token_urlsafe(16)
         with self._lock:
             self._forget_old()

@@ -66,9 +66,9 @@ def test_pages_come_in_the_order_of_the_prompts(engine: BlendEngine, serve: Serv
         assert f'"prompt_tokens":{size},' in client.get(address).text
 
 
-def test_a_later_key_of_the_same_name_sees_no_pages_of_the_former(report: BlendReport) -> None:
+def test_a_later_key_of_the_same_name_sees_no_pages_of_the_former(engine: BlendEngine, report: BlendReport) -> None:
     pages = KeptPages(10.0)
-    name = pages.keep(Owner("acme", "mine", digest="former"), report).removeprefix("/ui/")
+    name = pages.keep(Owner("acme", "mine", digest="former"), engine, report).removeprefix("/ui/")
     assert pages.page(Owner("acme", "mine", digest="later"), name) is None
 
 
@@ -77,13 +77,13 @@ def report(engine: BlendEngine) -> BlendReport:
     return engine.generate(BlendPrompt(segments=["Who?"]), 2).report
 
 
-def test_pages_are_forgotten_in_time_and_in_number(report: BlendReport) -> None:
+def test_pages_are_forgotten_in_time_and_in_number(engine: BlendEngine, report: BlendReport) -> None:
     now = [0.0]
     pages = KeptPages(10.0, lambda: now[0])
     mine, other = Owner(None, "mine", digest="a"), Owner(None, "other", digest="b")
-    first = pages.keep(mine, report).removeprefix("/ui/")
+    first = pages.keep(mine, engine, report).removeprefix("/ui/")
     now[0] = 9.0
-    names = [pages.keep(other, report).removeprefix("/ui/") for _ in range(40)]
+    names = [pages.keep(other, engine, report).removeprefix("/ui/") for _ in range(40)]
     assert pages.page(mine, first) is not None
     assert [pages.page(other, name) is not None for name in names] == [False] * 8 + [True] * 32
     assert pages.index(other).count("<li>") == 32

@@ -17,8 +17,9 @@ from cacheblend_rag.cli.options import (
     TopKOption,
     output_option,
 )
-from cacheblend_rag.cli.output import print_answer, write_page
+from cacheblend_rag.cli.output import console, print_answer
 from cacheblend_rag.cli.warm import warmed
+from cacheblend_rag.errors import ConfigError
 
 __all__ = ["inspect"]
 
@@ -38,6 +39,8 @@ def inspect(
     ] = False,
 ) -> None:
     """Answer a question as ask does, and write a page that shows what became of every token and where the time went."""
+    from cacheblend_attachments.inspector import inspector_page
+
     with warmed(store, model, None, recompute_ratio=ratio, selector=selector, source_attention=attention or None) as (
         engine,
         library,
@@ -48,4 +51,9 @@ def inspect(
             # Whoever comes first pays for the first use of the model's kernels, which a page is not about.
             engine.generate(prompt, 1, blend=engine.blend.replace(enabled=False))
         results = print_answer(engine, prompt, max_new_tokens, stream=None, compare=full)
-        write_page(html_file, results)
+        page = inspector_page(engine, *(each.report for each in results))
+    try:
+        html_file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {html_file} cannot be written: {error.strerror}") from error
+    console().print(f"the page is {html_file}: open it in a browser", soft_wrap=True, markup=False)

@@ -20,16 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from cacheblend_attachments import inspector_page
+from cacheblend_attachments.inspector import page_of
 from cacheblend_lab import reference
 from cacheblend_lab.families import tiny_config
 from cacheblend_lab.families import tiny_model as random_model
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
-from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.page import inspector_page
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.trace import ChunkContext, Trace, TracedChunk
+from cacheblend_rag.trace import Trace, TracedChunk
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 17))]
@@ -63,7 +63,7 @@ def engine() -> Iterator[BlendEngine]:
 def test_a_miss_and_a_hit(engine: BlendEngine) -> None:
     engine.add(CHUNKS[:2])
     answer = engine.generate(PROMPT, 5, eos_token_id=None)
-    data = data_of(answer.report.to_html())
+    data = data_of(inspector_page(engine, answer.report))
     [view] = data["views"]
     own = fates(view)
     assert Counter(own) == {"ram": 42, "encoded": 17, "computed": 11}
@@ -74,7 +74,7 @@ def test_a_miss_and_a_hit(engine: BlendEngine) -> None:
     assert [chunk["reason"] is None for chunk in view["chunks"]] == [True, True, False]
     assert {wait[0] for wait in view["waits"]} == {"queue", "open", "encode"}
     assert data["differs"] is None
-    again = data_of(engine.generate(PROMPT, 5).report.to_html())
+    again = data_of(inspector_page(engine, engine.generate(PROMPT, 5).report))
     assert Counter(fates(again["views"][0])) == {"ram": 59, "computed": 11}
 
 
@@ -103,7 +103,7 @@ def test_what_a_selector_recomputes(engine: BlendEngine, selector: str) -> None:
     engine.add(CHUNKS)
     blend = BlendConfig(selector=selector, recompute_ratio=0.2, source_attention=True)
     report = engine.generate(PROMPT, 3, blend=blend).report
-    [view] = data_of(report.to_html())["views"]
+    [view] = data_of(inspector_page(engine, report))["views"]
     own = fates(view)
     assert own.count("recomputed") == report.recomputed_tokens > 0
     assert own.count("computed") == 11
@@ -117,7 +117,7 @@ def test_a_head_that_is_computed_and_one_that_is_stored(engine: BlendEngine) -> 
     prompt = BlendPrompt(FixedText(words(60, 70)), CHUNKS, words(6, 51))
     first, second = (engine.generate(prompt, 2).report for _ in range(2))
     assert second.head_tokens
-    before, after = (fates(data_of(report.to_html())["views"][0]) for report in (first, second))
+    before, after = (fates(data_of(inspector_page(engine, report))["views"][0]) for report in (first, second))
     assert before[: second.head_tokens] == ["encoded"] * second.head_tokens
     assert after[: second.head_tokens] == ["head"] * second.head_tokens
     assert after.count("head") == second.head_tokens
@@ -129,7 +129,7 @@ def test_a_conversation(engine: BlendEngine) -> None:
     engine.generate(PROMPT, 4, conversation=conversation)
     longer = BlendPrompt(segments=[*PROMPT.segments, words(9, 60)])
     report = engine.generate(longer, 4, conversation=conversation).report
-    own = fates(data_of(report.to_html())["views"][0])
+    own = fates(data_of(inspector_page(engine, report))["views"][0])
     assert own.count("conversation") == report.conversation_tokens > 59
     assert own[-1] == "computed"
 
@@ -139,22 +139,22 @@ def test_full_prefill_beside_it(engine: BlendEngine) -> None:
     blended = engine.generate(PROMPT, 8, eos_token_id=None)
     full = engine.generate(PROMPT, 8, blend=FULL, eos_token_id=None)
     assert blended.token_ids != full.token_ids
-    data = data_of(blended.report.to_html(full.report))
+    data = data_of(inspector_page(engine, blended.report, full.report))
     assert [view["full"] for view in data["views"]] == [False, True]
     assert set(fates(data["views"][1])) == {"computed"}
     assert data["views"][1]["layers"] == []
     pairs = zip(blended.token_ids, full.token_ids, strict=True)
     assert data["differs"] == next(number for number, (one, other) in enumerate(pairs) if one != other)
-    assert data_of(full.report.to_html(full.report))["differs"] is None
+    assert data_of(inspector_page(engine, full.report, full.report))["differs"] is None
     other = engine.generate(BlendPrompt(words(3, 9), CHUNKS, words(4, 8)), 2)
     with pytest.raises(ConfigError, match="another prompt"):
-        blended.report.to_html(other.report)
+        inspector_page(engine, blended.report, other.report)
 
 
 def test_an_answer_that_ends_sooner_differs_at_its_end(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     longer, shorter = (engine.generate(PROMPT, count, eos_token_id=None).report for count in (6, 4))
-    assert data_of(longer.to_html(shorter))["differs"] == 4
+    assert data_of(inspector_page(engine, longer, shorter))["differs"] == 4
 
 
 def test_many_prompts_and_a_stream(engine: BlendEngine) -> None:
@@ -163,20 +163,20 @@ def test_many_prompts_and_a_stream(engine: BlendEngine) -> None:
     answers = engine.generate_many(prompts, 4, eos_token_id=None)
     assert answers[0].report.batch_size == 3
     for answer in answers:
-        [view] = data_of(answer.report.to_html())["views"]
+        [view] = data_of(inspector_page(engine, answer.report))["views"]
         assert Counter(fates(view)) == {"ram": 42, "encoded": 17, "computed": 11}
         assert len(view["times"]) == 4
         assert view["forward"][1] <= view["times"][0]
     stream = engine.stream(prompts[0], 4, eos_token_id=None)
     assert "".join(stream) == answers[0].text
     assert (
-        data_of(stream.result().report.to_html())["views"][0]["answer"]
-        == data_of(answers[0].report.to_html())["views"][0]["answer"]
+        data_of(inspector_page(engine, stream.result().report))["views"][0]["answer"]
+        == data_of(inspector_page(engine, answers[0].report))["views"][0]["answer"]
     )
 
 
 def test_a_prefill_has_no_answer(engine: BlendEngine) -> None:
-    view = data_of(engine.prefill(PROMPT).report.to_html())["views"][0]
+    view = data_of(inspector_page(engine, engine.prefill(PROMPT).report))["views"][0]
     assert (view["answer"], view["times"]) == ([], [])
 
 
@@ -185,7 +185,7 @@ def test_what_a_chunk_was_encoded_behind_is_told_by_ids(tmp_path: Path) -> None:
         pieces = [Chunk(words(9 + seed, 80 + seed), f"d-{seed}", document="tales") for seed in range(4)]
         engine.add([*pieces, CHUNKS[0]])
         report = engine.generate(BlendPrompt(words(4, 50), ["d-2", "n0", "d-0"], words(6, 51)), 2).report
-        page = report.to_html()
+        page = inspector_page(engine, report)
         later, alone, first = data_of(page)["views"][0]["chunks"]
         assert (later["document"], later["behind"], later["behindTokens"]) == ("tales", ["d-0", "d-1"], 19)
         assert (alone["document"], alone["behind"], alone["behindTokens"]) == (None, [], 0)
@@ -193,11 +193,11 @@ def test_what_a_chunk_was_encoded_behind_is_told_by_ids(tmp_path: Path) -> None:
         # The text of what was not retrieved is nowhere.
         assert pieces[1].text not in page and pieces[3].text not in page
         engine.delete(["d-1"])
-        later, _, first = data_of(report.to_html())["views"][0]["chunks"]
+        later, _, first = data_of(inspector_page(engine, report))["views"][0]["chunks"]
         assert later["behind"] is None
         assert first["behind"] == []
     # When the engine is closed the page has all but this.
-    later, *_ = data_of(report.to_html())["views"][0]["chunks"]
+    later, *_ = data_of(inspector_page(engine, report))["views"][0]["chunks"]
     assert (later["behind"], later["id"]) == (None, "d-2")
 
 
@@ -208,23 +208,22 @@ def test_a_report_that_left_its_process_has_no_page(engine: BlendEngine) -> None
     assert "trace" not in report.to_dict() and "trace" not in repr(report)
     for moved in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report), BlendReport(**report.to_dict())):
         assert moved.trace is None
-        assert moved._repr_html_() is None
         with pytest.raises(ConfigError, match="copied"):
-            moved.to_html()
+            inspector_page(engine, moved)
     assert copy.deepcopy(report) == report
 
 
 def test_a_model_that_cannot_be_blended_has_a_page() -> None:
     with BlendEngine(random_model(tiny_config("mamba")), tiny_tokenizer()) as engine:
         assert engine.unsupported_reason is not None
-        [view] = data_of(engine.generate(PROMPT, 2).report.to_html())["views"]
+        [view] = data_of(inspector_page(engine, engine.generate(PROMPT, 2).report))["views"]
     assert set(fates(view)) == {"computed"}
     assert view["figures"]["fallback_reason"]
 
 
 def test_nothing_is_loaded_from_elsewhere(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
-    page = engine.generate(PROMPT, 2).report.to_html()
+    page = inspector_page(engine, engine.generate(PROMPT, 2).report)
     shown = DATA.sub("", page)
     assert not re.search(r"https?://|//\w|\ssrc=|href=|url\(|@import|innerHTML|outerHTML|insertAdjacent|eval\(", shown)
     assert "unsafe" not in page
@@ -249,60 +248,53 @@ HOSTILE = st.one_of(
 
 
 class _Written:
-    """A legend with texts that nobody's tokenizer made."""
+    """A tokenizer with texts that nobody's made."""
 
-    def __init__(self, texts: list[str], document: str) -> None:
+    def __init__(self, texts: list[str]) -> None:
         self.all = texts
-        self.document = document
 
-    def texts(self, token_ids: Any) -> list[str]:
-        return [self.all[number] for number in token_ids]
-
-    def contexts(self, chunks: Any) -> list[ChunkContext]:
-        return [ChunkContext(self.document, (self.document, self.all[0]), 3) for _ in chunks]
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(self.all[number] for number in ids)
 
 
 @given(st.lists(HOSTILE, min_size=2, max_size=6), HOSTILE, HOSTILE)
 @settings(max_examples=150)
 def test_no_text_ends_its_place_in_the_page(texts: list[str], id: str, reason: str) -> None:
     chunk = TracedChunk(0, 1, id, "key", True, None, reason, 0.5)
+    context = {"document": id, "behind": [id, texts[0]], "behindTokens": 3}
     ids = tuple(range(len(texts)))
-    trace = Trace(ids, ids[:1], (chunk,), (), (), 0.0, 1.0, 2.0, (), None, (2.0,), _Written(texts, id))
+    trace = Trace(ids, ids[:1], (chunk,), (), (), 0.0, 1.0, 2.0, (), None, (2.0,))
     report = BlendReport(1, 0, 0, 1, len(ids), 1, 0, 0, 0, 1, 0, "none", fallback_reason=reason, trace=trace)
-    page = report.to_html()
-    plain = inspector_page([(BlendReport(1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, "none").to_dict(), _empty())])
+    page = page_of(_Written(texts), [(report.to_dict(), trace, [context])])
+    nothing = Trace((), (), (), (), (), 0.0, 1.0, 2.0, (), None, ())
+    plain = page_of(_Written([]), [(BlendReport(1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, "none").to_dict(), nothing, [])])
     assert page.isascii()
     for mark in ("<", "</script", "<script", "<!--", "<!"):
         assert page.count(mark) == plain.count(mark)
     found = data_of(page)
-    assert found["tokens"] == texts
+    assert "".join(found["tokens"]) == "".join(texts)
     [view] = found["views"]
     assert view["chunks"][0]["id"] == view["chunks"][0]["document"] == id
     assert view["chunks"][0]["reason"] == view["figures"]["fallback_reason"] == reason
-    frame = report._repr_html_()
-    assert frame is not None and frame.count("<") == 2 and frame.count(">") == 2
+    frame = page._repr_html_()
+    assert frame.count("<") == 2 and frame.count(">") == 2
     assert 'sandbox="allow-scripts"' in frame
-
-
-def _empty() -> Trace:
-    return Trace((), (), (), (), (), 0.0, 1.0, 2.0, (), None, (), _Written([], ""))
 
 
 @given(st.text(max_size=60))
 @settings(max_examples=60)
 def test_the_texts_of_tokens_are_the_text(text: str) -> None:
-    legend, tokenizer = _reference_legend()
-    ids = tokenizer(text)["input_ids"]
-    texts = legend.texts(ids)
+    tokenizer = _reference_tokenizer()
+    ids = tuple(tokenizer(text)["input_ids"])
+    trace = Trace(ids, (), (), (), (), 0.0, 1.0, 2.0, (), None, ())
+    texts = data_of(page_of(tokenizer, [(BlendReport(*[0] * 11, "none").to_dict(), trace, [])]))["tokens"]
     assert len(texts) == len(ids)
     assert "".join(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 @cache
-def _reference_legend() -> tuple[EngineLegend, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(Path(reference.__file__).parent / "weights")
-    with make_engine() as engine:
-        return EngineLegend(tokenizer, engine._store, engine.namespace), tokenizer
+def _reference_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(Path(reference.__file__).parent / "weights")
 
 
 def test_a_page_of_2500_tokens_is_small_and_soon_made(engine: BlendEngine) -> None:
@@ -311,6 +303,6 @@ def test_a_page_of_2500_tokens_is_small_and_soon_made(engine: BlendEngine) -> No
     report = engine.generate(BlendPrompt(words(29, 50), chunks, words(70, 51)), 40, eos_token_id=None).report
     assert report.prompt_tokens == 2500
     started = time.perf_counter()
-    page = report.to_html()
+    page = inspector_page(engine, report)
     assert time.perf_counter() - started < 2
     assert len(page.encode()) < 200_000

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cacheblend_attachments import inspector_page
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -85,7 +86,7 @@ def file(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert answers[0].token_ids != answers[1].token_ids
     path = tmp_path_factory.mktemp("page") / "inspect.html"
-    path.write_text(answers[0].report.to_html(answers[1].report), encoding="utf-8")
+    path.write_text(inspector_page(engine, *(each.report for each in answers)), encoding="utf-8")
     return path
 
 
@@ -180,7 +181,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine.add([Chunk(ATTACK, ATTACK, document=ATTACK), Chunk("More.", "more", document=ATTACK)])
         report = engine.generate(BlendPrompt("Read this.\n", ["more", ATTACK], f"\n{ATTACK}"), 4).report
     path = tmp_path_factory.mktemp("page") / "hostile.html"
-    path.write_text(report.to_html(), encoding="utf-8")
+    path.write_text(inspector_page(engine, report), encoding="utf-8")
     return path
 
 
@@ -248,7 +249,7 @@ def test_2500_tokens_are_drawn_in_a_page_of_less_than_two_megabytes(
         for blend in (BlendConfig(), BlendConfig(enabled=False))
     ]
     path = tmp_path / "long.html"
-    path.write_text(reports[0].to_html(reports[1]), encoding="utf-8")
+    path.write_text(inspector_page(engine, *reports), encoding="utf-8")
     seen = opened(browser, path)
     # Drawn, not only read.
     seen.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -260,7 +261,7 @@ def test_2500_tokens_are_drawn_in_a_page_of_less_than_two_megabytes(
 def test_a_notebook_shows_it_in_a_frame(browser: Any, engine: BlendEngine) -> None:
     report = engine.generate(BlendPrompt(words(4, 50), [Chunk(words(17, 9), "new")], words(6, 51)), 4).report
     page = browser.new_page()
-    page.set_content(f"<div>{report._repr_html_()}</div>")
+    page.set_content(f"<div>{inspector_page(engine, report)._repr_html_()}</div>")
     frame = page.frame_locator("iframe")
     frame.locator('[data-chunk="0"]').wait_for()
     assert "new" in frame.locator('[data-chunk="0"] header').inner_text()

@@ -1,4 +1,4 @@
-"""``inspect``, and ``ask --html``: a page in a file."""
+"""``inspect``: a page in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from .conftest import Command
+from tests.cli.conftest import Command
+from tests.cli.conftest import documents as documents
+from tests.cli.conftest import model_folder as model_folder
+from tests.cli.conftest import run as run
 
 
 @pytest.fixture
@@ -51,15 +54,6 @@ def test_inspect_shows_full_prefill_and_attention_where_asked(run: Command, stor
     views = data_of(file)["views"]
     assert [view["full"] for view in views] == [False, True]
     assert all(chunk["attention"] is not None for view in views for chunk in view["chunks"])
-
-
-def test_ask_writes_a_page_too(run: Command, store: Path, tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
-    said = run(
-        "ask", "Where was Mara born?", "--store", store, "--max-new-tokens", "5", "--compare", "--html", file
-    ).stdout
-    assert file.name in said.replace("\n", "")
-    assert len(data_of(file)["views"]) == 2
 
 
 def test_a_page_that_cannot_be_written_is_said_before_the_model_works(
