@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
@@ -24,7 +23,11 @@ _Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "in
 _PREFIX = "CACHEBLEND_"
 SERVER_KEY_VARIABLE = "CACHEBLEND_SERVER_KEY"
 """The environment variable that has the key of the servers that are asked."""
-_ATTACHED = {"quality_ratio": "AutoRatio(quality_ratio)"}
+_ATTACHED = {
+    "kv_capacity": "SnapKV(kv_capacity)",
+    "quality_ratio": "AutoRatio(quality_ratio)",
+    "source_attention": "SourceAttention()",
+}
 """What is attached to an engine instead of a setting of this name."""
 # Of a message, however long the values that it speaks of.
 _PROBLEMS_SHOWN = 5
@@ -315,13 +318,6 @@ class BlendConfig(SettingsBase):
     selector : str or Selector
         Which tokens to recompute: "hkvd", "query", "a3", "boundary", "random", "none", "full", or any that was registered, with
         options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
-    kv_capacity : int or float, optional
-        How much KV of the context each layer and head keeps for decoding (SnapKV): an integer is a number of tokens, a float a
-        share of the context, above 0 and at most 1. The context reaches from the first chunk to the last; what comes before and
-        after it is always kept. By default nothing is evicted.
-    source_attention : bool
-        Whether the report says how much of the answer's attention went to each chunk, in the middle layers. It is computed a
-        second time for that, one row for each token of the answer. It is not reported if KV is evicted.
 
     Raises
     ------
@@ -335,8 +331,6 @@ class BlendConfig(SettingsBase):
     enabled: bool = True
     recompute_ratio: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     selector: Any = "hkvd"
-    kv_capacity: int | float | None = None
-    source_attention: bool = False
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -360,23 +354,3 @@ class BlendConfig(SettingsBase):
     @field_serializer("selector")
     def _selector_as_text(self, selector: Any) -> str:
         return str(selector)
-
-    @field_validator("kv_capacity", mode="before")
-    @classmethod
-    def _capacity_is_tokens_or_share(cls, capacity: Any) -> Any:
-        if capacity is None:
-            return None
-        number: Any = capacity
-        if isinstance(number, str):
-            # From the environment: "512" is a number of tokens, "0.25" a share.
-            with suppress(ValueError):
-                number = float(number)
-                number = int(capacity)
-        if type(number) is int and number >= 1:
-            return number
-        if type(number) is float and 0 < number <= 1:
-            return number
-        raise ValueError(
-            "must be a number of tokens (an integer from 1) or a share of the context (a float above 0 and at most 1.0); None "
-            "keeps all"
-        )

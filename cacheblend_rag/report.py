@@ -36,7 +36,7 @@ class ChunkReport:
         previous turn; None if it was not read.
     attention : float or None
         The share of the answer's attention that went to it, 0 to 1: the mean over the answer's tokens, the heads, and
-        `BlendConfig.look_layers`. None unless `BlendConfig.source_attention` asks for it.
+        the middle layers. None unless `SourceAttention` is attached to the engine.
     """
 
     id: str | None
@@ -97,7 +97,7 @@ class BlendReport:
     kv_bytes : int
         Bytes of the prompt's KV in the cache when decoding began, after eviction.
     kv_bytes_before : int
-        What they would have been without eviction (`BlendConfig.kv_capacity`).
+        What they would have been without eviction (`SnapKV`).
     evicted_tokens : int
         Context tokens whose KV each head dropped, in every layer that is not kept whole.
     kept_reason : str or None

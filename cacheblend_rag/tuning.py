@@ -16,8 +16,6 @@ _LEAST = {
     "prefetch_layers": 1,
     "load_threads": 1,
     "write_back_bytes": 0,
-    "observation_window": 1,
-    "pooling_kernel": 1,
 }
 
 
@@ -46,11 +44,6 @@ class Tuning:
     write_back_bytes : int
         Maximum bytes of KV of misses that wait in RAM to be written to disk in the background. A miss for which there is no room
         is not stored. With 0 an answer waits for its misses to be written.
-    observation_window : int
-        The last tokens of the prompt, after the last chunk, whose attention says which context tokens are kept (`kv_capacity`).
-    pooling_kernel : int
-        Over how many neighbouring tokens that attention is pooled (their maximum), so that words are kept with what surrounds
-        them; odd, and 1 pools nothing.
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
 
@@ -69,8 +62,6 @@ class Tuning:
     pipeline: bool = True
     page_locked: bool | None = None
     write_back_bytes: int = 256 * 1024**2
-    observation_window: int = 32
-    pooling_kernel: int = 7
     self_check: bool = True
 
     def __post_init__(self) -> None:
@@ -78,10 +69,6 @@ class Tuning:
             value = getattr(self, name)
             if (type(value) is not int or value < least) and (name != "load_threads" or value is not None):
                 raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
-        if self.pooling_kernel % 2 == 0:
-            raise ConfigError(
-                f"pooling_kernel={self.pooling_kernel} must be odd, for as many neighbours on one side as on the other"
-            )
 
     @property
     def threads(self) -> int:

@@ -9,14 +9,14 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
+from cacheblend_attachments import SourceAttention
 from cacheblend_lab.reference import demo_documents, demo_questions
-from cacheblend_rag import BlendConfig
 from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendVectorStore
 
 
 def main() -> None:
-    # source_attention: say of each source how much the answer looked at it
-    llm = BlendLLM(model="reference", max_new_tokens=40, blend_config=BlendConfig(source_attention=True))
+    llm = BlendLLM(model="reference", max_new_tokens=40)
+    llm.engine.attach(SourceAttention())  # says of each source how much the answer looked at it
     chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_chat"))
     store = BlendVectorStore(chroma, engine=llm.engine)
     index = VectorStoreIndex(

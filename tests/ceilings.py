@@ -27,7 +27,7 @@ LINES = {
     "cacheblend_rag/selection": (833, 6),
     "cacheblend_rag/store": (8532, 29),
     "examples": (743, 15),
-    "integrations/attachments/cacheblend_attachments": (2829, 16),
+    "integrations/attachments/cacheblend_attachments": (3628, 21),
     "integrations/langchain/langchain_cacheblend": (3160, 20),
     "integrations/llama_index/llama_index_cacheblend": (3783, 18),
     "integrations/pml/cacheblend_pml": (3058, 10),

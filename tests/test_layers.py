@@ -35,7 +35,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     ),
     1: ("kv", "rope", "reading", "selection", "layout", "codec"),
     2: ("store", "model"),
-    3: ("encode", "loader", "fuse", "snapkv"),
+    3: ("encode", "loader", "fuse"),
     4: ("engine",),
     5: ("pml", "documents", "chat", "cli", "__main__"),
 }

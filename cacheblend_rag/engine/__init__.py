@@ -9,7 +9,6 @@ from cacheblend_rag.engine.generation import BlendStream, GenerationResult, Pref
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.prefetch import Prefetch
 from cacheblend_rag.engine.protocol import Engine, EngineCollection, EngineConversation, Library
-from cacheblend_rag.engine.watch import WatchedPrefill
 
 __all__ = [
     "AddJob",
@@ -28,5 +27,4 @@ __all__ = [
     "PrefillResult",
     "StopStrings",
     "WarmEstimate",
-    "WatchedPrefill",
 ]

@@ -104,8 +104,8 @@ class Conversation:
     Such rows are also dropped when the chunk's time to live is over (`ttl_s`): the time that its KV had left in the store when
     the first of these turns used it. Adding the chunk again does not extend it here.
 
-    Nothing is reused by or kept of prompts that give positions, nor if the model cannot be blended. With
-    ``kv_capacity``, which drops rows, nothing is kept.
+    Nothing is reused by or kept of prompts that give positions, nor if the model cannot be blended. Where an
+    attachment drops rows (`SnapKV`), nothing is kept.
 
     All conversations of an engine together keep no more than its setting ``conversation_bytes`` between turns. The one that has
     been idle longest is forgotten first, as a whole; its next turn is then computed like a first one.

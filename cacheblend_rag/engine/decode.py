@@ -10,16 +10,17 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+import torch
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
 from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.model import num_decoder_layers, unwrapped
+from cacheblend_rag.model import num_decoder_layers, past_adapters, unwrapped
 
-__all__ = ["checked_options", "complete_options", "make_result"]
+__all__ = ["checked_options", "complete_options", "last_logits", "make_result"]
 
 # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
 _NEUTRAL = {
@@ -142,3 +143,34 @@ def make_result(
     ends = {*end_ids(model, options), *(id for each in stops if isinstance(each, StopStrings) for id in each.ids)}
     reason = "stop" if token_ids and token_ids[-1] in ends else "length"
     return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report, reason)
+
+
+def last_logits(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache | None, count: int = 1
+) -> torch.Tensor:
+    """Prefill a prompt and return the logits behind its last tokens.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    inputs : dict
+        The prompt's `input_ids`, ``(1, prompt_len)``, and what goes with them.
+    cache : Cache or None
+        The cache to fill, which may hold the prompt's beginning; None where the model is to have one of its own, if any.
+    count : int
+        Behind how many of its tokens, all of which are computed.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(count, vocab)``, where the model put them.
+    """
+    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+    if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
+        options["logits_to_keep"] = count
+    held = 0 if cache is None else cache.get_seq_length()
+    # As generate does: what a cache begins with is not computed.
+    inputs = {name: tensor[:, held:] for name, tensor in inputs.items()}
+    logits: torch.Tensor = past_adapters(model)(**inputs, **options).logits
+    return logits[0, -count:]

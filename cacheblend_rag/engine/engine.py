@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt
@@ -21,7 +19,7 @@ from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.background import in_thread
 from cacheblend_rag.engine.conversation import Conversation, Turn
-from cacheblend_rag.engine.decode import checked_options, end_ids
+from cacheblend_rag.engine.decode import checked_options, end_ids, last_logits
 from cacheblend_rag.engine.gathering import Gathering
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
 from cacheblend_rag.engine.kept import KeptTurns
@@ -31,9 +29,7 @@ from cacheblend_rag.engine.opening import engine_identity, look_at_model, open_e
 from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduling import GaveWayError, Patience, aside, scheduler_lock
-from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
-from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import Capability, ModelCard, WeightsWatch, capability, model_window, num_decoder_layers
 from cacheblend_rag.model.checkpoint import load_pretrained
@@ -216,10 +212,15 @@ class BlendEngine(ChunkLibrary):
             tuning=self.tuning,
         )
         engine.model_name = self.model_name
-        for each in (*self._runner.attachments,):
+        for each in self.attachments:
             if (other := each.for_tenant()) is not None:
                 engine.attach(other)
         return engine
+
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """What is attached."""
+        return tuple(self._runner.attachments)
 
     def attach(self, attachment: _Attached) -> _Attached:
         """Attach something optional of `cacheblend_attachments`, which takes part in the requests that come from then on.
@@ -232,7 +233,8 @@ class BlendEngine(ChunkLibrary):
         Raises
         ------
         ConfigError
-            If it is no attachment, was attached before, or the engine is closed.
+            If it is no attachment, was attached before, does not go with the model or with what is attached, or the engine is
+            closed.
         """
         self._check_open()
         if not isinstance(attachment, Attachment):
@@ -245,7 +247,7 @@ class BlendEngine(ChunkLibrary):
         return attachment
 
     def close(self, *, wait: bool = True) -> None:
-        for each in (*self._runner.attachments,):
+        for each in self.attachments:
             each.close()
         super().close(wait=wait)
         self._kept.close()
@@ -364,16 +366,10 @@ class BlendEngine(ChunkLibrary):
             raise PromptError(
                 f"logits_to_keep={count} must be from 1 to {text}, the tokens behind the prompt's last chunk"
             )
-        result = self._prefill(run, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
-        return replace(result, logits=result.logits[0]) if logits_to_keep is None else result
-
-    def _prefill(
-        self, run: PromptRun, forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor]
-    ) -> PrefillResult:
-        logits = self._runner.run(run, 0, forward)
+        logits = self._runner.run(run, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
         report = make_report(run, num_decoder_layers(self.model), time.perf_counter())
         self._observe(report)
-        return PrefillResult(logits, run.prompt.layout.token_ids, report)
+        return PrefillResult(logits[0] if logits_to_keep is None else logits, run.prompt.layout.token_ids, report)
 
     def generate(
         self,
@@ -438,7 +434,7 @@ class BlendEngine(ChunkLibrary):
         Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one after
         the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`, except for
         rounding: if two tokens are equally likely to the last digits, either may be chosen. Sampled answers are different
-        draws. Where settings or options do not allow a batch (repair, `kv_capacity`, options that read a prompt's ids),
+        draws. Where settings or options do not allow a batch (`Repair`, `SnapKV`, options that read a prompt's ids),
         answers are decoded one by one, and each report's `alone_reason` says why.
 
         Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
@@ -529,7 +525,7 @@ class BlendEngine(ChunkLibrary):
         self._observe(result.report)
         # An answer that was cut short would differ for that reason alone.
         if not stop.is_set():
-            for each in (*self._runner.attachments,):
+            for each in self.attachments:
                 each.answered(run, result)
 
     def generate_aside(
@@ -565,58 +561,6 @@ class BlendEngine(ChunkLibrary):
             return self._many.alone(Call(run, threading.Event()))
         return None
 
-    def watch_prefill(
-        self,
-        prompt: BlendPrompt,
-        watcher: LayerWatcher,
-        *,
-        blend: BlendConfig | None = None,
-        rows: torch.Tensor | None = None,
-    ) -> WatchedPrefill:
-        """Prefill a prompt as `prefill` does, and show what each layer attends to; nothing is evicted, and all text is computed.
-
-        Parameters
-        ----------
-        prompt : BlendPrompt
-            The prompt.
-        watcher : callable
-            Called with each layer's number and its `AttentionCall`, in layer order. If stored KV turns out to be damaged, the
-            prompt is run again, and the layers start again from the first.
-        blend : BlendConfig, optional
-            Blending settings for this call; those it does not set are the engine's.
-        rows : torch.Tensor, optional
-            The rows of chunk tokens to recompute, ascending, int64, instead of those that the selector would choose.
-
-        Returns
-        -------
-        WatchedPrefill
-            The result, the layout of the prompt, which rows were recomputed, and the KV.
-
-        Raises
-        ------
-        PromptError
-            If the prompt cannot be served.
-        ConfigError
-            If the settings do not fit the model, or `rows` are not rows of chunks, each once and in order.
-        UnsupportedModelError
-            If the model's attention cannot be watched.
-        """
-        run = self._begin(prompt, (BlendConfig() if blend is None else blend).replace(kv_capacity=None))
-        layout = run.prompt.layout
-        if rows is not None and not (
-            bool((rows[1:] > rows[:-1]).all()) and bool(torch.isin(rows, layout.context_rows).all())
-        ):
-            raise ConfigError(
-                "rows must be rows of chunk tokens, each once and ascending; `WatchedPrefill.layout.context_rows` has all of them"
-            )
-        run.request, run.prompt = replace(run.request, rows=rows), replace(run.prompt, head=None)
-        forward = WatchedForward(self.model, watcher)
-        result = self._prefill(run, forward)
-        # Chunks whose documents were changed meanwhile are text now.
-        layout = run.prompt.layout
-        recomputed = layout.context_rows if run.recomputed is None else run.recomputed
-        return WatchedPrefill(result, layout, recomputed, forward.kv)
-
     def _observe(self, report: BlendReport) -> None:
         """Count and log what was answered."""
         self.metrics.observe(report)
@@ -649,7 +593,7 @@ class BlendEngine(ChunkLibrary):
         if blend is not None and blend is not self.blend:
             blend, sets_ratio = self.check_blend(blend), "recompute_ratio" in blend.model_fields_set
         else:
-            order = next(filter(None, (each.order() for each in reversed(self._runner.attachments))), None)
+            order = next(filter(None, (each.order() for each in reversed(self.attachments))), None)
             blend = self.blend if order is None else order.blend
         assembled = self._assembler.assemble(prompt, retrieving=blend.enabled)
         if order is not None and assembled.layout.remembers:

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from cacheblend_rag.engine.attachment import alone_reason
-from cacheblend_rag.engine.decode import complete_options, end_ids, make_result
+from cacheblend_rag.engine.decode import complete_options, end_ids, last_logits, make_result
 from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer, TokenWatch
 from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
 from cacheblend_rag.engine.selfcheck import check_batching
-from cacheblend_rag.engine.watch import last_logits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, model_window, takes_positions, text_decoder
@@ -399,7 +397,7 @@ class Many:
         request = run.request
         if request.turn is not None:
             return "a conversation keeps the KV of its answer"
-        reason = alone_reason(run, self._runner.attachments)
+        reason = self._runner.alone_reason(run)
         if reason is not None:
             return reason
         own = self._model.generation_config.to_diff_dict()

@@ -60,8 +60,6 @@ class Request:
         What an attachment had put in force when the call came, if that brought no settings.
     sets_ratio : bool
         Whether the call itself says at which ratio.
-    rows : torch.Tensor or None
-        The chunk rows to recompute, ascending, where no selector is to choose them.
     max_new_tokens : int or None
         Maximum tokens to generate; None for the model's own setting.
     options : dict
@@ -75,7 +73,6 @@ class Request:
     turn: Turn | None = None
     order: Order | None = None
     sets_ratio: bool = False
-    rows: torch.Tensor | None = None
     max_new_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -176,7 +173,7 @@ class PromptRun:
     notes : dict
         What each attachment keeps of it.
     figures : dict
-        Further fields of its `BlendReport`, from what few prompts use.
+        Further fields of its `BlendReport`: what few prompts use, and what attachments have to say.
     layers : LayerTimes or None
         When the layers of its stored KV were loaded and handed over; None where none was read.
     """

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
-from cacheblend_rag.engine.attachment import Attachment, alone_reason, attach
+from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.engine.conversation import Resumption
 from cacheblend_rag.engine.kept import Making
 from cacheblend_rag.engine.request import PromptRun
@@ -109,8 +109,6 @@ class Runner:
                     run.timings.forward_started = time.perf_counter()
                     if self._decoder is None:
                         # Its cache may hold states that ours has no place for.
-                        evicts = run.request.blend.kv_capacity is not None
-                        run.figures["kept_reason"] = self._unsupported if evicts else None
                         return forward(None, {"input_ids": ids, **self._unblended(run.prompt.places)})
                     return self._forward(run, self._decoder, readers, headroom, ids, forward)
                 except ChunkReadError as error:
@@ -130,6 +128,10 @@ class Runner:
         """
         self._supply.encode_misses([run for run in runs if self._whole_plan(run)[1] is None])
 
+    def alone_reason(self, run: PromptRun) -> str | None:
+        """Return why a prompt must be answered alone, as what is attached says, or None."""
+        return next(filter(None, (each.alone_reason(run) for each in (*self.attachments,))), None)
+
     def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
         """Return what a model that cannot be blended is called with to put its tokens into their places.
 
@@ -148,7 +150,7 @@ class Runner:
 
     def _prepare(self, run: PromptRun) -> dict[int, KVReader] | None:
         """Decide how a prompt is prefilled; return readers of what it takes over, by rows; None for nothing."""
-        blend, given = run.request.blend, run.request.rows
+        blend = run.request.blend
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
         run.resumed = None
         run.figures["head_tokens"] = 0
@@ -176,13 +178,8 @@ class Runner:
             self._supply.note_fates(run, [key for key in keys if not run.kv.hits[key]])
             return None if run.resumed is None else dict(run.resumed.readers)
         readers = self._supply.readers(run, found)
-        if given is not None:
-            context = run.prompt.layout
-            given = given[torch.isin(given, context.context_rows)]
-            run.plan = Plan(FixedSelection(given), "given", given.numel() / context.context_tokens)
-        else:
-            assert ratio is not None
-            run.plan = make_plan(blend, run.layout, self._num_layers, ratio)
+        assert ratio is not None
+        run.plan = make_plan(blend, run.layout, self._num_layers, ratio)
         return readers if run.resumed is None else {**readers, **run.resumed.readers}
 
     def _whole_plan(self, run: PromptRun) -> tuple[float | None, Plan | None]:
@@ -190,10 +187,9 @@ class Runner:
 
         The ratio is None where an attachment is to choose it then.
         """
-        blend, layout, given = run.request.blend, run.prompt.layout, run.request.rows
-        ratio = blend.recompute_ratio if given is None else 0.0
-        plan = whole_plan(blend, layout, self._refusal(layout), ratio)
-        choice = self._choice(run, None) if plan is None and given is None else None
+        ratio, layout = run.request.blend.recompute_ratio, run.prompt.layout
+        plan = whole_plan(run.request.blend, layout, self._refusal(layout), ratio)
+        choice = self._choice(run, None) if plan is None else None
         return (ratio, plan) if choice is None else (None, choice[1])
 
     def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None] | None:
@@ -249,15 +245,16 @@ class Runner:
                     run.layers,
                 )
                 stack.enter_context(loader)
-                if _goes_on(run, selection) and alone_reason(run, self.attachments) is None:
+                if _goes_on(run, selection) and self.alone_reason(run) is None:
                     # Nothing has to be steered: the model goes on behind its cache, as it does when it decodes.
                     run.recomputed = None if run.plan.selection is None else torch.empty(0, dtype=torch.int64)
                     cache.expect(int(run.layout.text_rows[0]), decoder.num_kv_layers, loader.synchronize)
                 else:
                     steering = Steering(decoder, cache, run.layout, selection, loader.synchronize)
                     stack.enter_context(steering())
-            for each in attach(run, self.attachments, decoder, cache, steering, tuning, headroom, room):
-                stack.enter_context(each)
+            running = RunningForward(run, decoder, cache, steering, headroom, room)
+            for each in (*self.attachments,):
+                stack.enter_context(each.around(running))
             more = stack.enter_context(decoder.placing(cache, run.prompt.places))
             output = forward(cache, {"input_ids": ids, **more})
         if loader is not None:
@@ -270,7 +267,7 @@ class Runner:
         return output
 
     def _note_bytes(self, run: PromptRun, cache: BlendCache) -> None:
-        """Note what the cache holds of the prompt, which eviction may have cut."""
+        """Note what the cache holds of the prompt, which an attachment may have cut."""
         length = len(run.prompt.layout)
         # What was generated is in the cache too.
         sizes = [(layer.nbytes // max(layer.held_tokens, 1), layer.evicted_tokens) for layer in cache.kv_layers]

@@ -9,7 +9,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
-from cacheblend_rag.selection.question import look_layers
 
 __all__ = ["Plan", "check_layers", "check_selector", "make_plan", "whole_plan"]
 
@@ -49,20 +48,9 @@ def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None 
     """
     selector = make_selector(blend.selector)
     selector.validate(num_layers)
-    if selector.repair and blend.kv_capacity is not None:
-        raise ConfigError(
-            f"repair={selector.repair} and kv_capacity={blend.kv_capacity} exclude each other: what was evicted cannot be "
-            "repaired; leave one of them out"
-        )
-    if blend.source_attention or selector.repair:
-        look_layers(getattr(selector, "look_layers", None), num_layers)
-    if decoder is None:
+    if decoder is None or not blend.enabled:
         return selector
     name = type(decoder.model).__name__
-    if blend.source_attention and not decoder.shows_attention:
-        raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
-    if not blend.enabled:
-        return selector
     for layer in check_layers(selector, num_layers):
         if layer >= decoder.num_kv_layers:
             raise ConfigError(
@@ -72,10 +60,6 @@ def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None 
     if selector.needs_attention and not decoder.shows_attention:
         raise ConfigError(
             f"selector {selector.name!r} goes by what the question attends to, which {name} does not show; choose hkvd"
-        )
-    if selector.repair and not decoder.shows_attention:
-        raise ConfigError(
-            f"repair={selector.repair} goes by what the answer attends to, which {name} does not show; leave it at 0"
         )
     return selector
 

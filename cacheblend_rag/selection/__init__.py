@@ -109,7 +109,8 @@ def parse_selector(text: str) -> Selector:
     known = {each.name for each in fields(_SELECTORS[name])}
     unknown = sorted(options.keys() - known)
     if unknown:
-        raise ConfigError(f"selector {name!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        moved = "; attach Repair of cacheblend_attachments" if unknown[0] == "repair" else ""
+        raise ConfigError(f"selector {name!r} has no option {unknown[0]!r}{moved}; it has {', '.join(sorted(known))}")
     return _SELECTORS[name](**options)
 
 

@@ -105,32 +105,11 @@ class Selector(ABC):
 
     Selectors are compared by value. A setting names one by a string, ``"hkvd"`` or ``"hkvd(check_layers=[1, 8])"``, or is one.
 
-    Attributes
-    ----------
-    repair : float
-        Most work that decode-time repair may do while one answer is written, as a share of what recomputing all chunk tokens
-        would take, 0 to 1. 0, the default, repairs nothing.
-    repair_limit : float
-        The share of a step's attention, 0 to 1, that must go to a stale segment, of up to 32 tokens, for it to be repaired.
-
-    Raises
-    ------
-    ConfigError
-        If an option has no meaning.
     """
 
     name: ClassVar[str]
     needs_attention: ClassVar[bool] = False
     """Whether it must see what the question attends to."""
-
-    repair: float = 0.0
-    repair_limit: float = 0.05
-
-    def __post_init__(self) -> None:
-        for option in ("repair", "repair_limit"):
-            value = getattr(self, option)
-            if not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise self.refusal(option, "must be a number from 0 to 1")
 
     def __str__(self) -> str:
         """Return the string that names this selector with its options."""

@@ -63,7 +63,6 @@ class RandomSelector(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise self.refusal("seed", "must be a whole number of 64 bits")
 
@@ -95,7 +94,6 @@ class BoundarySelector(Selector):
     ends: Literal["first", "both"] = "first"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.ends not in ("first", "both"):
             raise self.refusal("ends", 'must be "first" or "both"')
 

@@ -76,7 +76,6 @@ class HKVDSelector(Selector):
     segment_tokens: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "check_layers", self.checked_layers("check_layers", 1))
         self.check_segment(self.segment_tokens)
         if self.deviation not in ("value", "key", "both"):

@@ -43,7 +43,6 @@ class A3Selector(Selector):
     segment_tokens: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.check_segment(self.segment_tokens)
 
     def begin(self, task: SelectionTask) -> Selection:
@@ -97,7 +96,6 @@ class QuerySelector(Selector):
     segment_tokens: int = SEGMENT_TOKENS
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "look_layers", self.checked_layers("look_layers", 0))
         self.check_segment(self.segment_tokens)
         if self.stop_layer is not None and (type(self.stop_layer) is not int or self.stop_layer < 1):
@@ -129,9 +127,7 @@ def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
             )
         return asked
     if num_layers < 2:
-        raise ConfigError(
-            "looking at attention needs a model of two layers or more; choose a selector that does not, and no repair"
-        )
+        raise ConfigError("looking at attention needs a model of two layers or more; leave out what does")
     first = min(round(_LOOK_FROM * num_layers), num_layers - 2)
     return tuple(range(first, max(first + 1, min(round(_LOOK_TO * num_layers), num_layers - 1))))
 

@@ -64,7 +64,7 @@ def test_the_version() -> None:
         ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder, and no such GGUF file"),
         ("bench ttft --shape round", "shape 'round' is unknown"),
         ("bench tpot --shape tiny --capacities 0.25,some", "'some' in '0.25,some' is not a number"),
-        ("bench tpot --shape tiny --capacities 1.5", "kv_capacity=1.5: must be a number of tokens"),
+        ("bench tpot --shape tiny --capacities 1.5", "kv_capacity=1.5 must be a number of tokens"),
         ("bench ttft --shape tiny --ratios 0,nan", "ratio nan must be a finite number"),
         ("bench ttft --shape tiny --ratios 0,2", "ratio 2 must be a finite number"),
         ("bench ttft --shape tiny --ratios 0,,1", "'' in '0,,1' is not a number"),

@@ -260,8 +260,8 @@ def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
             {"selector": "best"},
             "unknown selector 'best'.*; choose one of a3, boundary, full, hkvd, none, query, random",
         ),
+        ({"selector": "query(repair=0.1)"}, "no option 'repair'; attach Repair of cacheblend_attachments"),
         ({"check_layers": (1, 2), "gradual_start": 6.0}, "leaves nothing for the last"),
-        ({"repair": 0.1, "kv_capacity": 0.5}, "what was evicted cannot be repaired"),
     ):
         config = blend_settings(BlendConfig(), **changes)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=message):

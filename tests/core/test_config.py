@@ -138,12 +138,11 @@ def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.M
         ({"device": "gpu"}, "device='gpu': unknown device; give cpu, cuda or cuda:N"),
         ({"selector": "random", "seed": 2**70}, "seed=1180591620717411303424 must be"),
         ({"gradual_start": float("inf")}, "gradual_start=inf must be"),
-        ({"repair": -1}, "repair=-1 must be a number from 0 to 1"),
+        ({"kv_capacity": 8}, r"kv_capacity is attached, not set: engine.attach\(SnapKV\(kv_capacity\)\)"),
         ({"selector": "query", "look_layers": (3, 2)}, "look_layers=.*ascending"),
         ({"selector": "query", "look_layers": ()}, "look_layers=.*at least one"),
         ({"load_threads": 0}, "load_threads=0 must be a whole number, 1 or more"),
         ({"miss_tokens": "many"}, "miss_tokens='many' must be"),
-        ({"pooling_kernel": 8}, "pooling_kernel=8 must be odd"),
     ],
 )
 def test_values_without_a_meaning_are_named(settings: dict[str, Any], message: str) -> None:

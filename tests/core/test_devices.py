@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_attachments import SnapKV, SourceAttention
 from cacheblend_lab.families import prove, tiny_config
 from cacheblend_lab.families import tiny_model as family_model
 from cacheblend_lab.family_table import shipped_table
@@ -38,9 +39,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "random": {"selector": "random", "recompute_ratio": 0.3},
     "everything recomputed": {"recompute_ratio": 1.0},
     "full prefill": {"enabled": False},
-    "evicted": {"recompute_ratio": 0.0, "kv_capacity": 0.5},
-    "source attention": {"recompute_ratio": 0.0, "source_attention": True},
+    "evicted": {"recompute_ratio": 0.0},
+    "source attention": {"recompute_ratio": 0.0},
 }
+ATTACHED = {"evicted": lambda: SnapKV(0.5), "source attention": SourceAttention}
 
 
 @cache
@@ -83,12 +85,13 @@ def assert_same_answer(got: GenerationResult, wanted: GenerationResult) -> None:
     ("device", "prompt"),
     [("cpu", "one not stored"), *(pytest.param("cuda", name, marks=pytest.mark.cuda) for name in PROMPTS)],
 )
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+@pytest.mark.parametrize("way", WAYS)
 def test_a_prompt_is_answered_as_on_the_cpu(
-    engines: dict[str, BlendEngine], device: str, prompt: str, way: dict[str, Any]
+    engines: dict[str, BlendEngine], device: str, prompt: str, way: str
 ) -> None:
     engine, wanted = engines[device], engines["cpu"]
-    blend, cpu_blend = engine.blend.replace(**way), wanted.blend.replace(**way)
+    blend, cpu_blend = engine.blend.replace(**WAYS[way]), wanted.blend.replace(**WAYS[way])
+    attached = [each.attach(ATTACHED[way]()) for each in {engine, wanted} if way in ATTACHED]
     # The second time, what was used once lies beside the model on a CUDA device.
     for _ in range(2):
         ours, theirs = (one.prefill(PROMPTS[prompt], blend=how) for one, how in ((engine, blend), (wanted, cpu_blend)))
@@ -98,6 +101,8 @@ def test_a_prompt_is_answered_as_on_the_cpu(
         engine.generate(PROMPTS[prompt], 10, blend=blend, do_sample=False),
         wanted.generate(PROMPTS[prompt], 10, blend=cpu_blend, do_sample=False),
     )
+    for each in attached:
+        each.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -107,7 +107,7 @@ def test_only_what_is_decoded_alike_is_decoded_together(engine: BlendEngine, poo
         answer(engine, PROMPTS[3], tokens=3, stopping_criteria=None, logits_processor=None, num_beams=None),
         answer(engine, PROMPTS[4], blend=BlendConfig(recompute_ratio=0.3, selector="random")),
         answer(engine, PROMPTS[5], repetition_penalty=2.0),
-        answer(engine, PROMPTS[6], blend=BlendConfig(kv_capacity=30)),
+        answer(engine, PROMPTS[6], no_repeat_ngram_size=9),
     ]
     wanted = [call().token_ids for call in calls]
     found = [each.result() for each in together(engine, calls, pool)]

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
-from cacheblend_attachments import Guard
+from cacheblend_attachments import Guard, Repair, SnapKV
 from cacheblend_lab import families
-from cacheblend_lab.settings import blend_settings, engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.many import Extent, plan_decoding
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
@@ -321,20 +321,22 @@ def test_a_batch_that_memory_has_no_room_for_is_answered_one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "reason"),
+    ("attached", "options", "reason"),
     [
-        ({"repair": 0.2}, {}, "decode-time repair"),
-        ({"kv_capacity": 20}, {}, "kv_capacity=20"),
-        ({}, {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
-        ({}, {"max_time": 60.0}, "max_time=60.0"),
+        (lambda: Repair(0.2), {}, "Repair watches one answer"),
+        (lambda: SnapKV(20), {}, "kv_capacity=20"),
+        (None, {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
+        (None, {"max_time": 60.0}, "max_time=60.0"),
     ],
 )
-def test_what_no_batch_can_do_is_done_one_by_one(config: dict[str, Any], options: dict[str, Any], reason: str) -> None:
-    prompts, config_of_call = some_prompts(), blend_settings(BlendConfig(), **config)
+def test_what_no_batch_can_do_is_done_one_by_one(attached: Any, options: dict[str, Any], reason: str) -> None:
+    prompts = some_prompts()
     with engine_of() as engine:
+        if attached is not None:
+            engine.attach(attached())
         engine.add(CHUNKS)
-        results = engine.generate_many(prompts, 6, blend=config_of_call, do_sample=False, **options)
-        wanted = [engine.generate(prompt, 6, blend=config_of_call, do_sample=False, **options) for prompt in prompts]
+        results = engine.generate_many(prompts, 6, do_sample=False, **options)
+        wanted = [engine.generate(prompt, 6, do_sample=False, **options) for prompt in prompts]
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
     for result in results:
         assert result.report.batch_size == 1

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_attachments import Guard
+from cacheblend_attachments import Guard, Repair, SnapKV, SourceAttention, watch_prefill
 from cacheblend_attachments.guard import first_logits
 from cacheblend_lab.families import prove
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import model_fingerprint, uncompiled, unwrapped, watch_forward
 from tests.engines import MakeEngine
@@ -88,7 +89,9 @@ COMPILED = [compiled_around, compiled_in_place, compiled_forward, compiled_adapt
 WRAPS = [adapter, causal_adapter, patched, *COMPILED]
 
 
-def _answer(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
+def _answer(engine: BlendEngine, *attached: Attachment, **settings: Any) -> dict[str, Any]:
+    for each in attached:
+        engine.attach(each)
     result = engine.generate(PROMPT, TOKENS, blend=blend_settings(engine.blend, **settings), do_sample=False)
     report = result.report
     return {
@@ -116,14 +119,10 @@ def _guarded(engine: BlendEngine) -> dict[str, Any]:
     return {"compared": status.compared, "distance": status.divergence, "kl": status.first_token_kl}
 
 
-def _prefill(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
-    result = engine.prefill(PROMPT, blend=blend_settings(engine.blend, **settings))
-    return {"logits": result.logits, "evicted": result.report.evicted_tokens}
-
-
 def _watched(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
     seen: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    watched = engine.watch_prefill(
+    watched = watch_prefill(
+        engine,
         PROMPT,
         lambda layer, call: seen.append((layer, tuple(call.query.shape), tuple(call.key.shape))),
         blend=blend_settings(engine.blend, **settings),
@@ -141,13 +140,12 @@ def _batch(engine: BlendEngine) -> dict[str, Any]:
 FEATURES: dict[str, tuple[Callable[[BlendEngine], dict[str, Any]], str]] = {
     "first logits": (_first_logits, "tokens"),
     "first logits, full": (lambda engine: _first_logits(engine, enabled=False), "tokens"),
-    "repair": (lambda engine: _answer(engine, repair=0.5, repair_limit=1e-4), "repaired"),
-    "eviction": (lambda engine: _answer(engine, kv_capacity=0.25), "evicted"),
-    "eviction at the end": (lambda engine: _answer(engine, kv_capacity=0.25, selector="query"), "evicted"),
-    "eviction, full": (lambda engine: _answer(engine, kv_capacity=0.25, enabled=False), "evicted"),
-    "eviction, no answer": (lambda engine: _prefill(engine, kv_capacity=0.25), "evicted"),
-    "sources": (lambda engine: _answer(engine, source_attention=True), "attention"),
-    "sources, full": (lambda engine: _answer(engine, source_attention=True, enabled=False), "attention"),
+    "repair": (lambda engine: _answer(engine, Repair(0.5, limit=1e-4)), "repaired"),
+    "eviction": (lambda engine: _answer(engine, SnapKV(0.25)), "evicted"),
+    "eviction at the end": (lambda engine: _answer(engine, SnapKV(0.25), selector="query"), "evicted"),
+    "eviction, full": (lambda engine: _answer(engine, SnapKV(0.25), enabled=False), "evicted"),
+    "sources": (lambda engine: _answer(engine, SourceAttention()), "attention"),
+    "sources, full": (lambda engine: _answer(engine, SourceAttention(), enabled=False), "attention"),
     "watching": (_watched, "calls"),
     "watching, full": (lambda engine: _watched(engine, enabled=False), "calls"),
     "guard": (_guarded, "compared"),

@@ -23,10 +23,9 @@ from cacheblend_rag.answers import exact_match, f1_score
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
-from cacheblend_rag.engine.attachment import Attachment
+from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.engine.request import Order, PromptRun
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import watch_forward
 from cacheblend_rag.selection import make_selector
 
@@ -202,8 +201,8 @@ class Guard(Attachment, Collector):
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue, timeout_s)
 
-    def around(self, run: PromptRun, cache: BlendCache, headroom: int) -> AbstractContextManager[object]:
-        model = self._engine.model
+    def around(self, forward: RunningForward) -> AbstractContextManager[object]:
+        model, run = self._engine.model, forward.run
         if threading.current_thread() is self._thread:
             return first_logits(model, self._full)
         if run.request.order is self._order and run.request.blend.enabled and self not in run.notes:

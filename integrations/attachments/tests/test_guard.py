@@ -1,7 +1,5 @@
 """The online guard: it finds answers that reuse spoils, acts on them, and is in nobody's way."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

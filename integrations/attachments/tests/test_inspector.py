@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from cacheblend_attachments import inspector_page
+from cacheblend_attachments import SourceAttention, inspector_page
 from cacheblend_attachments.inspector import page_of
 from cacheblend_lab import reference
 from cacheblend_lab.families import tiny_config
@@ -101,7 +101,8 @@ def test_moments_come_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("selector", ["hkvd", "query", "boundary"])
 def test_what_a_selector_recomputes(engine: BlendEngine, selector: str) -> None:
     engine.add(CHUNKS)
-    blend = BlendConfig(selector=selector, recompute_ratio=0.2, source_attention=True)
+    engine.attach(SourceAttention())
+    blend = BlendConfig(selector=selector, recompute_ratio=0.2)
     report = engine.generate(PROMPT, 3, blend=blend).report
     [view] = data_of(inspector_page(engine, report))["views"]
     own = fates(view)

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_attachments import inspector_page
+from cacheblend_attachments import SourceAttention, inspector_page
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -80,10 +81,9 @@ def file(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pieces = [Chunk(words(20, seed), f"d-{seed}", document="tales") for seed in range(3)]
     engine.add(pieces)
     prompt = BlendPrompt(words(4, 50), ["d-2", Chunk(words(17, 9), "new"), "d-0"], words(6, 51))
-    shown = BlendConfig(source_attention=True)
-    answers = [
-        engine.generate(prompt, 8, blend=blend, eos_token_id=None) for blend in (shown, BlendConfig(enabled=False))
-    ]
+    with closing(engine.attach(SourceAttention())):
+        shown = engine.generate(prompt, 8, eos_token_id=None)
+    answers = [shown, engine.generate(prompt, 8, blend=BlendConfig(enabled=False), eos_token_id=None)]
     assert answers[0].token_ids != answers[1].token_ids
     path = tmp_path_factory.mktemp("page") / "inspect.html"
     path.write_text(inspector_page(engine, *(each.report for each in answers)), encoding="utf-8")

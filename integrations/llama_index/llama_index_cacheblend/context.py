@@ -255,7 +255,7 @@ class Rounds:
     last : str, BaseModel or None
         The answer so far, as it was read from what the model wrote.
     sources : sequence of NodeWithScore
-        Copies of the source nodes, to be annotated with what the report says of them; none where nobody asked for that.
+        Copies of the source nodes, to be annotated with what the report says of them.
     engine : BlendEngine or ServedEngine or None
         The engine that answers.
     """

@@ -26,25 +26,27 @@ _KEYS = [ATTENTION_KEY, STATUS_KEY]
 
 
 def copies(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
-    """Return copies of nodes to be annotated: those of the index stay as they are, and no model is shown what is written."""
-    made = []
-    for each in nodes:
-        hidden = {
-            name: [*dict.fromkeys([*getattr(each.node, name), *_KEYS])]
-            for name in ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
-        }
-        copied = each.node.model_copy(update={"metadata": dict(each.node.metadata), **hidden})
-        made.append(NodeWithScore(node=copied, score=each.score))
-    return made
+    """Return copies of nodes to be annotated: those of the index stay as they are."""
+    return [
+        NodeWithScore(node=each.node.model_copy(update={"metadata": dict(each.node.metadata)}), score=each.score)
+        for each in nodes
+    ]
 
 
 def annotate(nodes: Sequence[NodeWithScore], report: dict[str, Any]) -> None:
-    """Write into the metadata of source nodes what the report says of them."""
+    """Write into the metadata of source nodes what the report says of them, if it says what the answer looked at.
+
+    No model is shown what is written.
+    """
     calls = [*report.get("earlier_calls", ()), report]
     chunks = {chunk["id"]: (chunk, call) for call in calls for chunk in call.get("chunks", ())}
+    if all(chunk["attention"] is None for chunk, _ in chunks.values()):
+        return
     dropped = set(report.get("dropped", ()))
     for each in nodes:
         found, metadata = chunks.get(each.node_id), each.node.metadata
+        for name in ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys"):
+            setattr(each.node, name, [*dict.fromkeys([*getattr(each.node, name), *_KEYS])])
         if found is not None:
             chunk, call = found
             is_whole = call["selector"] == "full"

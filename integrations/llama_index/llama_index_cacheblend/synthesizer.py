@@ -54,9 +54,9 @@ class BlendSynthesizer(BaseSynthesizer):
     The model is given the prompt that LlamaIndex's compact mode gives it. ``response.metadata["blend"]`` holds the `BlendReport`
     as a dictionary that prints as a few lines, together with ``dropped``, the ids of the nodes for which there was no room, and
     ``earlier_calls``, the reports of the calls before the last if the answer was refined. For a stream it is filled when the
-    stream ends, and it is None if nothing was retrieved. With ``source_attention`` in the settings, source nodes are copies whose
-    metadata have ``blend_attention``, the share of the answer's attention that went to the node, and ``blend_status``, why it was
-    not blended if it was not.
+    stream ends, and it is None if nothing was retrieved. Source nodes are copies; with a `SourceAttention` attached to the engine
+    their metadata have ``blend_attention``, the share of the answer's attention that went to the node, and ``blend_status``, why
+    it was not blended if it was not.
 
     Parameters
     ----------
@@ -139,7 +139,6 @@ class BlendSynthesizer(BaseSynthesizer):
         )
         self._model = model
         self._blend_config = blend_config
-        self._tells_sources = (blend_config or model.engine.blend).source_attention
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
         self._refines = (overflow or ("drop" if refine_template is None else "refine")) == "refine"
@@ -176,15 +175,14 @@ class BlendSynthesizer(BaseSynthesizer):
 
     def _asked(self, nodes: Sequence[NodeWithScore], others: Sequence[NodeWithScore]) -> dict[str, Any]:
         """Return the arguments of LlamaIndex's `synthesize`, and beside them those of `get_response`."""
-        asked: dict[str, Any] = {
-            "nodes": list(nodes),
-            "additional_source_nodes": list(others),
+        shown, beside = copies(nodes), copies(others)
+        return {
+            "nodes": shown,
+            "additional_source_nodes": beside,
+            "blend_nodes": shown,
+            "blend_sources": [*shown, *beside],
             "blend_report": AnswerReport(),
         }
-        if self._tells_sources:
-            asked |= {"nodes": copies(nodes), "additional_source_nodes": copies(others)}
-            asked["blend_sources"] = [*asked["nodes"], *asked["additional_source_nodes"]]
-        return asked | {"blend_nodes": asked["nodes"]}
 
     def _finished(self, response: RESPONSE_TYPE, asked: dict[str, Any]) -> RESPONSE_TYPE:
         response.metadata = {**(response.metadata or {}), REPORT_KEY: asked["blend_report"] if asked["nodes"] else None}

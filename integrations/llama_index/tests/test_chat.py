@@ -20,6 +20,7 @@ from llama_index.core.storage.chat_store.base_db import MessageStatus
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from cacheblend_attachments import SourceAttention
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from integrations.llama_index.tests.conftest import EventLog, WordEmbedding
@@ -493,8 +494,8 @@ def test_sources_say_what_became_of_them(
 ) -> None:
     llm = make_llm(0.15)
     index = make_index(llm)
-    blend = llm.engine.blend.replace(source_attention=True)
-    chat = BlendContextChatEngine.from_defaults(_retriever(index), llm=llm, blend_config=blend)
+    llm.engine.attach(SourceAttention())
+    chat = BlendContextChatEngine.from_defaults(_retriever(index), llm=llm)
     llm.engine.delete(["n001"])
     question = corpus().nodes[0].get_content()
     _, response = FORMS[form](chat, question)
@@ -519,8 +520,8 @@ def test_contexts_over_the_window_are_refined(
 ) -> None:
     llm = make_llm(0.15, model=make_model(200), max_new_tokens=8)
     index = make_index(llm)
-    blend = llm.engine.blend.replace(source_attention=True)
-    chat = BlendContextChatEngine.from_defaults(_retriever(index, 12), llm=llm, blend_config=blend)
+    llm.engine.attach(SourceAttention())
+    chat = BlendContextChatEngine.from_defaults(_retriever(index, 12), llm=llm)
     response = chat.chat(_questions(1)[0])
     report = response.metadata["blend"]
     assert report["earlier_calls"] and report["dropped"] == []

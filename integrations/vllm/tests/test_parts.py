@@ -22,6 +22,7 @@ from vllm_cacheblend.serving import _arguments, _environment
 from vllm_cacheblend.slots import blocks_of, slots_of
 from vllm_cacheblend.spooling import BlockReader, own_folder, read_spool, spool_path, write_spool
 
+from cacheblend_attachments import watch_prefill
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine
@@ -202,7 +203,8 @@ def loaded(store: KVStore, card: ModelCard, load: Load) -> list[LayerKV]:
 
 def test_what_is_loaded_is_what_the_engine_blends(engine: BlendEngine, store: KVStore) -> None:
     prefix = prefix_of(engine, (2, 0, 1))
-    watched = engine.watch_prefill(
+    watched = watch_prefill(
+        engine,
         BlendPrompt(segments=["Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0, 1)), "Who lives in Oakford?"]),
         unseen,
     )
@@ -336,7 +338,7 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
         salts.append(salt)
         for name, ids in prompts:
             asked.append(ids)
-            kv = engine.watch_prefill(BlendPrompt(segments=[[*ids, 5]]), unseen).kv
+            kv = watch_prefill(engine, BlendPrompt(segments=[[*ids, 5]]), unseen).kv
             layers = {
                 number: LayerKV(*(part[0, :, : len(ids)].contiguous() for part in each))
                 for number, each in enumerate(kv)

@@ -94,7 +94,7 @@ class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
 
     def __init__(self, setting: BatchSetting) -> None:
         super().__init__(setting)
-        settings = engine_settings(enabled=True, recompute_ratio=setting.ratio, kv_capacity=None, repair=0.0)
+        settings = engine_settings(enabled=True, recompute_ratio=setting.ratio)
         engine = self.closing.enter_context(BlendEngine.from_pretrained(setting.model, **settings))
         self._llm = BlendLLM(
             model=setting.model,

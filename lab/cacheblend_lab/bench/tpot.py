@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from cacheblend_attachments import SnapKV
 from cacheblend_lab.bench.runner import RoundsBench, median_ratio, say_range
 from cacheblend_lab.bench.settings import TPOTSetting
 from cacheblend_lab.bench.shapes import RandomWords, make_model
@@ -70,12 +72,10 @@ class TPOTBench(RoundsBench[TPOTSetting, _Method, BlendReport, TPOTRow]):
 
     def __init__(self, setting: TPOTSetting) -> None:
         super().__init__(setting)
-        settings = setting.engine_settings(selector=setting.selector, recompute_ratio=setting.ratio, kv_capacity=None)
-        self._blends = {
-            (method, capacity): settings["blend"].replace(enabled=method == "blend", kv_capacity=capacity)
-            for method in dict.fromkeys(setting.methods)
-            for capacity in (None, *dict.fromkeys(setting.capacities))
-        }
+        settings = setting.engine_settings(selector=setting.selector, recompute_ratio=setting.ratio)
+        self._blends = {name: settings["blend"].replace(enabled=name == "blend") for name in setting.methods}
+        for capacity in setting.capacities:
+            SnapKV(capacity)  # one without meaning is found before the model is made
         model, tokenizer = make_model(setting)
         self.engine = self.closing.enter_context(BlendEngine(model, tokenizer, **settings))
         words = RandomWords(tokenizer, setting.seed)
@@ -88,13 +88,18 @@ class TPOTBench(RoundsBench[TPOTSetting, _Method, BlendReport, TPOTRow]):
 
     def methods(self) -> list[_Method]:
         """Return full prefill and blend, each without eviction before with."""
-        return list(self._blends)
+        return [
+            (method, capacity)
+            for method in self._blends
+            for capacity in (None, *dict.fromkeys(self.setting.capacities))
+        ]
 
     def run(self, method: _Method) -> BlendReport:
         """Generate an answer."""
-        return self.engine.generate(
-            self.prompt, self.setting.output_tokens, blend=self._blends[method], do_sample=False
-        ).report
+        with nullcontext() if method[1] is None else closing(self.engine.attach(SnapKV(method[1]))):
+            return self.engine.generate(
+                self.prompt, self.setting.output_tokens, blend=self._blends[method[0]], do_sample=False
+            ).report
 
     def row(self, method: _Method, runs: Mapping[_Method, Sequence[BlendReport]]) -> TPOTRow:
         """Return a method's figures beside those of the same method without eviction."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cacheblend_attachments import watch_prefill
 from cacheblend_lab.settings import engine_settings, settings_of
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
@@ -150,7 +151,7 @@ class PromptInside:
             norms[layer] = float(seen.index_select(2, self.layout.context_rows).double().norm())
             np.add(total, seen.index_select(2, candidates).mean(dim=0).double().numpy(), out=total)
 
-        whole = engine.watch_prefill(prompt, remember, blend=engine.blend.replace(enabled=False))
+        whole = watch_prefill(engine, prompt, remember, blend=engine.blend.replace(enabled=False))
         self.attention_norm: NDArray[np.float64] = np.array([norms[layer] for layer in sorted(norms)])
         self.attention: NDArray[np.float64] = total / len(self._calls)
         self.reuse, stored = self._measure(_REUSE, None)
@@ -190,7 +191,7 @@ class PromptInside:
             deviation[layer] = float((blended - full).double().norm())
 
         blend = engine_settings(settings_of(self._engine), **settings)["blend"]
-        watched = self._engine.watch_prefill(self._prompt, compare, blend=blend, rows=rows)
+        watched = watch_prefill(self._engine, self._prompt, compare, blend=blend, rows=rows)
         candidates = self.layout.candidate_rows
         recomputed = torch.isin(candidates, watched.recomputed_rows.cpu()).nonzero().flatten().numpy()
         return InsidePass(watched.result.report.charged_ratio, deviation, recomputed), watched.kv

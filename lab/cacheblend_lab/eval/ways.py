@@ -21,7 +21,6 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import num_decoder_layers
-from cacheblend_rag.selection import make_selector
 
 __all__ = ["Way", "budget_for_charge", "make_way"]
 
@@ -185,11 +184,6 @@ class _Engine:
 
         def measure(tokens: int) -> float:
             blend = self._blend.replace(recompute_ratio=tokens / count)
-            if make_selector(blend.selector).repair:
-                # What is repaired while decoding is part of the charge, and only known then.
-                return self._engine.generate(
-                    inquiry.prompt, inquiry.max_new_tokens, blend=blend, do_sample=False
-                ).report.charged_ratio
             return self._engine.prefill(inquiry.prompt, blend=blend).report.charged_ratio
 
         tokens = budget_for_charge(charge, count, measure)

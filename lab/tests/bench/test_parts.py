@@ -244,7 +244,7 @@ def test_each_method_of_prefetching_reads_from_where_it_should(tmp_path: Path) -
 def test_batches_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     # The environment says nothing here.
     monkeypatch.setenv("CACHEBLEND_ENABLED", "false")
-    monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd(repair=0.5)")
+    monkeypatch.setenv("CACHEBLEND_SELECTOR", "random")
     calls: list[str] = []
     with BatchBench(BatchSetting(prompts=3, chunks=2, chunk_tokens=16, output_tokens=4, repeats=2)) as bench:
         rows = bench.measure(calls.append)

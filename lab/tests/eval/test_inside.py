@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
+from cacheblend_attachments import watch_prefill
 from cacheblend_lab.eval import EvalContext, EvalQuestion, EvalTask, reference_task
 from cacheblend_lab.eval.inside import PromptInside
 from cacheblend_lab.eval.inside_result import InsideSetting, look_inside
@@ -79,7 +80,7 @@ def test_attention_deviation_is_that_of_dense_matrices(engine: BlendEngine) -> N
     assert len(rows) == inside.budget(0.3) == round(0.3 * inside.layout.context_tokens)
     assert drawn.attention_deviation == pytest.approx(_naive(engine, inside, rows), abs=1e-4)
     # The same rows given by hand are the same pass.
-    given = engine.watch_prefill(PROMPT, lambda layer, call: None, rows=rows)
+    given = watch_prefill(engine, PROMPT, lambda layer, call: None, rows=rows)
     asked = engine.prefill(PROMPT, blend=blend_settings(engine.blend, **settings))
     assert torch.equal(given.result.logits, asked.logits)
     assert given.result.report.selector == "given"
@@ -196,7 +197,7 @@ def test_what_cannot_be_looked_at_is_said() -> None:
         engine.add(CHUNKS)
         for rows in ([0], [40, 12], [12, 12]):
             with pytest.raises(ConfigError, match="each once and ascending"):
-                engine.watch_prefill(PROMPT, lambda layer, call: None, rows=torch.tensor(rows))
+                watch_prefill(engine, PROMPT, lambda layer, call: None, rows=torch.tensor(rows))
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=30))

@@ -101,7 +101,7 @@ def test_two_processes_find_what_one_finds(engine: BlendEngine, model_folder: Pa
 
 
 def test_a_batch_finds_what_one_question_at_a_time_finds(engine: BlendEngine) -> None:
-    methods = parse_methods("prefix, reuse, hkvd 0.15, hkvd @0.7, random = hkvd 0.15, query 0.15 repair=0.05")
+    methods = parse_methods("prefix, reuse, hkvd 0.15, hkvd @0.7, random = hkvd 0.15, query 0.15")
     context = TASK.contexts[0]
     setting = EvalSetting(methods=methods)
     alone = list(Asker(engine, TASK, setting).ask(context))

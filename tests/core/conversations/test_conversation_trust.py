@@ -1,10 +1,12 @@
 """Conversations: which rows of earlier turns a turn may take over, and which must be dropped."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cacheblend_attachments import SnapKV
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import open_store
 from tests.core.conversations.conftest import (
@@ -171,9 +173,11 @@ def test_nothing_is_kept_of_prompts_that_are_not_whole_or_plain(make_engine: Mak
     placed = BlendPrompt(segments=[words(12, 1), words(6, 2)], positions=[0, 40])
     engine.prefill(placed, conversation=conversation)
     assert conversation.tokens == 0
-    first_turn(engine, conversation, kv_capacity=10)
+    with closing(engine.attach(SnapKV(10))):
+        first_turn(engine, conversation)
     assert conversation.tokens == 0
     first_turn(engine, conversation)
     assert engine.prefill(placed, conversation=conversation).report.conversation_tokens == 0
-    assert second_turn(engine, conversation, kv_capacity=10) == WHOLE_FIRST_TURN
+    with closing(engine.attach(SnapKV(10))):
+        assert second_turn(engine, conversation) == WHOLE_FIRST_TURN
     assert second_turn(engine, conversation, enabled=False) == 0

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from cacheblend_attachments import Repair
 from cacheblend_rag import BlendPrompt
 from tests.core.conversations.conftest import CHUNKS, chat_prompt, ids_of, own_answer
 from tests.core.dense import _FixedRows, stale_kv
@@ -231,7 +232,8 @@ def test_a_question_asked_again_is_computed_again(make_engine: MakeEngine) -> No
 
 
 def test_repair_works_on_what_was_moved(make_engine: MakeEngine) -> None:
-    engine = make_engine(selector="none", repair=1.0, repair_limit=0.0)
+    engine = make_engine(selector="none")
+    engine.attach(Repair(1.0, limit=0.0))
     conversation = engine.conversation()
     first = engine.generate(chat_prompt(CHUNKS[:2], [], words(12, 1)), 8, conversation=conversation)
     history = [*ids_of(words(12, 1)), *first.token_ids]

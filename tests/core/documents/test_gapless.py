@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_attachments import SourceAttention
 from cacheblend_lab.settings import blend_settings, engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from tests.core.documents.texts import Text
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
 
@@ -147,7 +148,8 @@ def test_the_model_is_given_the_question_only() -> None:
             assert torch.equal(engine.prefill(prompt).logits, wanted)
             answer = engine.generate(prompt, 3, do_sample=False)
             several = engine.generate_many([prompt, prompt], 3, do_sample=False)
-            steered = engine.generate(prompt, 3, do_sample=False, blend=BlendConfig(source_attention=True))
+            engine.attach(SourceAttention())
+            steered = engine.generate(prompt, 3, do_sample=False)
     assert seen == [7, 7, 1, 1, 7, 7, 1, 1, len(answer.prompt_ids), 1, 1]
     assert {result.token_ids for result in (answer, steered, *several)} == {answer.token_ids}
 

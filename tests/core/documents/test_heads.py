@@ -1,6 +1,7 @@
 """Fixed text that prompts begin with: its KV is kept exactly, and like a chunk's."""
 
 import threading
+from contextlib import closing
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_attachments import Guard
+from cacheblend_attachments import Guard, Repair, SnapKV, SourceAttention, watch_prefill
 from cacheblend_lab import families
-from cacheblend_lab.settings import blend_settings, engine_settings
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
 from cacheblend_rag.store import check_store
@@ -221,9 +222,10 @@ def test_streams_many_prompts_eviction_and_repair(make_engine: MakeEngine) -> No
     "".join(stream)
     assert stream.result().token_ids == wanted[0]
     assert stream.result().report.head_tokens == HEAD_TOKENS
-    for values in ({"kv_capacity": 12}, {"repair": 0.5, "recompute_ratio": 0.1}, {"source_attention": True}):
-        config = blend_settings(engine.blend, **values)
-        with_head, without = (engine.generate(each[1], 6, blend=config) for each in (prompts, plain))
+    for attachment, ratio in ((SnapKV(12), None), (Repair(0.5), 0.1), (SourceAttention(), None)):
+        config = engine.blend if ratio is None else engine.blend.replace(recompute_ratio=ratio)
+        with closing(engine.attach(attachment)):
+            with_head, without = (engine.generate(each[1], 6, blend=config) for each in (prompts, plain))
         assert with_head.token_ids == without.token_ids
         assert with_head.report.head_tokens == HEAD_TOKENS
         for figure in ("evicted_tokens", "kv_bytes", "kv_bytes_before"):
@@ -249,7 +251,7 @@ def test_what_is_watched(make_engine: MakeEngine) -> None:
     engine.add(CHUNKS)
     engine.prefill(asking())
     shapes = []
-    watched = engine.watch_prefill(asking(), lambda _, call: shapes.append(call.query.shape[2]))
+    watched = watch_prefill(engine, asking(), lambda _, call: shapes.append(call.query.shape[2]))
     # All text is computed.
     assert set(shapes) == {HEAD_TOKENS + 6}
     assert watched.result.report.head_tokens == 0

@@ -40,12 +40,11 @@ def inspect(
 ) -> None:
     """Answer a question as ask does, and write a page that shows what became of every token and where the time went."""
     from cacheblend_attachments.inspector import inspector_page
+    from cacheblend_attachments.sources import SourceAttention
 
-    with warmed(store, model, None, recompute_ratio=ratio, selector=selector, source_attention=attention or None) as (
-        engine,
-        library,
-        _,
-    ):
+    with warmed(store, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, _):
+        if attention:
+            engine.attach(SourceAttention())
         prompt = library.prompt(question, library.search(question, top_k))
         if not full:
             # Whoever comes first pays for the first use of the model's kernels, which a page is not about.

@@ -1,11 +1,10 @@
 """What share of an answer's attention goes to each chunk, against the model's own attention matrices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_attachments import SourceAttention
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, GenerationResult
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -31,33 +30,26 @@ def own_shares(model: PreTrainedModel, engine: BlendEngine, result: GenerationRe
 @pytest.mark.parametrize(("selector", "ratio"), [("hkvd", 0.999), ("random", 0.999), ("query", 1.0)])
 def test_the_shares_are_those_of_the_models_own_matrices(selector: str, ratio: float) -> None:
     model = tiny_model("llama")
-    settings = engine_settings(
-        strict=True, self_check=False, selector=selector, recompute_ratio=ratio, source_attention=True
-    )
+    settings = engine_settings(strict=True, self_check=False, selector=selector, recompute_ratio=ratio)
     with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
         engine.add(CHUNKS)
+        attached = engine.attach(SourceAttention())
         result = engine.generate(PROMPT, 7, eos_token_id=None)
         shares = [chunk.attention for chunk in result.report.chunks]
         # The random tokens move the model's attention about, so equal figures are no accident.
         wanted = own_shares(model, engine, result)
         assert max(wanted) > 0.05
         assert shares == pytest.approx(wanted, abs=1e-4)
-        unasked = engine.generate(PROMPT, 7, blend=engine.blend.replace(source_attention=False), eos_token_id=None)
+        attached.close()
+        unasked = engine.generate(PROMPT, 7, eos_token_id=None)
         assert unasked.token_ids == result.token_ids
         assert [chunk.attention for chunk in unasked.report.chunks] == [None] * 3
 
 
-def test_it_is_not_said_where_kv_is_evicted() -> None:
-    settings = engine_settings(strict=True, self_check=False, selector="hkvd", source_attention=True, kv_capacity=12)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
-        report = engine.generate(PROMPT, 4).report
-    assert report.evicted_tokens
-    assert [chunk.attention for chunk in report.chunks] == [None] * 3
-
-
 def test_a_conversations_chunks_have_shares_too() -> None:
-    settings = engine_settings(strict=True, self_check=False, selector="hkvd", source_attention=True)
+    settings = engine_settings(strict=True, self_check=False, selector="hkvd")
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
+        engine.attach(SourceAttention())
         conversation = engine.conversation()
         engine.generate(PROMPT, 4, conversation=conversation)
         longer = BlendPrompt(segments=[*PROMPT.segments, words(9, 60)])

@@ -1,25 +1,26 @@
 """Eviction through the engine: answers, reports, streams, hits and misses, and settings without meaning."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from cacheblend_attachments import Repair, SnapKV, SourceAttention
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))]
 PROMPT = BlendPrompt(words(4, 50), ["n0", "n1", "n2"], words(6, 51), words(2, 52))
-CONTEXT = 20 + 2 + 22 + 2 + 20
-"""The chunks and the separators between them."""
+CONTEXT = 20 + 2 + 22 + 2 + 20  # the chunks and the separators between them
 TOKEN_BYTES = 6 * 2 * 2 * 8 * 4
 
 
@@ -40,7 +41,8 @@ def test_room_for_the_whole_context_changes_no_token(family: str, attention: str
             settings = engine.blend.replace(enabled=enabled)
             own = engine.generate(PROMPT, 10, blend=settings, do_sample=False)
             for capacity in (1.0, CONTEXT, 10_000):
-                kept = engine.generate(PROMPT, 10, blend=settings.replace(kv_capacity=capacity), do_sample=False)
+                with closing(engine.attach(SnapKV(capacity))):
+                    kept = engine.generate(PROMPT, 10, blend=settings, do_sample=False)
                 assert kept.token_ids == own.token_ids
                 assert kept.report.kv_bytes == kept.report.kv_bytes_before == own.report.kv_bytes
 
@@ -52,8 +54,10 @@ def test_the_report_counts_what_was_evicted(engine: BlendEngine, enabled: bool) 
     assert (own.evicted_tokens, own.kept_reason) == (0, None)
     assert own.kv_bytes == own.kv_bytes_before == length * TOKEN_BYTES
     for capacity, kept in ((0.25, 16), (10, 10), (1, 1)):
-        config = engine.blend.replace(enabled=enabled, kv_capacity=capacity)
-        for report in (engine.generate(PROMPT, 8, blend=config).report, engine.prefill(PROMPT, blend=config).report):
+        config = engine.blend.replace(enabled=enabled)
+        with closing(engine.attach(SnapKV(capacity))):
+            reports = [engine.generate(PROMPT, 8, blend=config).report, engine.prefill(PROMPT, blend=config).report]
+        for report in reports:
             assert report.evicted_tokens == CONTEXT - kept
             assert report.kv_bytes == (length - CONTEXT + kept) * TOKEN_BYTES
             assert report.kv_bytes_before == length * TOKEN_BYTES
@@ -62,10 +66,9 @@ def test_the_report_counts_what_was_evicted(engine: BlendEngine, enabled: bool) 
 
 
 def test_the_first_token_is_that_of_the_whole_context(engine: BlendEngine) -> None:
-    evicting = engine.blend.replace(kv_capacity=1)
-    torch.testing.assert_close(
-        engine.prefill(PROMPT, blend=evicting).logits, engine.prefill(PROMPT).logits, atol=0, rtol=0
-    )
+    with closing(engine.attach(SnapKV(1))):
+        evicting = engine.prefill(PROMPT).logits
+    torch.testing.assert_close(evicting, engine.prefill(PROMPT).logits, atol=0, rtol=0)
 
 
 def test_time_per_output_token_needs_two_tokens(engine: BlendEngine) -> None:
@@ -79,7 +82,8 @@ def test_time_per_output_token_needs_two_tokens(engine: BlendEngine) -> None:
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
 def test_half_precision(family: str, attention: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, attention).to(dtype)
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False, kv_capacity=10)) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False)) as engine:
+        engine.attach(SnapKV(10))
         engine.add(CHUNKS)
         for enabled in (True, False):
             report = engine.generate(PROMPT, 5, blend=engine.blend.replace(enabled=enabled)).report
@@ -88,34 +92,33 @@ def test_half_precision(family: str, attention: str, dtype: torch.dtype) -> None
 
 
 def test_a_stream_is_what_is_generated(engine: BlendEngine) -> None:
-    config = engine.blend.replace(kv_capacity=0.25)
-    wanted = engine.generate(PROMPT, 10, blend=config, do_sample=False)
-    stream = engine.stream(PROMPT, 10, blend=config, do_sample=False)
+    engine.attach(SnapKV(0.25))
+    wanted = engine.generate(PROMPT, 10, do_sample=False)
+    stream = engine.stream(PROMPT, 10, do_sample=False)
     assert "".join(stream) == wanted.text
     result = stream.result()
     assert result.token_ids == wanted.token_ids
-    assert (result.report.kv_bytes, result.report.evicted_tokens) == (
-        wanted.report.kv_bytes,
-        wanted.report.evicted_tokens,
-    )
+    for figure in ("kv_bytes", "evicted_tokens"):
+        assert getattr(result.report, figure) == getattr(wanted.report, figure)
 
 
 def test_every_pattern_of_hits_and_misses_keeps_the_same(engine: BlendEngine) -> None:
-    config = engine.blend.replace(kv_capacity=0.25)
+    engine.attach(SnapKV(0.25))
     prompt = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
     answers = set()
     for pattern in itertools.product([True, False], repeat=3):
         engine._store.clear()
         engine.add([chunk for chunk, hit in zip(CHUNKS, pattern, strict=True) if hit])
-        result = engine.generate(prompt, 10, blend=config, do_sample=False)
+        result = engine.generate(prompt, 10, do_sample=False)
         assert result.report.hits == sum(pattern)
         answers.add(result.token_ids)
     assert len(answers) == 1
 
 
 def test_chunks_computed_like_text_are_evicted_too() -> None:
-    settings = engine_settings(strict=True, selector="none", encode_on="second_use", kv_capacity=10)
+    settings = engine_settings(strict=True, selector="none", encode_on="second_use")
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
+        engine.attach(SnapKV(10))
         engine.add(CHUNKS)
         first = engine.generate(PROMPT, 4)
         assert (first.report.selector, first.report.evicted_tokens) == ("full", CONTEXT - 10)
@@ -123,11 +126,11 @@ def test_chunks_computed_like_text_are_evicted_too() -> None:
 
 
 def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
-    config = engine.blend.replace(kv_capacity=10)
+    engine.attach(SnapKV(10))
     prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), words(3, 2), ChunkRef("n1"), ChunkRef("n2")])
-    assert engine.generate(prompt, 4, blend=config).report.evicted_tokens == 20 + 3 + 22 - 10
+    assert engine.generate(prompt, 4).report.evicted_tokens == 20 + 3 + 22 - 10
     alone = BlendPrompt(segments=[words(4, 1), ChunkRef("n0")])
-    report = engine.generate(alone, 4, blend=config).report
+    report = engine.generate(alone, 4).report
     assert (report.evicted_tokens, report.kv_bytes) == (0, report.kv_bytes_before)
 
 
@@ -135,27 +138,29 @@ def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
 def test_text_without_tokens_is_no_end(engine: BlendEngine, end: str | tuple[int, ...]) -> None:
     segments = [words(4, 1), ChunkRef("n0"), ChunkRef("n1")]
     wanted = engine.prefill(BlendPrompt(segments=segments))
-    config = engine.blend.replace(kv_capacity=10)
-    result = engine.prefill(BlendPrompt(segments=[*segments, end]), blend=config)
+    engine.attach(SnapKV(10))
+    result = engine.prefill(BlendPrompt(segments=[*segments, end]))
     assert result.report.chunks[-1].reason == "the prompt ends with it, so it is computed like text"
     assert result.report.evicted_tokens == 20 - 10
     assert (result.logits - wanted.logits).abs().max() < 1e-4
 
 
 def test_a_prompt_without_chunks_keeps_all(engine: BlendEngine) -> None:
-    report = engine.generate(BlendPrompt(words(9, 1)), 4, blend=engine.blend.replace(kv_capacity=1)).report
+    engine.attach(SnapKV(1))
+    report = engine.generate(BlendPrompt(words(9, 1)), 4).report
     assert (report.evicted_tokens, report.kv_bytes) == (0, 10 * TOKEN_BYTES)
 
 
 def test_long_answers_outgrow_the_room(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine.blend.replace(kv_capacity=0.25)
-    wanted = engine.generate(PROMPT, 40, blend=config, do_sample=False, min_new_tokens=40).token_ids
+    engine.attach(SnapKV(0.25))
+    wanted = engine.generate(PROMPT, 40, do_sample=False, min_new_tokens=40).token_ids
     monkeypatch.setattr("cacheblend_rag.engine.runner.ROOM_FOR_OUTPUT", 2)
-    assert engine.generate(PROMPT, 40, blend=config, do_sample=False, min_new_tokens=40).token_ids == wanted
+    assert engine.generate(PROMPT, 40, do_sample=False, min_new_tokens=40).token_ids == wanted
 
 
 def test_layers_with_a_window_are_kept_whole_and_the_report_says_so() -> None:
-    with BlendEngine(tiny_model("gemma3"), tiny_tokenizer(), **engine_settings(kv_capacity=10)) as engine:
+    with BlendEngine(tiny_model("gemma3"), tiny_tokenizer(), **engine_settings()) as engine:
+        engine.attach(SnapKV(10))
         engine.add(CHUNKS)
         report = engine.generate(PROMPT, 4).report
         assert report.kept_reason == "4 of 6 layers are kept whole: sliding_attention of 16 tokens"
@@ -164,8 +169,9 @@ def test_layers_with_a_window_are_kept_whole_and_the_report_says_so() -> None:
 
 
 def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) -> None:
-    settings = engine_settings(strict=True, selector="none", ram_bytes=0, kv_capacity=0.25, pipeline=False)
+    settings = engine_settings(strict=True, selector="none", ram_bytes=0, pipeline=False)
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
+        engine.attach(SnapKV(0.25))
         engine.add(CHUNKS)
         wanted = engine.generate(PROMPT, 8, do_sample=False)
         file = files_of(tmp_path)[0]
@@ -180,34 +186,39 @@ def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "falcon"])
-def test_a_model_whose_attention_is_its_own_is_refused(model_type: str) -> None:
+@pytest.mark.parametrize("attachment", [partial(SnapKV, 5), partial(Repair, 0.1), SourceAttention])
+def test_a_model_whose_attention_is_its_own_is_refused(model_type: str, attachment: Callable[[], Any]) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 1}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes, eos_token_id=2, pad_token_id=0)).eval()
     with BlendEngine(model, tiny_tokenizer(), **engine_settings(enabled=False)) as engine:
-        engine.add(CHUNKS)
-        assert len(engine.generate(PROMPT, 3, min_new_tokens=3).token_ids) == 3
-        with pytest.raises(UnsupportedModelError, match=r"layers 0, 1 cannot be watched.*leave kv_capacity at None"):
-            engine.generate(PROMPT, 3, blend=engine.blend.replace(kv_capacity=5))
-        assert len(engine.generate(PROMPT, 3, min_new_tokens=3).token_ids) == 3
+        with pytest.raises(UnsupportedModelError, match=r"goes by what is attended to, which .* does not show"):
+            engine.attach(attachment())
+        assert engine.attachments == ()
 
 
-@pytest.mark.parametrize(
-    "capacity", [0, -3, 0.0, -0.5, 1.5, 512.0, float("nan"), float("inf"), True, "many", "1e3", [4]]
-)
-def test_a_capacity_without_meaning_is_refused(capacity: object) -> None:
-    with pytest.raises(ConfigError, match=r"kv_capacity=.*an integer from 1.* or a share of the context"):
-        BlendConfig(kv_capacity=capacity)
+def test_what_drops_kv_stands_alone_and_one_of_a_kind(engine: BlendEngine) -> None:
+    with closing(engine.attach(SnapKV(5))):
+        for attachment in (Repair(0.1), SourceAttention(), SnapKV(0.5)):
+            with pytest.raises(ConfigError, match="does not go with the SnapKV that is attached"):
+                engine.attach(attachment)
+        with engine.for_tenant("other") as other:
+            assert [each.kv_capacity for each in other.attachments if isinstance(each, SnapKV)] == [5]
+    engine.attach(Repair(0.1))
+    engine.attach(SourceAttention())
+    with pytest.raises(ConfigError, match="SnapKV does not go with the Repair that is attached"):
+        engine.attach(SnapKV(5))
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"), [("512", 512), ("0.25", 0.25), ("1", 1), ("1.0", 1.0)], ids=lambda value: repr(value)
-)
-def test_the_environment_tells_tokens_from_shares(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, meant: float
-) -> None:
-    monkeypatch.setenv("CACHEBLEND_KV_CAPACITY", text)
-    file = tmp_path / "blend.yaml"
-    file.write_text(f"kv_capacity: {text}\n")
-    for config in (BlendConfig(), BlendConfig.from_yaml(file), BlendConfig().replace(enabled=False)):
-        assert config.kv_capacity == meant
-        assert type(config.kv_capacity) is type(meant)
+_NO_CAPACITY = (0, -3, 0.0, -0.5, 1.5, 512.0, float("nan"), float("inf"), True, "many", "512", None, [4])
+
+
+def test_settings_without_meaning_are_refused() -> None:
+    for make, message in (
+        *((partial(SnapKV, each), r"kv_capacity=.*an integer from 1.* or a share of") for each in _NO_CAPACITY),
+        (partial(SnapKV, 5, pooling_kernel=8), "pooling_kernel=8 must be odd"),
+        (partial(SnapKV, 5, observation_window=0), "observation_window=0 must be a number of tokens"),
+        (partial(Repair, -1), "budget=-1 of a repair must be a number from 0 to 1"),
+        (partial(Repair, 0.1, look_layers=(3, 2)), "look_layers=.*ascending"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()

@@ -1,8 +1,7 @@
 """What each head keeps, and decoding on it, against naive references on every family."""
 
-from __future__ import annotations
-
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface, PreTrainedModel
 
+from cacheblend_attachments.snapkv import Eviction, SnapKV, choose_tokens, context_attention
+from cacheblend_rag.engine.attachment import RunningForward
 from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
@@ -17,11 +18,9 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import AttentionCall, inspect_model, watch_attention
 from cacheblend_rag.selection import FixedSelection
-from cacheblend_rag.snapkv import Eviction, choose_tokens, context_attention
-from cacheblend_rag.tuning import Tuning
+from integrations.attachments.tests.dense import dense_decode, kept_rows, naive_choice
 from tests.core.dense import own_kv
 from tests.families import CASES, tiny_model
-from tests.snapkv.dense import dense_decode, kept_rows, naive_choice
 
 TOLERANCE = 1e-4
 SPANS = ((5, 25), (25, 47), (50, 70))
@@ -35,7 +34,6 @@ SLIDING = {
     "gemma2": (0, 2, 4),
     "gemma3": (0, 1, 3, 4),
 }
-TUNING = Tuning(observation_window=WINDOW, pooling_kernel=KERNEL)
 
 
 def _ids(seed: int) -> list[int]:
@@ -43,7 +41,11 @@ def _ids(seed: int) -> list[int]:
 
 
 def _eviction(model: PreTrainedModel, cache: BlendCache, capacity: float = CAPACITY, room: int = 4) -> Eviction:
-    return Eviction(model, capacity, TUNING, cache, LENGTH, CONTEXT, STEPS, room)
+    decoder = SimpleNamespace(model=model)
+    prompt = SimpleNamespace(layout=range(LENGTH), context=CONTEXT)
+    run = SimpleNamespace(plan=None, prompt=prompt)
+    asked = SnapKV(capacity, observation_window=WINDOW, pooling_kernel=KERNEL)
+    return Eviction(asked, RunningForward(run, decoder, cache, None, STEPS, room))  # type: ignore[arg-type]
 
 
 def _generate(
@@ -211,7 +213,7 @@ def test_attention_that_cannot_be_watched_is_refused_before_the_first_token() ->
     # It computes its attention where nobody sees it.
     model = tiny_model("bloom", "eager")
     cache = BlendCache(6)
-    with pytest.raises(UnsupportedModelError, match=r"layers 0, 1, 2, 3, 4, 5 cannot be watched.*kv_capacity"):
+    with pytest.raises(UnsupportedModelError, match=r"layers 0, 1, 2, 3, 4, 5 cannot be watched.*SnapKV"):
         with torch.no_grad(), _eviction(model, cache)():
             model(input_ids=torch.tensor([_ids(5)]), past_key_values=cache, use_cache=True)
     assert not model._forward_hooks

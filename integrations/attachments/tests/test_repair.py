@@ -1,21 +1,20 @@
 """Decode-time repair: exact over true KV, and against a dense reference over stale KV."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_lab.settings import blend_settings, engine_settings
+from cacheblend_attachments import Repair
+from cacheblend_attachments.repair import Repairing
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fuse import BlendCache, Repair, Steering
+from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
-from cacheblend_rag.selection.question import QuerySelector
 from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, span_layout, stale_kv
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
@@ -38,8 +37,7 @@ def test_repairing_true_kv_changes_nothing(model: PreTrainedModel) -> None:
     wanted = model.generate(ids, **options, **scored)
     cache = BlendCache(decoder.num_layers)
     steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor([], dtype=torch.int64)), own)
-    selector = QuerySelector(repair=0.6, repair_limit=0.0, stop_layer=6)
-    repair = Repair(decoder, cache, layout, steering, selector)
+    repair = Repairing(Repair(0.6, limit=0.0, stop_layer=6), decoder, cache, layout, steering)
     with steering(), repair():
         got = model.generate(ids, past_key_values=cache, **options, **scored)
     assert 0 < repair.repaired_rows < 62
@@ -70,12 +68,10 @@ class _Replacing(RecordingCache):
 
 @torch.no_grad()
 def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.fuse.repair.SEGMENT_TOKENS", 1)
+    monkeypatch.setattr("cacheblend_attachments.repair.SEGMENT_TOKENS", 1)
     model = tiny_model("llama", "eager")
-    settings = engine_settings(
-        selector="query", repair=0.25, repair_limit=0.0, look_layers=(1, 2), strict=True, stop_layer=6
-    )
-    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(selector="query", strict=True)) as engine:
+        engine.attach(Repair(0.25, limit=0.0, look_layers=(1, 2), stop_layer=6))
         engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))])
         refs = [ChunkRef(f"n{number}") for number in range(3)]
         prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
@@ -88,35 +84,25 @@ def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch)
     first = int(model(input_ids=torch.tensor([ids]), past_key_values=prefill, use_cache=True).logits[0, -1].argmax())
     held = [(layer.keys, layer.values) for layer in prefill.layers]
     ids.append(first)
-    step = model(
-        input_ids=torch.tensor([ids]),
-        past_key_values=_Replacing(held, [LENGTH]),
-        use_cache=True,
-        output_attentions=True,
-    )
+    options = {"input_ids": torch.tensor([ids]), "use_cache": True, "output_attentions": True}
+    step = model(**options, past_key_values=_Replacing(held, [LENGTH]))
     mass = sum(step.attentions[layer][0, :, -1][:, rows].mean(dim=0) for layer in (1, 2))
     repaired = result.report.repaired_tokens
     # A quarter of the work, less the newest token's own redone step and what was spent on looking.
     assert 10 < repaired < 0.25 * 62
     chosen = [rows[index] for index in mass.topk(repaired).indices.tolist()]
-    redone = model(input_ids=torch.tensor([ids]), past_key_values=_Replacing(held, [*chosen, LENGTH]), use_cache=True)
+    redone = model(**options, past_key_values=_Replacing(held, [*chosen, LENGTH]))
     assert result.token_ids == (first, int(redone.logits[0, -1].argmax()))
     assert result.report.charged_ratio <= 0.25
 
 
-def test_without_a_budget_nothing_is_watched() -> None:
+@pytest.mark.parametrize("budget", [0, 0.02])
+def test_without_a_budget_nothing_is_watched_and_a_spent_one_costs_nothing_more(budget: float) -> None:
     with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(selector="none")) as engine:
-        engine.add([Chunk(words(20, 0), "n0")])
-        report = engine.generate(BlendPrompt(words(4, 1), ["n0"], words(5, 2)), 4).report
-        assert report.repaired_tokens == 0 and report.charged_ratio == 0
-
-
-def test_a_spent_budget_costs_nothing_more() -> None:
-    settings = engine_settings(selector="none", repair=0.02, repair_limit=0.0)
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **settings) as engine:
+        engine.attach(Repair(budget, limit=0.0))
         engine.add([Chunk(words(20, 0), "n0"), Chunk(words(30, 3), "n1")])
         report = engine.generate(BlendPrompt(words(4, 1), ["n0", "n1"], words(5, 2)), 60, min_new_tokens=60).report
-        assert report.charged_ratio <= 0.02
+        assert report.charged_ratio <= budget
 
 
 def test_only_what_is_over_the_limit_is_repaired() -> None:
@@ -127,8 +113,7 @@ def test_only_what_is_over_the_limit_is_repaired() -> None:
     nothing = FixedSelection(torch.tensor([], dtype=torch.int64))
     steering = Steering(decoder, cache, layout, nothing, true_kv([]))
     # Ten rows and the redone step can be paid for.
-    selector = QuerySelector(repair=11 / 34, repair_limit=0.05, stop_layer=6)
-    repair = Repair(decoder, cache, layout, steering, selector)
+    repair = Repairing(Repair(11 / 34, stop_layer=6), decoder, cache, layout, steering)
     repair._stale = layout.candidate_rows
     mass = torch.zeros(40)
     mass[1:33] = 0.06 / 32
@@ -147,4 +132,4 @@ def test_a_model_of_one_layer_is_not_asked_for_layers_that_repair_would_watch() 
         engine.add([Chunk(words(20, 0), "n0")])
         assert engine.generate(prompt, 3).report.selector == "none"
         with pytest.raises(ConfigError, match="two layers or more"):
-            engine.generate(prompt, 3, blend=blend_settings(engine.blend, repair=0.1))
+            engine.attach(Repair(0.1))

@@ -7,14 +7,18 @@ of them are recomputed in one forward together with the newest token, whose step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from cacheblend_rag.fuse.steer import BlendCache, Steering
+from cacheblend_attachments.watching import Watching
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine.attachment import RunningForward
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import (
     AttentionCall,
@@ -23,18 +27,79 @@ from cacheblend_rag.model import (
     watch_attention,
     watch_forward,
 )
-from cacheblend_rag.selection import FixedSelection, Selector
+from cacheblend_rag.selection import FixedSelection, QuerySelector
 from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_layer
 from cacheblend_rag.selection.segments import pick, segment_numbers
 
-__all__ = ["Repair"]
+__all__ = ["Repair", "Repairing"]
 
 
-class Repair:
+class Repair(Watching):
+    """Recomputes chunk rows that the answer depends on while it is written; their count is `BlendReport.repaired_tokens`.
+
+    Parameters
+    ----------
+    budget : float
+        Most work that it may do while one answer is written, as a share of what recomputing all chunk tokens would take, 0 to 1.
+    limit : float
+        The share of a step's attention, 0 to 1, that must go to a stale segment, of up to 32 tokens, for it to be repaired.
+    look_layers : sequence of int, optional
+        Layers in which steps are watched, ascending; by default those from a quarter to three quarters of the depth.
+    stop_layer : int, optional
+        The layer from which on repaired rows are not computed any more; by default two thirds of the depth.
+
+    Raises
+    ------
+    ConfigError
+        If a value has no meaning.
+    """
+
+    def __init__(
+        self,
+        budget: float,
+        *,
+        limit: float = 0.05,
+        look_layers: Sequence[int] | None = None,
+        stop_layer: int | None = None,
+    ) -> None:
+        for name, value in (("budget", budget), ("limit", limit)):
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"{name}={value!r:.40} of a repair must be a number from 0 to 1")
+        # Its options of this name mean the same, and are checked there.
+        query = QuerySelector(
+            look_layers=look_layers if look_layers is None else tuple(look_layers), stop_layer=stop_layer
+        )
+        self.budget, self.limit = budget, limit
+        self.look_layers, self.stop_layer = query.look_layers, query.stop_layer
+
+    def attached(self, engine: BlendEngine) -> None:
+        super().attached(engine)
+        assert engine.decoder is not None
+        look_layers(self.look_layers, engine.decoder.num_layers)
+        stop_layer(self.stop_layer, engine.decoder.num_layers)
+
+    @contextmanager
+    def around(self, forward: RunningForward) -> Iterator[None]:
+        if forward.steering is None:
+            yield
+            return
+        repairing = Repairing(self, forward.decoder, forward.cache, forward.run.layout, forward.steering)
+        with repairing():
+            yield
+        forward.run.charge += repairing.charge
+        forward.run.figures["repaired_tokens"] = repairing.repaired_rows
+
+    def for_tenant(self) -> Repair:
+        return Repair(self.budget, limit=self.limit, look_layers=self.look_layers, stop_layer=self.stop_layer)
+
+
+class Repairing:
     """Watches one answer being decoded and repairs the chunk KV that it depends on.
 
     Parameters
     ----------
+    asked : Repair
+        Bounds the work.
     decoder : Decoder
         The model.
     cache : BlendCache
@@ -43,8 +108,6 @@ class Repair:
         The prompt.
     prefill : Steering
         The blended prefill; what it has not recomputed by the first step is stale.
-    selector : Selector
-        Its `repair` bounds the work, over the whole answer.
 
     Attributes
     ----------
@@ -55,7 +118,7 @@ class Repair:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: BlendCache, layout: PromptLayout, prefill: Steering, selector: Selector
+        self, asked: Repair, decoder: Decoder, cache: BlendCache, layout: PromptLayout, prefill: Steering
     ) -> None:
         self._decoder = decoder
         self._cache = cache
@@ -64,10 +127,10 @@ class Repair:
         self._stale: torch.Tensor | None = None
         self._ids = list(layout.token_ids)
         self._positions = list(layout.positions)
-        self._watched = look_layers(getattr(selector, "look_layers", None), decoder.num_layers)
-        self._stop_layer = stop_layer(getattr(selector, "stop_layer", None), decoder.num_layers)
-        self._limit = selector.repair_limit
-        self._budget = selector.repair * layout.context_tokens * decoder.num_layers
+        self._watched = look_layers(asked.look_layers, decoder.num_layers)
+        self._stop_layer = stop_layer(asked.stop_layer, decoder.num_layers)
+        self._limit = asked.limit
+        self._budget = asked.budget * layout.context_tokens * decoder.num_layers
         self._mass: torch.Tensor | None = None
         self._layer = 0
         self._busy = False

@@ -1,7 +1,5 @@
 """Naive references: attention weights as the model gives them out, and decoding with a mask for each head instead of eviction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,33 +87,15 @@ def dense_decode(
     steps: int,
     positions: Sequence[int] | None = None,
 ) -> tuple[list[int], torch.Tensor]:
-    """Decode greedily, token by token, on a cache that holds everything; return the tokens and their logits.
-
-    Parameters
-    ----------
-    model
-        The model, under eager attention.
-    ids
-        The prompt.
-    kept
-        Which rows each key head of some layers keeps.
-    steps
-        Tokens to decode.
-    positions
-        The position of each token of the prompt.
-    """
+    """Decode greedily on a cache that holds everything, each key head seeing what it `kept`; return tokens and their logits."""
     cache = RecordingCache()
     places = list(range(len(ids)) if positions is None else positions)
     tokens, logits = list(ids), []
     fed, at = tokens, places
     for _ in range(steps):
         with hidden_columns(kept, len(ids)):
-            output = model(
-                input_ids=torch.tensor([fed]),
-                position_ids=torch.tensor([at]),
-                past_key_values=cache,
-                use_cache=True,
-            )
+            inputs = {"input_ids": torch.tensor([fed]), "position_ids": torch.tensor([at])}
+            output = model(**inputs, past_key_values=cache, use_cache=True)
         logits.append(output.logits[0, -1])
         fed, at = [int(logits[-1].argmax())], [at[-1] + 1]
         tokens = [*tokens, *fed]

@@ -10,55 +10,94 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
-from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_attachments.watching import Watching
+from cacheblend_rag.engine.attachment import RunningForward
+from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import (
     REACHES,
     AttentionCall,
-    KVCache,
     attention_weights,
     layer_types,
     watch_attention,
     watch_forward,
 )
-from cacheblend_rag.tuning import Tuning
 
-__all__ = ["Eviction", "choose_tokens", "context_attention"]
+__all__ = ["Eviction", "SnapKV", "choose_tokens", "context_attention"]
 
 _FULL_ATTENTION = "full_attention"
 
 
-class Eviction:
-    """The eviction of one prompt's context KV.
+class SnapKV(Watching):
+    """Drops context KV after the prefill, so that decoding is faster and the cache smaller.
 
     As soon as a layer has attended, each of its key heads keeps the context tokens that the end of the prompt attends to most;
     the memory of the others is given back before the next layer is computed. What stands before the first chunk and behind the
     last one is always kept. Keys are rotated already, so the tokens that are left need not stand next to each other.
 
     Layers that attend to a sliding window are kept whole, unless the window holds the prompt and its answer: which token is
-    inside is a question of its place, and the places that are left differ from head to head.
+    inside is a question of its place, and the places that are left differ from head to head. The report says so (`kept_reason`).
 
     Parameters
     ----------
-    model : PreTrainedModel
-        The model.
     kv_capacity : int or float
-        How much of the context each layer and head keeps: a number of tokens, or a share.
-    tuning : Tuning
-        How many tokens observe, and over how many their attention is pooled.
-    cache : KVCache
-        The prompt's cache, empty.
-    prompt_tokens : int
-        Length of the prompt.
-    context : tuple of int
-        The half-open range of rows from the first chunk to the last, what stands between them included.
-    headroom : int
-        Tokens that will be generated at most.
-    room : int
-        Tokens for which each layer is given room at once.
-    at_end : bool
-        Whether memory is given back after the last layer only, because the prefill comes back to the first ones.
+        How much KV of the context each layer and head keeps for decoding: an integer is a number of tokens, a float a share of
+        the context, above 0 and at most 1. The context reaches from the first chunk to the last.
+    observation_window : int
+        The last tokens of the prompt, after the last chunk, whose attention says which context tokens are kept.
+    pooling_kernel : int
+        Tokens, an odd number, over which attention is pooled, so that what is attended to is kept with what surrounds it.
+
+    Raises
+    ------
+    ConfigError
+        If a value has no meaning.
+    """
+
+    drops_kv = True
+
+    def __init__(self, kv_capacity: int | float, *, observation_window: int = 32, pooling_kernel: int = 7) -> None:
+        if not (type(kv_capacity) is int and kv_capacity >= 1) and not (
+            type(kv_capacity) is float and 0 < kv_capacity <= 1
+        ):
+            raise ConfigError(
+                f"kv_capacity={kv_capacity!r:.40} must be a number of tokens (an integer from 1) or a share of the context (a "
+                "float above 0 and at most 1.0)"
+            )
+        if type(observation_window) is not int or observation_window < 1:
+            raise ConfigError(f"observation_window={observation_window!r:.40} must be a number of tokens, 1 or more")
+        if type(pooling_kernel) is not int or pooling_kernel < 1 or pooling_kernel % 2 == 0:
+            raise ConfigError(
+                f"pooling_kernel={pooling_kernel!r:.40} must be odd, for as many neighbours on one side as on the other"
+            )
+        self.kv_capacity = kv_capacity
+        self.observation_window = observation_window
+        self.pooling_kernel = pooling_kernel
+
+    @contextmanager
+    def around(self, forward: RunningForward) -> Iterator[None]:
+        eviction = Eviction(self, forward)
+        with eviction():
+            yield
+        forward.run.figures["kept_reason"] = eviction.kept_reason
+
+    def alone_reason(self, run: PromptRun) -> str | None:
+        return f"eviction after prefill (kv_capacity={self.kv_capacity}) keeps other tokens of each prompt"
+
+    def for_tenant(self) -> SnapKV:
+        return SnapKV(self.kv_capacity, observation_window=self.observation_window, pooling_kernel=self.pooling_kernel)
+
+
+class Eviction:
+    """The eviction of one prompt's context KV.
+
+    Parameters
+    ----------
+    asked : SnapKV
+        How much is kept, and by what.
+    forward : RunningForward
+        The prompt.
 
     Attributes
     ----------
@@ -68,34 +107,25 @@ class Eviction:
         Why layers are kept whole, if any are.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        kv_capacity: int | float,
-        tuning: Tuning,
-        cache: KVCache,
-        prompt_tokens: int,
-        context: tuple[int, int],
-        headroom: int,
-        room: int,
-        at_end: bool = False,
-    ) -> None:
-        self._model = model
-        self._cache = cache
-        self._prompt_tokens = prompt_tokens
-        self._start, self._stop = context
-        self._room = room
-        self._at_end = at_end
+    def __init__(self, asked: SnapKV, forward: RunningForward) -> None:
+        plan, prompt = forward.run.plan, forward.run.prompt
+        self._model = forward.decoder.model
+        self._cache = forward.cache
+        self._prompt_tokens = len(prompt.layout)
+        self._start, self._stop = prompt.context
+        self._room = forward.room
+        # A selection that looks at the first layers comes back to them, so that their memory is given back after the last.
+        self._at_end = plan is not None and plan.selection is not None and bool(plan.selection.look_layers)
         self._chosen: dict[int, torch.Tensor] = {}
         tokens = self._stop - self._start
-        share = kv_capacity
+        share = asked.kv_capacity
         self._capacity = min(tokens, share if isinstance(share, int) else max(1, round(share * tokens)))
-        self._window = min(tuning.observation_window, prompt_tokens - self._stop)
-        self._kernel = tuning.pooling_kernel
+        self._window = min(asked.observation_window, self._prompt_tokens - self._stop)
+        self._kernel = asked.pooling_kernel
         self.kept_reason: str | None = None
         self._waiting: list[int] = []
         if self._capacity < tokens:
-            self._waiting = self._evictable(prompt_tokens + headroom)
+            self._waiting = self._evictable(self._prompt_tokens + forward.headroom)
         self.evicted_tokens = tokens - self._capacity if self._waiting else 0
 
     def _evictable(self, end: int) -> list[int]:
@@ -139,7 +169,7 @@ class Eviction:
         if call.position_bias is not None:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__}, layer {layer}: its attention adds a bias by the distance between tokens in the "
-                "cache, which eviction changes; leave kv_capacity at None"
+                "cache, which eviction changes; attach no SnapKV"
             )
         attention = context_attention(call, self._window, self._start, self._stop)
         chosen = choose_tokens(attention, self._capacity, self._kernel) + self._start
@@ -165,7 +195,7 @@ class Eviction:
         if self._waiting:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__}: the attention of layers {', '.join(map(str, self._waiting))} cannot be watched, "
-                "so nothing tells which KV to evict; leave kv_capacity at None"
+                "so nothing tells which KV to evict; attach no SnapKV"
             )
 
 
