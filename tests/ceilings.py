@@ -30,7 +30,7 @@ LINES = {
     "integrations/attachments/cacheblend_attachments": (3628, 21),
     "integrations/langchain/langchain_cacheblend": (3160, 20),
     "integrations/llama_index/llama_index_cacheblend": (3783, 18),
-    "integrations/pml/cacheblend_pml": (3058, 10),
+    "integrations/pml/cacheblend_pml": (2837, 10),
     "integrations/ray/cacheblend_ray": (2257, 12),
     "integrations/serve/cacheblend_serve": (3642, 20),
     "integrations/vllm/vllm_cacheblend": (1736, 14),

@@ -21,21 +21,10 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenizer: how text becomes token ids.
+    """A tokenizer: `tokenize` makes ids of a text, without special tokens; each text of a schema is tokenised on its own.
 
-    Attributes
-    ----------
-    tokenize : callable
-        From a text to its ids, without special tokens added. Each text of a schema is tokenised on its own.
-    filler_id : int
-        The token that stands in a parameter's slot while its module is encoded.
-    bos_ids : tuple of int
-        What every prompt begins with; empty, or the BOS.
-    bos_text : str
-        How a chat template writes it.
-    chat : callable, optional
-        From messages to the prompt that the chat template makes of them, up to where the answer begins. None where the tokenizer
-        has no template.
+    `filler_id` stands in a parameter's slot while its module is encoded. A prompt begins with `bos_ids`, empty or the BOS, which
+    a chat template writes as `bos_text`. `chat`, where there is a template, makes of messages the prompt up to its answer.
     """
 
     tokenize: Callable[[str], tuple[int, ...]]

@@ -16,7 +16,7 @@ from cacheblend_rag.cli.options import (
     StreamOption,
     output_option,
 )
-from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_same, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_same, show_table, write_json
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 
 if TYPE_CHECKING:
@@ -165,13 +165,7 @@ def run(
         answers = print_answer(engine, blend, max_new_tokens, stream=stream, compare=compare, do_sample=False)
     results = dict(zip(("cached", "full"), answers, strict=False))
     notes = [f"schema {loaded.name}: {loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens in all"]
-    for method, result in results.items():
-        report = result.report
-        how = report.fallback_reason or (
-            f"{report.hits} of {report.hits + report.misses} parts from stored KV, {report.recomputed_tokens} of "
-            f"{report.context_tokens} tokens recomputed, {report.prompt_tokens - report.context_tokens} new"
-        )
-        notes.append(f"{method}: first token after {say_seconds(report.ttft_s)}; {how}")
+    notes += [f"{method}: {result.report}" for method, result in results.items()]
     if compare:
         cached, full = answers
         faster = full.report.ttft_s / cached.report.ttft_s
@@ -179,13 +173,8 @@ def run(
     for note in notes:
         console().print(f"[dim]{note}[/dim]")
     lines = [
-        (
-            (chunk.id or "").rpartition("/")[2],
-            chunk.tokens,
-            chunk.recomputed_tokens,
-            "hit" if chunk.hit else chunk.reason,
-        )
-        for chunk in answers[0].report.chunks
+        ((part.id or "").rpartition("/")[2], part.tokens, part.recomputed_tokens, "hit" if part.hit else part.reason)
+        for part in answers[0].report.chunks
     ]
     show_table("modules", ("module", "tokens", "recomputed", "KV"), lines)
     rows = [{"method": name, "answer": result.text, **result.report.to_dict()} for name, result in results.items()]
@@ -207,32 +196,12 @@ def _show_rows(title: str, of: str, rows: list[LayoutRow], token_bytes: int | No
     for row in rows:
         first, stop, kept = row.extent.start, row.extent.stop, row.cached_tokens
         kept_bytes = None if token_bytes is None else kept * token_bytes
-        lines.append(
-            (
-                "  " * row.depth + row.name,
-                row.kind,
-                f"{first}-{stop - 1}" if row.extent else "-",
-                len(row.extent),
-                kept or None,
-                sum(map(len, row.slots)) or None,
-                say_bytes(kept_bytes) if kept_bytes else None,
-                *((row.scaffold or None,) * scaffolds),
-            )
-        )
-        found.append(
-            {
-                "of": of,
-                "name": row.name,
-                "kind": row.kind,
-                "depth": row.depth,
-                "start": first,
-                "stop": stop,
-                "cached_tokens": kept,
-                "cached_bytes": kept_bytes,
-                "slots": [[slot.start, slot.stop] for slot in row.slots],
-                "scaffold": row.scaffold or None,
-            }
-        )
+        positions, shown = f"{first}-{stop - 1}" if row.extent else "-", say_bytes(kept_bytes) if kept_bytes else None
+        line = ("  " * row.depth + row.name, row.kind, positions, len(row.extent), kept or None)
+        lines.append((*line, sum(map(len, row.slots)) or None, shown, *((row.scaffold or None,) * scaffolds)))
+        figures = {"of": of, "name": row.name, "kind": row.kind, "depth": row.depth, "start": first, "stop": stop}
+        figures |= {"cached_tokens": kept, "cached_bytes": kept_bytes, "scaffold": row.scaffold or None}
+        found.append(figures | {"slots": [[slot.start, slot.stop] for slot in row.slots]})
     show_table(title, columns, lines, text_columns=2)
     return found
 

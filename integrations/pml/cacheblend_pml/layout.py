@@ -108,21 +108,9 @@ class SchemaLayout:
     behind the union starts behind its largest member. A module that is nested in another one stands where it is written, between
     the other's own texts. A parameter takes as many positions as it is long.
 
-    Attributes
-    ----------
-    spans : list of Span
-        Every text and parameter that has tokens, in reading order.
-    extents : dict of str to range
-        The positions that each module takes, with all that is nested in it.
-    reading_order : list of (str or Span)
-        The names of all modules and the spans of anonymous text, a module before what is nested in it.
-    size : int
-        The position behind the last one.
-
-    Raises
-    ------
-    PMLError
-        If the chat template cannot be used with the schema's messages.
+    `spans` are all texts and parameters that have tokens, in reading order; `extents` the positions of each module with all that
+    is nested in it; `reading_order` the names of modules and the spans of anonymous text, a module before what is nested in it;
+    `size` is the position behind the last one. `PMLError` if the chat template cannot be used with the schema's messages.
     """
 
     def __init__(self, schema: Schema, tokens: Tokens) -> None:
@@ -242,13 +230,7 @@ def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
     Imported modules and the anonymous texts keep the positions that they have in the schema. An argument takes the first
     positions of its parameter's slot, and the others of the slot hold nothing. New text behind the last import stands behind
     everything. New text before that takes the first free positions behind the import before it: those of modules that are not
-    imported, or what a union's member leaves of the union's size.
-
-    Raises
-    ------
-    PMLError
-        If the prompt is for another schema; if an argument is longer than its parameter, or new text longer than the gap it
-        stands in: the message says by how many tokens; if the chat template cannot be used with the prompt's messages.
+    imported, or what a union's member leaves of the union's size. What does not fit is a `PMLError` that says by how many tokens.
     """
     if prompt.schema != layout.schema:
         raise prompt.place.error(

@@ -41,15 +41,7 @@ MAX_PARAM_LENGTH = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in a text, counted from 1, for messages.
-
-    Attributes
-    ----------
-    source : str or None
-        The file, or another name of the text.
-    line, column : int or None
-        The place in it; None for what was made in Python.
-    """
+    """A place in a text, counted from 1, for messages; without a line for what was made in Python."""
 
     source: str | None = None
     line: int | None = None

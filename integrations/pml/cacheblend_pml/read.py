@@ -7,7 +7,6 @@ what is left becomes nodes.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -79,14 +78,7 @@ class SchemaReader:
         self._includes = 0
 
     def read(self, text: str, source: str | None = None, path: Path | None = None) -> tuple[str, tuple[Node, ...]]:
-        """Return the name and the children of a schema, which is not yet validated as a whole.
-
-        Raises
-        ------
-        PMLError
-            If the document is not well-formed, holds elements or attributes that are not known, or names a file that cannot be
-            read.
-        """
+        """Return the name and the children of a schema, which is not yet validated as a whole."""
         root = _parse(text, source)
         if root.tag != "schema":
             hint = "; this is a prompt, and prompts are read for a schema" if root.tag == "prompt" else ""
@@ -174,25 +166,20 @@ class SchemaReader:
             path = (self._root / name).resolve()
             if not path.is_relative_to(self._root):
                 raise place.error(f"{shown} lies outside of the folder {self._root.name!r}, below which files are read")
-            data = _read_bytes(path)
-            return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"), path
+            state = path.stat()
+            # A pipe that nobody writes to is not waited for.
+            if not stat.S_ISREG(state.st_mode) or state.st_size > _MAX_FILE_BYTES:
+                raise OSError(f"it is not a regular file of at most {_MAX_FILE_BYTES} bytes")
+            return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"), path
         except UnicodeDecodeError as error:
             raise place.error(f"{shown} is not UTF-8 (byte {error.start}); convert it") from None
-        except UnicodeEncodeError:
-            raise place.error(f"{shown} cannot be the name of a file") from None
-        except (OSError, RuntimeError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise place.error(f"{shown} cannot be read: {reason}") from error
+        # A name with half a character, and links in a circle.
+        except (OSError, UnicodeEncodeError, RuntimeError) as error:
+            raise place.error(f"{shown} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def parse_prompt(text: str, schema: str, source: str | None = None) -> tuple[tuple[PromptNode, ...], Place]:
-    """Return the nodes of a prompt for the schema of a name, and where the prompt begins.
-
-    Raises
-    ------
-    PMLError
-        If the document is not well-formed, or no prompt for this schema.
-    """
+    """Return the nodes of a prompt for the schema of a name, and where the prompt begins."""
     root = _parse(text, source)
     if root.tag != "prompt":
         raise root.place.error(f'expected <prompt schema="{schema}">, not <{root.tag:.60}>')
@@ -203,13 +190,7 @@ def parse_prompt(text: str, schema: str, source: str | None = None) -> tuple[tup
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file that somebody named.
-
-    Raises
-    ------
-    PMLError
-        If it cannot be read, or is not UTF-8.
-    """
+    """Return the text of a file that somebody named; `PMLError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -294,26 +275,8 @@ def _ends_line(nodes: Sequence[Node]) -> bool:
     return not isinstance(last, Param) and _ends_line(last.children)
 
 
-def _read_bytes(path: Path) -> bytes:
-    # Not blocking, so that a pipe that nobody writes to is found out instead of waited for.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    with open(handle, "rb") as file:
-        state = os.fstat(handle)
-        if not stat.S_ISREG(state.st_mode):
-            raise OSError("it is not a regular file")
-        if state.st_size > _MAX_FILE_BYTES:
-            raise OSError(f"it has {state.st_size} bytes, more than {_MAX_FILE_BYTES}")
-        return file.read(_MAX_FILE_BYTES)
-
-
 def schema_beside(prompt: Path) -> Path:
-    """Return the file beside a prompt that has the name of its schema.
-
-    Raises
-    ------
-    PMLError
-        If the prompt cannot be read, or there is no such file.
-    """
+    """Return the file beside a prompt that has the name of its schema; `PMLError` if there is none."""
     root = _parse(read_text(prompt), prompt.name)
     name = root.attributes.get("schema", "")
     endings = dict.fromkeys((prompt.suffix, ".pml", ".xml"))
@@ -346,13 +309,7 @@ _Item: TypeAlias = _Element | Text
 
 
 def _parse(text: str, source: str | None = None) -> _Element:
-    """Read a document and return its root.
-
-    Raises
-    ------
-    PMLError
-        If it is not well-formed, has a DTD, or is nested deeper than `MAX_DEPTH`; the message says where.
-    """
+    """Read a document and return its root; `PMLError` if it is not well-formed, has a DTD, or is nested too deep."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     return _Parser(source).parse(text)
 

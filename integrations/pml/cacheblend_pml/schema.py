@@ -242,21 +242,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that has been checked against its schema, but not against a model.
-
-    Parameters
-    ----------
-    schema : Schema
-        The schema.
-    children : sequence of (Import, Text, Turn or str)
-        Imports and new text, in order; messages stand last.
-
-    Raises
-    ------
-    PMLError
-        If it imports a module that the schema does not have, or has elsewhere, or twice; two members of a union; if an argument
-        is missing, or for no parameter; if an import stands behind a message.
-    """
+    """A prompt that was checked against its schema, but not against a model: imports and new text, in order, then messages."""
 
     schema: Schema
     children: Sequence[PromptNode | str]
@@ -288,34 +274,18 @@ class Prompt:
         return _texts_of(self.children)
 
     def map_texts(self, change: Callable[[str], str]) -> Prompt:
-        """Return the prompt with `change` applied to each of its `texts`.
+        """Return the prompt with `change` applied to each of its `texts`; what comes out is text and never markup."""
 
-        What comes out is text and never markup, so nothing has to be escaped.
+        def changed(node: PromptNode) -> PromptNode:
+            if not isinstance(node, Import):
+                return replace(node, text=change(node.text))
+            arguments = {name: change(text) for name, text in node.arguments.items()}
+            return replace(node, arguments=arguments, children=tuple(map(changed, prompt_nodes(node.children))))
 
-        Raises
-        ------
-        PMLError
-            If the prompt does not fit its schema any more.
-        """
-
-        def changed(nodes: Sequence[PromptNode | str]) -> Iterator[PromptNode]:
-            for node in prompt_nodes(nodes):
-                if isinstance(node, Import):
-                    arguments = {name: change(text) for name, text in node.arguments.items()}
-                    yield replace(node, arguments=arguments, children=tuple(changed(node.children)))
-                else:
-                    yield replace(node, text=change(node.text))
-
-        return replace(self, children=tuple(changed(self.children)))
+        return replace(self, children=tuple(map(changed, prompt_nodes(self.children))))
 
     def check_documents(self, module: str) -> None:
-        """See that documents can be put into the place of a module.
-
-        Raises
-        ------
-        PMLError
-            If the prompt does not import the module, or it is a member of a union.
-        """
+        """Raise `PMLError` if documents cannot be put into the place of a module."""
         if module not in self.imports:
             raise self.place.error(
                 f"the documents belong in the place of module {module!r}, which the prompt does not import; it imports "
@@ -330,26 +300,8 @@ class Prompt:
     def put_documents(self, module: str, texts: Sequence[str], separator: str = "\n\n") -> Prompt:
         """Put documents into the place of a module, each as a module of its own: ``name-1``, ``name-2`` and so on.
 
-        Each is tokenised as it stands, so the KV of a stored chunk with the same text is reused.
-
-        Parameters
-        ----------
-        module : str
-            The module in whose place they are put; what stands in it is not used.
-        texts : sequence of str
-            The documents, in order. Without any, the module is left out.
-        separator : str
-            Text between two documents, and behind the last one.
-
-        Returns
-        -------
-        Prompt
-            A prompt for a schema of the same name, with these modules.
-
-        Raises
-        ------
-        PMLError
-            If the prompt does not import the module, or it is a member of a union.
+        Each is tokenised as it stands, so the KV of a stored chunk with the same text is reused. A `separator` follows each.
+        What stands in the module is not used. The prompt's schema has the same name and these modules.
         """
         self.check_documents(module)
         place = self.schema.modules[module].place
@@ -449,14 +401,11 @@ def _check_schema(schema: Schema) -> None:
             )
         if len(above) >= MAX_DEPTH:
             raise node.place.error(f"the schema is nested deeper than {MAX_DEPTH}; flatten it")
-        if isinstance(node, Text):
-            if not isinstance(node.text, str):
-                raise node.place.error(f"a text is the {type(node.text).__name__} {node.text!r:.40}; give a string")
-        elif isinstance(node, Param):
+        if isinstance(node, Param):
             _check_param(node, above)
         elif isinstance(node, Module):
             _check_module(node, modules)
-        elif not node.children and not isinstance(node, Role):
+        elif not isinstance(node, Text | Role) and not node.children:
             raise node.place.error(f"the {type(node).__name__.lower()} is empty; put modules into it")
         elif isinstance(node, Union):
             for member in node.children:
@@ -470,7 +419,7 @@ def _check_schema(schema: Schema) -> None:
                 raise node.place.error(
                     f"the scaffold stands in the one at {outer.place}; all that is in a scaffold is encoded together anyway"
                 )
-        else:
+        elif isinstance(node, Role):
             _check_role(node, above)
     if schema.roles:
         _check_messages(schema)

@@ -27,19 +27,9 @@ _MOST_TEXTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LoadedSchema:
-    """What loading a schema did.
+    """What loading a schema did: its parts (what is encoded apart: modules, anonymous texts, scaffolds) and their tokens.
 
-    Attributes
-    ----------
-    name : str
-        The schema's name.
-    parts : int
-        What is encoded apart: modules, anonymous texts and scaffolds.
-    tokens : int
-        Their tokens.
-    encoded, unchanged, removed : int
-        Parts whose KV was computed, parts that were already stored under the same name, and parts that were forgotten because
-        only an earlier version of the schema had them.
+    Parts `encoded` had no KV, those `unchanged` were stored under the same name; `removed` are those of an earlier version.
     """
 
     name: str
@@ -108,13 +98,7 @@ class Schemas:
         return sorted(list(self._known.loaded))
 
     def layout(self, schema: Schema) -> SchemaLayout:
-        """Return a schema in the tokens of this model, made once for each version of it.
-
-        Raises
-        ------
-        PMLError
-            If the model's chat template cannot be used with its messages.
-        """
+        """Return a schema in the tokens of this model, made once for each version of it."""
         layouts = self._known.layouts
         layout = layouts.pop(schema.name, None)
         if layout is None or layout.schema != schema:

@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from string import Formatter
 from typing import Any, Literal, TypeAlias, get_type_hints
@@ -100,13 +100,7 @@ class Template:
     defaults: Mapping[str, Any]
 
     def imports(self, values: Mapping[str, Any]) -> list[Import]:
-        """Return the imports of a prompt.
-
-        Raises
-        ------
-        PMLError
-            If a value is missing, or belongs to no variable.
-        """
+        """Return the imports of a prompt; `PMLError` if a value is missing, or belongs to no variable."""
         unknown = sorted(values.keys() - set(self.variables))
         if unknown:
             raise PMLError(
@@ -158,7 +152,7 @@ def read_template(
             f"format={format!r:.40} is for templates that are strings, and this is a {type(template).__name__}"
         )
     elif inspect.isfunction(template):
-        bound: dict[str, _Bound] = {each: Variable(each, length) for each, length in _lengths(template).items()}
+        bound = {each: Variable(each, length) for each, length in _lengths(template).items()}
         items = list(_Function(template, bound, ()).items())
         defaults = _defaults(template)
         name = name or template.__name__
@@ -326,7 +320,10 @@ def _read_framework_template(template: Any) -> list[Item]:
     if isinstance(getattr(template, "messages", None), list):
         return [_langchain_message(message, partial) for message in template.messages]
     if isinstance(getattr(template, "message_templates", None), list):
-        return [_llama_index_message(message, kwargs) for message in template.message_templates]
+        return [
+            _message(each.role, each.content, lambda text: _read_single_braces(text, kwargs))
+            for each in template.message_templates
+        ]
     text = getattr(template, "template", None)
     if isinstance(text, str) and hasattr(template, "template_format"):
         return _langchain_text(template, partial)
@@ -349,32 +346,21 @@ def _langchain_text(template: Any, given: Mapping[str, str]) -> list[Item]:
 
 
 def _langchain_message(message: Any, given: Mapping[str, str]) -> Block:
-    kind = type(message).__name__
-    prompt = getattr(message, "prompt", None)
+    kind, prompt = type(message).__name__, getattr(message, "prompt", None)
     if prompt is None:
-        content = getattr(message, "content", None)
-        if not isinstance(content, str):
-            raise PMLError(
-                f"a {kind} has no text that is known before; leave it out, and give messages with the prompt"
-            )
-        return _message(getattr(message, "type", ""), [content])
-    if not hasattr(prompt, "template_format") or not isinstance(getattr(prompt, "template", None), str):
-        raise PMLError(f"a {kind} holds something other than text; leave it out")
+        return _message(getattr(message, "type", kind), getattr(message, "content", None), lambda text: [text])
     inner = {**given, **_texts(getattr(prompt, "partial_variables", {}))}
-    return _message(getattr(message, "role", None) or kind, _langchain_text(prompt, inner))
+    role, text = getattr(message, "role", None) or kind, getattr(prompt, "template", None)
+    return _message(role, text, lambda _: _langchain_text(prompt, inner))
 
 
-def _llama_index_message(message: Any, given: Mapping[str, str]) -> Block:
-    role = getattr(message.role, "value", message.role)
-    if not isinstance(message.content, str):
-        raise PMLError(f"a message of the {role} holds something other than text; leave it out")
-    return _message(role, _read_single_braces(message.content, given))
-
-
-def _message(role: object, items: list[Item]) -> Block:
-    if str(role) not in _ROLES:
+def _message(role: Any, text: object, read: Callable[[str], list[Item]]) -> Block:
+    role = str(getattr(role, "value", role))
+    if not isinstance(text, str):
+        raise PMLError(f"a {role} has no text that is known before; leave it out, and give it with the prompt")
+    if role not in _ROLES:
         raise PMLError(f"a message has the role {role!r:.60}; take system, user or assistant")
-    return Block("", items, role=_ROLES[str(role)])
+    return Block("", read(text), role=_ROLES[role])
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
@@ -382,10 +368,6 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
         if callable(value):
             raise PMLError(f"the template computes {name!r:.60} by a function; give it a text, or leave it a variable")
     return {name: str(value) for name, value in values.items()}
-
-
-# A variable of the caller, or a value that is known when the function is read.
-_Bound: TypeAlias = Variable | str
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
@@ -413,11 +395,11 @@ def _lengths(function: Callable[..., Any]) -> dict[str, int | None]:
 class _Function:
     """The source of a function that yields texts, or returns one; it is never called.
 
-    Its parameters are bound to variables of the outermost function, or to texts. ``if`` and ``match`` become choices, and
+    Its parameters are bound to variables of the outermost function. ``if`` and ``match`` become choices, and
     ``yield from`` another such function a block of its own.
     """
 
-    def __init__(self, function: Callable[..., Any], bound: Mapping[str, _Bound], callers: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], bound: Mapping[str, Variable], callers: tuple[Any, ...]) -> None:
         self._function = inspect.unwrap(function)
         code = self._function.__code__
         self._source, self._first = code.co_filename.rpartition("/")[2], code.co_firstlineno
@@ -451,9 +433,9 @@ class _Function:
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.YieldFrom):
                 yield self._call(node.value.value)
             elif isinstance(node, ast.If):
-                yield from self._choose(list(self._if_branches(node)), node)
+                yield Choice(list(self._if_branches(node)), self._place(node))
             elif isinstance(node, ast.Match):
-                yield from self._choose(list(self._match_branches(node)), node)
+                yield Choice(list(self._match_branches(node)), self._place(node))
             elif not isinstance(node, ast.Pass):
                 raise self._refused(node, "yield of a text, yield from a template, if, match, or one return at the end")
 
@@ -473,10 +455,9 @@ class _Function:
         else:
             raise self._refused(node, "a text, an f-string with names of parameters, or a sum of these")
 
-    def _variable(self, node: ast.expr) -> _Bound:
+    def _variable(self, node: ast.expr) -> Variable:
         if isinstance(node, ast.Name) and node.id in self._bound:
-            bound = self._bound[node.id]
-            return bound if isinstance(bound, str) else Variable(bound.name, bound.length, self._place(node))
+            return replace(self._bound[node.id], place=self._place(node))
         raise self._refused(
             node, f"a parameter of {self._function.__name__}: {', '.join(self._bound) or 'it has none'}"
         )
@@ -488,78 +469,54 @@ class _Function:
         called = {**names.globals, **names.nonlocals}.get(node.func.id)
         if not inspect.isfunction(called):
             raise self._refused(node, f"{node.func.id} to be a function")
-        if any(isinstance(each, ast.Starred) for each in node.args) or any(each.arg is None for each in node.keywords):
-            raise self._refused(node, "arguments one by one")
         try:
             given = inspect.signature(called).bind(*node.args, **{str(each.arg): each.value for each in node.keywords})
         except TypeError as error:
             raise self._refused(node, f"other arguments ({error})") from None
-        values = {**_defaults(called), **given.arguments}
-        bound: dict[str, _Bound] = {}
+        bound: dict[str, Variable] = {}
         for name, length in _lengths(called).items():
-            value = values[name]
-            if isinstance(value, ast.Constant):
-                value = value.value
-            if isinstance(value, ast.expr):
-                outer = self._variable(value)
-                bound[name] = outer if isinstance(outer, str) else Variable(outer.name, length or outer.length)
-            elif isinstance(value, str):
-                bound[name] = value
-            else:
-                raise self._refused(node, f"a parameter or a text for {name}")
+            if name not in given.arguments:
+                raise self._refused(node, f"an argument for {name}, since it is not run with its default")
+            outer = self._variable(given.arguments[name])
+            bound[name] = replace(outer, length=length or outer.length)
         return Block(node.func.id, list(_Function(called, bound, self._callers).items()))
 
-    def _if_branches(self, node: ast.If) -> Iterator[tuple[Condition | bool, list[ast.stmt]]]:
-        yield self._condition(node.test), node.body
+    def _if_branches(self, node: ast.If) -> Iterator[Block]:
+        yield self._branch(node.body, self._condition(node.test))
         if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
             yield from self._if_branches(node.orelse[0])
         elif node.orelse:
-            yield True, node.orelse
+            yield self._branch(node.orelse)
 
-    def _match_branches(self, node: ast.Match) -> Iterator[tuple[Condition | bool, list[ast.stmt]]]:
+    def _match_branches(self, node: ast.Match) -> Iterator[Block]:
+        subject = self._variable(node.subject).name
         for case in node.cases:
             pattern = case.pattern
-            if case.guard is not None:
-                raise self._refused(case.guard, "no guard")
-            if isinstance(pattern, ast.MatchValue) and isinstance(pattern.value, ast.Constant):
-                yield self._test(node.subject, "equal", pattern.value.value), case.body
-            elif isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
-                yield True, case.body
+            if case.guard is None and isinstance(pattern, ast.MatchValue) and isinstance(pattern.value, ast.Constant):
+                yield self._branch(case.body, Condition(subject, "equal", pattern.value.value))
+            elif (
+                case.guard is None
+                and isinstance(pattern, ast.MatchAs)
+                and pattern.pattern is None
+                and pattern.name is None
+            ):
+                yield self._branch(case.body)
             else:
-                raise self._refused(case.body[0], "cases that are texts, numbers or _")
+                raise self._refused(case.body[0], "cases that are texts, numbers or _, without a guard")
 
-    def _condition(self, node: ast.expr) -> Condition | bool:
+    def _branch(self, body: Sequence[ast.stmt], condition: Condition | None = None) -> Block:
+        return Block("", list(self._statements(body)), condition)
+
+    def _condition(self, node: ast.expr) -> Condition:
         if isinstance(node, ast.Name):
-            return self._test(node, "true")
+            return Condition(self._variable(node).name, "true")
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return self._test(node.operand, "false")
+            return Condition(self._variable(node.operand).name, "false")
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):
             other = node.comparators[0]
             if isinstance(other, ast.Constant):
-                return self._test(node.left, "equal", other.value)
+                return Condition(self._variable(node.left).name, "equal", other.value)
         raise self._refused(node, 'a parameter, not a parameter, or parameter == "value"')
-
-    def _test(self, node: ast.expr, test: Literal["true", "false", "equal"], value: Any = None) -> Condition | bool:
-        """A condition on a variable; what it comes to, on a text that is known."""
-        bound = self._variable(node)
-        if isinstance(bound, str):
-            return Condition("", test, value).holds({"": bound})
-        return Condition(bound.name, test, value)
-
-    def _choose(self, branches: list[tuple[Condition | bool, list[ast.stmt]]], node: ast.stmt) -> Iterator[Item]:
-        open_branches: list[Block] = []
-        for condition, body in branches:
-            if condition is False:
-                continue
-            items = list(self._statements(body))
-            if condition is True and not open_branches:
-                yield from items
-                return
-            open_branches.append(Block("", items, None if condition is True else condition))
-            if condition is True:
-                break
-        if open_branches:
-            yield Choice(open_branches, self._place(node))
 
     def _place(self, node: ast.expr | ast.stmt) -> Place:
         return Place(self._source, self._first + node.lineno - 1, node.col_offset + 1)

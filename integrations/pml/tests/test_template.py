@@ -43,7 +43,7 @@ def trip(
     budget: bool = False,
 ) -> Any:
     """Say nothing of this."""
-    yield from greeting("planner", budget)
+    yield from greeting(city, budget)
     yield f" I am away for {duration}" + ", " + city
     if style == "calm":
         yield " and want rest."
