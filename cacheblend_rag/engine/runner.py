@@ -165,10 +165,8 @@ class Runner:
                 return self._prepare(run)
             if ratio is None:
                 opened = [found[chunk.key] for chunk in run.prompt.chunks]
-                ratio, run.plan = self._choice(run, [each for each in opened if each is not None]) or (
-                    blend.recompute_ratio,
-                    None,
-                )
+                choice = self._choice(run, [each for each in opened if each is not None])
+                ratio, run.plan = choice or (blend.recompute_ratio, None)
                 if run.plan is None:
                     self._resume(run, ratio)
         if run.plan is not None:
@@ -189,13 +187,12 @@ class Runner:
         """
         ratio, layout = run.request.blend.recompute_ratio, run.prompt.layout
         plan = whole_plan(run.request.blend, layout, self._refusal(layout), ratio)
-        choice = self._choice(run, None) if plan is None else None
+        asks = plan is None and self.attachments and not run.request.sets_ratio
+        choice = self._choice(run, None) if asks else None
         return (ratio, plan) if choice is None else (None, choice[1])
 
     def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None] | None:
         """Return the ratio that an attachment chooses, and the plan if the prompt is prefilled in full; None where none does."""
-        if run.request.sets_ratio:
-            return None
         for each in reversed((*self.attachments,)):
             if (choice := each.choose(run, readers)) is not None:
                 ratio, reason = choice
