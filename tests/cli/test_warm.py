@@ -210,14 +210,18 @@ def test_a_budget_stops_before_it_is_exceeded(
     assert len(passages_in(store)) == names_in(store, tmp_path) == 8
 
 
-def test_who_may_not_change_a_store_is_told(warm: Any, documents: Path, store: Path, model_folder: Path) -> None:
+def test_only_one_process_changes_a_store(warm: Any, documents: Path, store: Path, model_folder: Path) -> None:
     warm()
-    result = run("warm", documents, "--store", store, "--embedding", "other/model", code=2)
-    assert "were embedded by sentence-transformers/all-MiniLM-L6-v2, not by other/model" in result.stderr
     with open(store / "warm.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         result = run("warm", documents, "--store", store, "--model", model_folder, code=1)
     assert "another process is changing" in result.stderr
+
+
+def test_another_embedding_model_is_refused(warm: Any, documents: Path, store: Path) -> None:
+    warm()
+    result = run("warm", documents, "--store", store, "--embedding", "other/model", code=2)
+    assert "were embedded by sentence-transformers/all-MiniLM-L6-v2, not by other/model" in result.stderr
 
 
 def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Path, tmp_path: Path) -> None:
