@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ def special_ids(tokenizer: Any, strings: Iterable[str]) -> frozenset[int]:
     return frozenset(special[each] for each in strings if each in special)
 
 
+@dataclass(eq=False)
 class TokenWatch(StoppingCriteria):
     """Notes when each token is there, and ends the generation when told to.
 
@@ -96,9 +97,8 @@ class TokenWatch(StoppingCriteria):
         When each token was there, by `time.perf_counter`.
     """
 
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self.times: list[float] = []
+    _stop: threading.Event
+    times: list[float] = field(default_factory=list)
 
     def tpot_s(self, output_tokens: int) -> float | None:
         """Return the seconds per token, after the first, of an answer of that many tokens; None with fewer than two."""
