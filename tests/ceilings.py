@@ -31,7 +31,7 @@ LINES = {
     "integrations/langchain/langchain_cacheblend": (3160, 20),
     "integrations/llama_index/llama_index_cacheblend": (3783, 18),
     "integrations/pml/cacheblend_pml": (2837, 10),
-    "integrations/ray/cacheblend_ray": (2257, 12),
+    "integrations/ray/cacheblend_ray": (2189, 12),
     "integrations/serve/cacheblend_serve": (3642, 20),
     "integrations/vllm/vllm_cacheblend": (1736, 14),
     "lab/cacheblend_lab": (18175, 109),

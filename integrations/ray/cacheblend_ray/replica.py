@@ -6,29 +6,27 @@ import asyncio
 import fcntl
 import socket
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import Metric
 from ray import serve
 
 from cacheblend_rag.chat.answer import Answer
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import BackendError, ConfigError
 from cacheblend_ray.nearness import Call, HeldNames, name_number
 from cacheblend_ray.settings import AppArgs, AppSettings
 from cacheblend_serve.app import make_app
-from cacheblend_serve.backend import Asked, Backend, Wanted, backend_module
-from cacheblend_serve.server import in_thread
+from cacheblend_serve.backend import Wanted, backend_module
 
-__all__ = ["Replica", "Watched", "own_folder"]
+__all__ = ["Replica", "own_folder"]
 
 # How long an answer that nobody waits for may take to end.
 _END_S = 10.0
 # What a disk holds where settings leave it to the disk; names are what is counted then.
 _DISK_BYTES = 2**40
+_MOST_REPLICAS = 1000
 
 
 class Replica:
@@ -54,16 +52,19 @@ class Replica:
         with ExitStack() as opened:
             folder: Path | None = None
             if args.store is not None:
-                slot = opened.enter_context(own_folder(args.store))
-                folder, self._home = slot.path, slot.home
+                folder, self._home = opened.enter_context(own_folder(args.store))
             config = settings.engine
             wanted = Wanted(args.model, folder, config, settings.blend, arguments=args.arguments)
-            inner = opened.enter_context(backend_module(args.backend).open_backend(wanted))
-            library = inner.library(None)
+            self._backend = opened.enter_context(backend_module(args.backend).open_backend(wanted))
+            library = self._backend.library(None)
             disk_bytes = 0 if folder is None else config.disk_bytes or _DISK_BYTES
-            self._held = HeldNames(config.ram_bytes, disk_bytes)
-            self._backend = Watched(inner, self._held, library.kv_bytes_per_token or 1)
-            self._app = make_app(self._backend, settings.serve)
+            self._held = held = HeldNames(config.ram_bytes, disk_bytes)
+            token_bytes = library.kv_bytes_per_token or 1
+
+            def note(library: ChunkLibrary, answer: Answer) -> None:
+                held.note(library, [(each.id, each.tokens * token_bytes) for each in answer.report.chunks if each.id])
+
+            self._app = make_app(self._backend, settings.serve, note)
             opened.callback(self._app.state.server.stop)
             self._opened = opened.pop_all()
         self._shown = f"{name_number(self._home):016x}"[:8].encode()
@@ -152,79 +153,11 @@ def _scope(call: Call) -> dict[str, Any]:
     }
 
 
-class Watched(Backend):
-    """A backend whose answers are noted.
-
-    Parameters
-    ----------
-    inner : Backend
-        What answers.
-    held : HeldNames
-        What is told.
-    bytes_per_token : int
-        Bytes of KV of a token.
-    """
-
-    def __init__(self, inner: Backend, held: HeldNames, bytes_per_token: int) -> None:
-        super().__init__(inner.model_name, inner.library(None))
-        self.makes_pages = inner.makes_pages
-        self._inner = inner
-        self._held = held
-        self._bytes_per_token = bytes_per_token
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
-        return self._inner.end_ids
-
-    @property
-    def blend(self) -> BlendConfig:
-        """How prompts are blended."""
-        return self._inner.blend
-
-    def is_ready(self) -> bool:
-        return self._inner.is_ready()
-
-    def library(self, tenant: str | None) -> ChunkLibrary:
-        return self._inner.library(tenant)
-
-    async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
-        async with aclosing(self._inner.answer(library, asked)) as spoken:
-            async for piece in spoken:
-                if isinstance(piece, Answer):
-                    used = [(each.id, each.tokens * self._bytes_per_token) for each in piece.report.chunks if each.id]
-                    await in_thread(self._held.note, library, used)
-                yield piece
-
-    def collect(self) -> Iterator[Metric]:
-        return self._inner.collect()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-_MOST_REPLICAS = 1000
-
-
-class Slot:
-    """A replica's own folder.
-
-    Attributes
-    ----------
-    path : Path
-        The folder.
-    home : str
-        What the replica is called, from start to start: the machine and the folder's number.
-    """
-
-    def __init__(self, path: Path, number: int) -> None:
-        self.path = path
-        self.home = f"{socket.gethostname()}/{number}"
-
-
 @contextmanager
-def own_folder(root: Path) -> Iterator[Slot]:
+def own_folder(root: Path) -> Iterator[tuple[Path, str]]:
     """Have the first folder below `root` that no other process of this machine has, for the time of a ``with`` block.
+
+    Beside it comes what its replica is called from start to start: the machine and the folder's number.
 
     Raises
     ------
@@ -239,7 +172,7 @@ def own_folder(root: Path) -> Iterator[Slot]:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue
-                yield Slot(root / f"replica-{number}", number)
+                yield root / f"replica-{number}", f"{socket.gethostname()}/{number}"
                 return
     except OSError as error:
         raise ConfigError(f"folder {root} cannot be written: {error.strerror}") from error

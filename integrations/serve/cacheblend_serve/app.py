@@ -21,7 +21,7 @@ from cacheblend_serve import chunks, completions, engine_calls
 from cacheblend_serve.backend import Backend
 from cacheblend_serve.errors import Denied, Overload, explained
 from cacheblend_serve.pages import PAGE_HEADERS
-from cacheblend_serve.server import FromAsker, Server, in_thread
+from cacheblend_serve.server import FromAsker, Note, Server, in_thread
 from cacheblend_serve.settings import ServeConfig
 
 __all__ = ["Guarded", "make_app"]
@@ -29,7 +29,7 @@ __all__ = ["Guarded", "make_app"]
 router = APIRouter()
 
 
-def make_app(backend: Backend, config: ServeConfig | None = None) -> FastAPI:
+def make_app(backend: Backend, config: ServeConfig | None = None, note: Note | None = None) -> FastAPI:
     """Return an application that answers with a model.
 
     Parameters
@@ -38,13 +38,15 @@ def make_app(backend: Backend, config: ServeConfig | None = None) -> FastAPI:
         What answers: `EngineBackend` for the engine of this process.
     config : ServeConfig, optional
         The server's settings; by default those of the environment.
+    note : callable, optional
+        Called with the tenant's chunks and each answer from them.
 
     Raises
     ------
     ConfigError
         If the file of keys cannot be read, or holds none.
     """
-    server = Server(backend, ServeConfig.of(config))
+    server = Server(backend, ServeConfig.of(config), note)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

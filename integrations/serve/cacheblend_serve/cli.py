@@ -16,7 +16,6 @@ import typer
 from cacheblend_rag.cli.options import ModelOption
 from cacheblend_rag.cli.output import make_quiet, show_table
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
 
 __all__ = ["keys_app", "serve"]
 
@@ -56,14 +55,12 @@ def serve(
     Settings that no option has come from --config, or from the environment (CACHEBLEND_SERVE_PER_MINUTE=60). On SIGTERM or
     Ctrl-C, answers that are being written are finished first; on a second one they are not.
     """
-    with needs_extra("serve", "serving"):
-        import uvicorn
-
-        from cacheblend_serve.app import make_app
-        from cacheblend_serve.backend import Wanted, backend_module
-        from cacheblend_serve.settings import ServeConfig
+    import uvicorn
 
     from cacheblend_rag.config import BlendConfig, EngineConfig
+    from cacheblend_serve.app import make_app
+    from cacheblend_serve.backend import Wanted, backend_module
+    from cacheblend_serve.settings import ServeConfig
 
     given = {"host": host, "port": port, "keys": keys}
     changes = {name: value for name, value in given.items() if value is not None}

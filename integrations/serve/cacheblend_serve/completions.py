@@ -20,12 +20,11 @@ from cacheblend_rag.chat.tools import ToolGate, call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, PromptTooLongError, UnknownChunkError
-from cacheblend_serve.backend import Asked, Backend
+from cacheblend_serve.backend import Asked
 from cacheblend_serve.errors import explained
 from cacheblend_serve.responses import EventStream, Whole
 from cacheblend_serve.server import Asker, FromAsker, in_thread
 from cacheblend_serve.settings import ServeConfig
-from cacheblend_serve.spans import RequestSpans
 from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies
 
 __all__ = ["router", "calls_for", "check_length"]
@@ -71,7 +70,7 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
         library = await asker.library()
         calls = await in_thread(calls_for, library, request, server.config)
         replies = Replies(served, request)
-        speak = partial(_spoken, server.backend, library, asker.spans)
+        speak = partial(asker.answer, library)
         keep = partial(_keep, asker, library, request.keep, replies)
         leave, reader_s = entered.pop_all().close, server.config.reader_s
         if request.stream:
@@ -126,17 +125,6 @@ async def _pieces(
     await keep(answers)
     for event in replies.last(answers):
         yield event
-
-
-async def _spoken(
-    backend: Backend, library: ChunkLibrary, spans: RequestSpans, asked: Asked
-) -> AsyncGenerator[str | Answer, None]:
-    """Yield an answer piece by piece, and at its end the whole of it."""
-    async with aclosing(backend.answer(library, asked)) as spoken:
-        async for piece in spoken:
-            if isinstance(piece, Answer):
-                spans.record(piece)
-            yield piece
 
 
 async def _keep(asker: Asker, library: ChunkLibrary, keep: bool, replies: Replies, answers: list[Answer]) -> None:

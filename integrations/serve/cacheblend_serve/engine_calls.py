@@ -182,10 +182,9 @@ def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> A
 
 
 async def _pieces(asker: Asker, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
-    async with aclosing(asker.server.backend.answer(library, asked)) as spoken:
+    async with aclosing(asker.answer(library, asked)) as spoken:
         async for piece in spoken:
             if isinstance(piece, Answer):
-                asker.spans.record(piece)
                 yield {"text": piece.text, "reason": piece.finish_reason, "report": piece.report.to_dict()}
             else:
                 yield {"piece": piece}

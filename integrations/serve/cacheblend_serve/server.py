@@ -9,8 +9,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -19,20 +19,23 @@ from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
 from cacheblend_attachments import AutoRatio, Guard
+from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner
-from cacheblend_serve.backend import Backend
+from cacheblend_serve.backend import Asked, Backend
 from cacheblend_serve.errors import Denied, Overload
 from cacheblend_serve.pages import KeptPages
 from cacheblend_serve.settings import LOOPBACK, ServeConfig
 from cacheblend_serve.spans import RequestSpans
 
-__all__ = ["Asker", "FromAsker", "Gate", "Rates", "Server", "in_thread"]
+__all__ = ["Asker", "FromAsker", "Gate", "Note", "Rates", "Server", "in_thread"]
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Note = Callable[[ChunkLibrary, Answer], None]
+"""Takes note of an answer from a tenant's chunks; called in a thread."""
 # Threads for what passes no gate: who asks, whether the server is ready.
 _SPARE_THREADS = 16
 # Who waits for all that was added in the background to be stored, at the same time.
@@ -42,8 +45,9 @@ _FLUSHES = 8
 class Server:
     """What all addresses share."""
 
-    def __init__(self, backend: Backend, config: ServeConfig) -> None:
+    def __init__(self, backend: Backend, config: ServeConfig, note: Note | None = None) -> None:
         self.config = config
+        self.note = note
         self.backend = backend
         self.gate = Gate(config.requests)
         self.pages = KeptPages(config.pages_s)
@@ -137,6 +141,16 @@ class Asker:
     async def of_library(self, work: Callable[[ChunkLibrary], Result]) -> Result:
         """Return what `work` returns of the tenant's chunks, as `in_thread` does."""
         return await in_thread(lambda: work(self.server.backend.library(self.owner.tenant)))
+
+    async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        """Yield an answer piece by piece, and at its end the whole of it."""
+        async with aclosing(self.server.backend.answer(library, asked)) as spoken:
+            async for piece in spoken:
+                if isinstance(piece, Answer):
+                    self.spans.record(piece)
+                    if self.server.note is not None:
+                        await in_thread(self.server.note, library, piece)
+                yield piece
 
 
 async def _asker(request: Request) -> Asker:

@@ -229,8 +229,8 @@ def test_a_document_is_replaced_in_one_request(
 
 
 def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
-    with pytest.raises(AttributeError, match="profile: that takes an engine of this process"):
-        served.profile()
+    with pytest.raises(AttributeError, match="attach: that takes an engine of this process"):
+        served.attach()
     with pytest.raises(AttributeError, match="nothing that an engine has"):
         served.misspelt  # noqa: B018
 
