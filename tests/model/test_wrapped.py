@@ -222,9 +222,7 @@ def test_a_forward_is_seen_once_by_generate_and_by_a_call(wrap: Wrap) -> None:
     assert not unwrapped(model)._forward_hooks
 
 
-@pytest.mark.parametrize(
-    "feature", ["eviction, no answer", "eviction at the end", "first logits, full", "guard", "batch"]
-)
+@pytest.mark.parametrize("feature", ["eviction", "eviction at the end", "first logits, full", "guard", "batch"])
 def test_adapters_of_older_peft(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 0.20, PEFT called the forward of the model inside past its hooks."""
 
