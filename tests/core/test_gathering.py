@@ -139,10 +139,10 @@ def test_who_waits_too_long_is_told_and_who_is_being_answered_is_not(
 
     class Slow(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            time.sleep(0.05)
+            time.sleep(0.25)
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-    slow = [answer(engine, PROMPTS[0]), answer(engine, PROMPTS[1], 6, wait_s=0.1, stopping_criteria=[Slow()])]
+    slow = [answer(engine, PROMPTS[0]), answer(engine, PROMPTS[1], 6, wait_s=1.0, stopping_criteria=[Slow()])]
     assert len(together(engine, slow, pool)[1].result().token_ids) == 6
 
 
