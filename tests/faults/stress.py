@@ -38,6 +38,7 @@ REMOTE_S = 2 * 1.0 + 5.0
 
 # How many chunks are asked about that are not stored.
 _FRESH = 200
+_LEAST_ASKED = 60
 
 
 @dataclass
@@ -158,7 +159,8 @@ def suffer(
     with warnings_in(outcome.warnings):
         with fault:
             until = time.monotonic() + seconds
-            while time.monotonic() < until:
+            # A slow machine would ask too little to fill what waits to be written.
+            while time.monotonic() < until or len(outcome.waits) < _LEAST_ASKED:
                 trial.ask(engine, outcome)
         ended = time.monotonic()
         while not (healthy() if healthy else trial.is_well(engine)) and outcome.healed_s < HEALING_S:

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,16 +43,11 @@ class Calls:
     def __init__(self, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         many, one = engine.generate_many, engine.generate
+        # The asynchronous form asks it too.
         monkeypatch.setattr(
-            engine, "generate_many", lambda prompts, **kw: self._note(len(prompts), many(prompts, **kw))
+            engine, "generate_many", lambda prompts, *more, **kw: self._note(len(prompts), many(prompts, *more, **kw))
         )
         monkeypatch.setattr(engine, "generate", lambda prompt, **kw: self._note(1, one(prompt, **kw)))
-        amany = engine.agenerate_many
-
-        async def asked(prompts: Sequence[Any], **kw: Any) -> Any:
-            return self._note(len(prompts), await amany(prompts, **kw))
-
-        monkeypatch.setattr(engine, "agenerate_many", asked)
 
     def _note(self, size: int, result: Any) -> Any:
         self.sizes.append(size)
