@@ -3,8 +3,6 @@
 A ceiling only ever falls. Who needs more room takes other lines out first, and who takes lines out lowers the ceiling with them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +13,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 
 LINES = {
-    "cacheblend_rag": (26028, 126),
+    "cacheblend_rag": (25992, 125),
     "cacheblend_rag/chat": (1230, 8),
     "cacheblend_rag/cli": (1112, 9),
     "cacheblend_rag/codec": (387, 3),
@@ -27,7 +25,7 @@ LINES = {
     "cacheblend_rag/selection": (806, 6),
     "cacheblend_rag/store": (8513, 29),
     "examples": (743, 15),
-    "integrations/attachments/cacheblend_attachments": (3576, 21),
+    "integrations/attachments/cacheblend_attachments": (3612, 22),
     "integrations/langchain/langchain_cacheblend": (3146, 20),
     "integrations/llama_index/llama_index_cacheblend": (3781, 18),
     "integrations/pml/cacheblend_pml": (2837, 10),
@@ -35,7 +33,7 @@ LINES = {
     "integrations/serve/cacheblend_serve": (3642, 20),
     "integrations/vllm/vllm_cacheblend": (1736, 14),
     "lab/cacheblend_lab": (18090, 109),
-    "tests": (45344, 240),
+    "tests": (45226, 240),
 }
 """Most lines and most files of Python below a folder; "tests" are those of all distributions."""
 

@@ -1,7 +1,5 @@
 """No folder grows over its ceiling, and no ceiling hangs far above what is below it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The public names: docs/api.md shows exactly these, and documentation and examples import nothing else."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

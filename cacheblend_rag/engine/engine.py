@@ -223,12 +223,12 @@ class BlendEngine(ChunkLibrary):
         return tuple(self._runner.attachments)
 
     def attach(self, attachment: _Attached) -> _Attached:
-        """Attach something optional of `cacheblend_attachments`, which takes part in the requests that come from then on.
+        """Attach something optional, of `cacheblend_attachments` or of yours, to all requests that come from then on.
 
         Returns
         -------
         Attachment
-            What was given, which its ``close`` detaches, or that of the engine.
+            What was given; its ``close``, or the engine's, detaches it.
 
         Raises
         ------
@@ -238,11 +238,11 @@ class BlendEngine(ChunkLibrary):
         """
         self._check_open()
         if not isinstance(attachment, Attachment):
-            raise ConfigError(f"{attachment!r:.40} is no attachment; give one, as Guard() of cacheblend_attachments")
+            raise ConfigError(f"{attachment!r:.40} is no Attachment; give one, as Guard() of cacheblend_attachments")
         if attachment.leave is not None:
             raise ConfigError(f"this {type(attachment).__name__} was attached before; make another one")
-        attachment.leave = partial(self._runner.attachments.remove, attachment)
         attachment.attached(self)
+        attachment.leave = partial(self._runner.attachments.remove, attachment)
         self._runner.attachments.append(attachment)
         return attachment
 

@@ -1,7 +1,5 @@
 """The finder, against the naive way of looking for every text at every place."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

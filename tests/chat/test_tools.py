@@ -1,7 +1,5 @@
 """How a model's calls of tools are read, whole and from a stream."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

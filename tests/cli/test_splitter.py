@@ -1,7 +1,5 @@
 """Files cut into passages."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model's own prefill of a prompt with gaps between its positions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

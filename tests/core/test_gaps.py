@@ -1,7 +1,5 @@
 """Chunks with gaps between their positions, and parts of chunks, on every kind of position."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_rag.answers import exact_match, f1_score
+from cacheblend_attachments.answers import exact_match, f1_score
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult

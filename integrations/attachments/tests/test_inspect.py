@@ -1,7 +1,5 @@
 """``inspect``: a page in a file."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

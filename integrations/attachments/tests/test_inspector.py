@@ -1,7 +1,5 @@
 """The inspector's page: what it says of every token, and that no text can be more than text."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

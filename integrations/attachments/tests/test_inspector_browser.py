@@ -1,7 +1,5 @@
 """The inspector's page in a real browser: Debian's chromium, without which these tests are skipped."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

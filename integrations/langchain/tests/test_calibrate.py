@@ -1,7 +1,5 @@
 """Calibration of a chain: its own prompts, under its model's settings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompt templates in the prompt markup language, in LangChain's chains."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Iterator

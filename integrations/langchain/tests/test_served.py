@@ -1,7 +1,5 @@
 """LangChain over a server's engine: the same classes, the model elsewhere, the same answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Calibration of a query engine: its own prompts, under its own settings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

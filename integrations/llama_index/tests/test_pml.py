@@ -1,7 +1,5 @@
 """Prompt templates in the prompt markup language, with LlamaIndex's models and query engines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

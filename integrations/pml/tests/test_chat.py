@@ -1,7 +1,5 @@
 """The words of chat templates around messages: templates of several kinds, and those that cannot be cut."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``cacheblend-rag pml check`` and ``pml show``."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The paper's three applications: as the examples run them, and by the command, on the reference model."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

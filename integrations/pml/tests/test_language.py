@@ -1,7 +1,5 @@
 """What a schema and a prompt may say, what white space means, and what the messages of refusals are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

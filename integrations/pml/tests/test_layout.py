@@ -1,7 +1,5 @@
 """Positions against a naive interpreter of the paper, and the single rules by example."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Documents that nobody meant to write: each is read, or refused with a place, and no file outside the root is opened."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Whatever a schema and a prompt look like: recomputed over its modules' KV, a prompt is the model's own at those positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

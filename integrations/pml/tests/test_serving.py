@@ -1,7 +1,5 @@
 """Schemas in an engine: what is encoded, where it stands, what a prompt reuses, and what it gives."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Templates as schemas: a prompt says what the template says with the same values."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """A cluster of this machine alone, with a Redis behind it, and a tiny random Llama with the reference tokenizer."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Redis is started for it; both are of this machine, whose processors all processes share.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

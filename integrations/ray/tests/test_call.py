@@ -1,7 +1,5 @@
 """What requests name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

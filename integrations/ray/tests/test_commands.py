@@ -1,7 +1,5 @@
 """The two commands of docs/cluster.md, as they are written there, and both frameworks asking what they have started."""
 
-from __future__ import annotations
-
 import os
 import random
 import shlex

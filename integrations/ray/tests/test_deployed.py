@@ -1,7 +1,5 @@
 """``serve deploy`` on a cluster that stays: it is scaled and changed while it answers, and the server of names is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

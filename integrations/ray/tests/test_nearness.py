@@ -1,7 +1,5 @@
 """Where requests go, without a cluster."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Documents as rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

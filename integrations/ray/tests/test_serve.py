@@ -1,7 +1,5 @@
 """Two replicas behind a front, on a real cluster over a real Redis, against one engine."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Warming with actors of a real cluster, over a real Redis."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A server in a thread of its own, over a tiny random Llama with the reference tokenizer."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The server as people start it: the command, in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

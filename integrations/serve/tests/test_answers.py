@@ -1,7 +1,5 @@
 """Answers over HTTP are the engine's, whole and in pieces, with what was asked of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What answers behind the server: chosen by name, and not always there."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path

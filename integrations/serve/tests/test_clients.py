@@ -3,8 +3,6 @@
 vLLM has an environment of its own; ``VLLM_PYTHON``, which ``make check-vllm`` sets, is that environment's Python.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

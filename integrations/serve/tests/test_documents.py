@@ -1,7 +1,5 @@
 """Chunks and documents over HTTP: stored, replaced, listed, deleted, and known to the answers that follow."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

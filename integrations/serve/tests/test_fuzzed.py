@@ -1,7 +1,5 @@
 """Requests that nobody would send, drawn from the server's own description: each is answered or refused with a reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

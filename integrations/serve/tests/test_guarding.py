@@ -1,7 +1,5 @@
 """What a server lets in, what it says to the rest, and that nobody sees what is another's."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import http.client

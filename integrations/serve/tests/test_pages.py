@@ -1,7 +1,5 @@
 """Pages of answers: for who asked to keep them, for a while, and for nobody else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

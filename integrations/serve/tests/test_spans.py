@@ -1,7 +1,5 @@
 """Spans say what a request's time was spent on, below the client's own, and nothing of what was said."""
 
-from __future__ import annotations
-
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor

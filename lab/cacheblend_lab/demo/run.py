@@ -22,8 +22,8 @@ from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import llama_index_cacheblend as blend
+from cacheblend_attachments.answers import holds_answer
 from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
-from cacheblend_rag.answers import holds_answer
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.documents import open_chroma
 from cacheblend_rag.engine import BlendEngine

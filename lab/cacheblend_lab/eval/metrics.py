@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cacheblend_rag.answers import exact_match, f1_score, holds_answer, normalize_answer
+from cacheblend_attachments.answers import exact_match, f1_score, holds_answer, normalize_answer
 from cacheblend_rag.extras import needs_extra
 
 __all__ = [

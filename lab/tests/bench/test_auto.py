@@ -1,7 +1,5 @@
 """The bench of "auto", the emulated device, the figures, and the commands, on a tiny shape."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bench of schemas on a tiny shape."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

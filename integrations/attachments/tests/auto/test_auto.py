@@ -1,7 +1,5 @@
 """`AutoRatio` from end to end on a tiny model: what is predicted is what is done."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The policy against brute force: the same questions answered by trying everything."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A profile's file, and the fit: what cannot be trusted is measured again."""
 
-from __future__ import annotations
-
 import json
 import logging
 import stat

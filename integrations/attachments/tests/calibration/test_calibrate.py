@@ -1,7 +1,5 @@
 """Calibration: what is measured, the ratio that is chosen, and when none is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

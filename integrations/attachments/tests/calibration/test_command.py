@@ -1,7 +1,5 @@
 """``calibrate`` from documents or from what was warmed, to the settings file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

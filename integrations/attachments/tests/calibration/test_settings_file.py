@@ -1,7 +1,5 @@
 """Settings that a command writes into somebody's YAML file, and the file of questions it reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import string

@@ -1,7 +1,5 @@
 """A server that keeps the names of several machines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shared names while their server is killed, and while machines join: nothing acknowledged is lost, and nothing comes back."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

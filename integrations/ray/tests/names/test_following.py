@@ -1,7 +1,5 @@
 """Stores of several machines that share names: what one acknowledges the next look-up of any other finds."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """The documents' machine once more, with two machines that share names and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

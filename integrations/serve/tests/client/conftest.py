@@ -1,7 +1,5 @@
 """A server over a tiny random Llama, its engine, and the same engine as clients have it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

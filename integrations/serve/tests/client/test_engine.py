@@ -1,7 +1,5 @@
 """What a server's engine does, beside the engine itself: names, prompts and answers are the same."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
