@@ -159,7 +159,7 @@ def test_it_takes_part_while_it_is_attached(engine: BlendEngine) -> None:
     guard.close()
     assert ask() == (1, None)
     assert not any(module._forward_hooks for module in engine.model.modules())
-    for other, message in ((guard, "this Guard was attached before"), (object(), "is no attachment")):
+    for other, message in ((guard, "this Guard was attached before"), (object(), "is no Attachment")):
         with pytest.raises(ConfigError, match=message):
             engine.attach(other)  # type: ignore[type-var]
     engine.close()
