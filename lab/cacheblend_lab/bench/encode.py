@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -91,9 +92,9 @@ class EncodeBench(Bench[EncodeSetting, EncodeRow]):
             self._chunks = [Chunk(text_of(row), f"chunk {number}") for number, row in enumerate(ids)]
         self._tokens = self._count_tokens()
         plan = plan_batches([len(row) for row in ids], setting.prefix_tokens, setting.batch_tokens)
-        self._batches = [
-            torch.tensor([[*prefix, *ids[index]] for index in batch], device=setting.device) for batch in plan
-        ]
+        # The windows of a document differ in length, and nothing is padded here.
+        groups = [list(group) for batch in plan for _, group in groupby((ids[index] for index in batch), len)]
+        self._batches = [torch.tensor([[*prefix, *row] for row in group], device=setting.device) for group in groups]
         self._kv_bytes = 0
 
     def _count_tokens(self) -> int:
@@ -115,8 +116,7 @@ class EncodeBench(Bench[EncodeSetting, EncodeRow]):
                 begin = place * step
                 row = ids[begin : begin + setting.chunk_tokens]
                 if setting.overlap and place:
-                    # A word of the same length.
-                    row[0] ^= 1
+                    row[0] ^= 1  # a word of the same length
                 # Where words begin is counted in words here: all of them count as one character.
                 at = Place(str(number), begin, None, len(row), "", tuple(range(1, len(row) + 1)))
                 members.append(Member(f"{number}.{place}", tuple(row), at))
