@@ -29,10 +29,11 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "report",
         "trace",
         "stops",
+        "preamble",
     ),
     1: ("kv", "rope", "reading", "selection", "layout", "codec"),
     2: ("store", "model"),
-    3: ("encode", "loader", "fuse"),
+    3: ("encode", "loader", "fuse", "metrics"),
     4: ("engine",),
     5: ("pml", "documents", "chat", "cli"),
 }

@@ -15,7 +15,6 @@ import numpy as np
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, check_text, text_hash
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
-from cacheblend_rag.engine.preamble import default_preamble
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk, PromptHead
 from cacheblend_rag.errors import (
     ConfigError,
@@ -28,6 +27,7 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, head_key
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, ModelCard
+from cacheblend_rag.preamble import default_preamble
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.report import OTHER_TEXT
 from cacheblend_rag.store import KVReader, NodeRecord

@@ -1,9 +1,10 @@
-"""Options of the model's own ``generate``, which decodes, and the result of a generation."""
+"""What the model's own ``generate``, which decodes, is given: options, and what ends and steers each row; and its result."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from inspect import signature
 from numbers import Integral
@@ -11,16 +12,23 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteria,
+)
 from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
 from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.model import num_decoder_layers, past_adapters, unwrapped
+from cacheblend_rag.model import PaddedBatch, num_decoder_layers, past_adapters, unwrapped
 
-__all__ = ["checked_options", "complete_options", "last_logits", "make_result"]
+__all__ = ["RowEnds", "RowProcessor", "checked_options", "complete_options", "last_logits", "make_result"]
 
 # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
 _NEUTRAL = {
@@ -174,3 +182,136 @@ def last_logits(
     inputs = {name: tensor[:, held:] for name, tensor in inputs.items()}
     logits: torch.Tensor = past_adapters(model)(**inputs, **options).logits
     return logits[0, -count:]
+
+
+class RowEnds(TokenWatch):
+    """Ends each row of a batch by its own measure, hands its tokens on, and notes after how many, and when, it ended.
+
+    What goes wrong in one row's criteria, processors or streamer ends that row alone.
+
+    Parameters
+    ----------
+    batch : PaddedBatch
+        The rows.
+    limits : sequence of int
+        Maximum tokens of each answer.
+    end_ids : collection of int
+        Tokens that end an answer.
+    criteria : sequence of sequence of StoppingCriteria
+        Further criteria of each row, which see it as a batch of one without padding.
+    shared : sequence of StoppingCriteria
+        Criteria that look at the last tokens of each row only, and see all rows at once.
+    stops : sequence of threading.Event
+        Each ends its row at the next token.
+    streamers : sequence
+        What takes each row's tokens as they come, a transformers streamer, or None.
+
+    Attributes
+    ----------
+    errors : dict
+        What went wrong, by rows. A row that is noted here before the first token has none.
+    """
+
+    def __init__(
+        self,
+        batch: PaddedBatch,
+        limits: Sequence[int],
+        end_ids: Collection[int],
+        criteria: Sequence[Sequence[StoppingCriteria]],
+        shared: Sequence[StoppingCriteria],
+        stops: Sequence[threading.Event],
+        streamers: Sequence[Any],
+    ) -> None:
+        super().__init__(threading.Event())
+        self._stops = stops
+        self._streamers = streamers
+        self.errors: dict[int, Exception] = {}
+        self._batch = batch
+        self._limits = limits
+        self._end_ids = frozenset(map(int, end_ids))
+        self._criteria = criteria
+        self._shared = shared
+        self._counts: list[int | None] = [None] * len(limits)
+
+    def count(self, row: int) -> int:
+        """Return the tokens of a row's answer, once the batch has ended."""
+        ended = self._counts[row]
+        return len(self.times) if ended is None else ended
+
+    def has_ended(self, row: int) -> bool:
+        """Whether nothing more is wanted of a row."""
+        return self._counts[row] is not None or row in self.errors
+
+    def drop(self, row: int, error: Exception | None = None) -> None:
+        """End a row before its first token."""
+        self._counts[row] = 0
+        if error is not None:
+            self.errors[row] = error
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each row is done."""
+        ended = self.note()
+        count = input_ids.shape[1] - self._batch.width
+        newest = input_ids[:, -1].tolist()
+        together = [each(input_ids, scores, **kwargs).tolist() for each in self._shared]
+        for row, start in enumerate(self._batch.starts):
+            if self._counts[row] is not None:
+                continue
+            own, streamer = input_ids[row : row + 1, start:], self._streamers[row]
+            try:
+                if streamer is not None:
+                    streamer.put(input_ids[row, -1:].cpu())
+                is_done = (
+                    ended
+                    or self._stops[row].is_set()
+                    or count >= self._limits[row]
+                    or newest[row] in self._end_ids
+                    or any(done[row] for done in together)
+                    # A list, since each may have to see every token.
+                    or any([bool(each(own, None, **kwargs)) for each in self._criteria[row]])
+                )
+                if is_done and streamer is not None:
+                    streamer.end()
+            except Exception as error:  # handed to who asked for this row
+                self.errors[row], is_done = error, True
+            if is_done or row in self.errors:
+                self._counts[row] = count
+        done = [each is not None for each in self._counts]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+
+class RowProcessor(LogitsProcessor):
+    """Applies each row's own logits processors to it, as to a batch of one without padding.
+
+    Parameters
+    ----------
+    starts : sequence of int
+        The column of each row's first token.
+    processors : sequence of sequence of LogitsProcessor
+        Those of each row.
+    ends : RowEnds
+        Knows which rows have ended, whose processors are no longer asked, and is told what goes wrong.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[int],
+        processors: Sequence[Sequence[LogitsProcessor]],
+        ends: RowEnds,
+    ) -> None:
+        self._starts = starts
+        self._processors = processors
+        self._ends = ends
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, ``(rows, vocab)``, as the processors change them."""
+        rows = []
+        for row, start in enumerate(self._starts):
+            own, changed = input_ids[row : row + 1, start:], scores[row : row + 1]
+            try:
+                for each in () if self._ends.has_ended(row) else self._processors[row]:
+                    changed = each(own, changed)
+            except Exception as error:  # handed to who asked for this row
+                self._ends.errors[row], changed = error, scores[row : row + 1]
+            rows.append(changed)
+        return torch.cat(rows)

@@ -18,7 +18,6 @@ from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.collection import ChunkCollection
 from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.ingest import Ingest
-from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.prefix import StoredPrefix, prompt_head, stored_prefix
 from cacheblend_rag.engine.protocol import AddOptions, Present
@@ -27,6 +26,7 @@ from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.metrics import EngineMetrics
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.store import KVStore, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.tuning import Tuning

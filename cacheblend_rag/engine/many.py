@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from cacheblend_rag.engine.decode import complete_options, end_ids, last_logits, make_result
+from cacheblend_rag.engine.decode import RowEnds, RowProcessor, complete_options, end_ids, last_logits, make_result
 from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer, TokenWatch
-from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
-from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
-from cacheblend_rag.model import Decoder, model_window, takes_positions, text_decoder
+from cacheblend_rag.fuse.selfcheck import check_batching
+from cacheblend_rag.model import Decoder, PaddedBatch, model_window, takes_positions, text_decoder
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["OBJECTS", "Call", "Extent", "Many", "options_of_each", "plan_decoding"]

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.scheduling import scheduler_lock
-from cacheblend_rag.engine.selfcheck import check_blending
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreReadOnlyError, UnsupportedModelError
+from cacheblend_rag.fuse.selfcheck import check_blending
 from cacheblend_rag.model import Decoder, inspect_model, model_fingerprint
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.device import spare_bytes

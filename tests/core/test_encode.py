@@ -14,8 +14,8 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.encode import Encoder, Target, plan_batches
-from cacheblend_rag.engine.preamble import default_preamble
 from cacheblend_rag.model import KVCache, inspect_model
+from cacheblend_rag.preamble import default_preamble
 from tests.core.dense import own_kv
 from tests.engines import MakeEngine
 from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words

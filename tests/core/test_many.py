@@ -20,8 +20,8 @@ from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.many import Extent, plan_decoding
-from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from cacheblend_rag.model import PaddedBatch
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(5 + 6 * number, number), f"c{number}") for number in range(6)]

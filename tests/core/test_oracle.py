@@ -12,9 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.encode import Encoder, Target
-from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_layer

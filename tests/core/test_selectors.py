@@ -6,9 +6,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import SelectionTask, make_selector, selector_names

@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.engine.scheduling import SchedulerLock, scheduler_lock
-from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.model import KVCache, inspect_model
+from cacheblend_rag.model import KVCache, PaddedBatch, inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import own_kv, random_ids, span_layout
 from tests.families import tiny_model, tiny_tokenizer, words

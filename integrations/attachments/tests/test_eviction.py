@@ -11,9 +11,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cacheblend_attachments.snapkv import Eviction, SnapKV, choose_tokens, context_attention
 from cacheblend_rag.engine.attachment import RunningForward
-from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import AttentionCall, inspect_model, watch_attention

@@ -8,9 +8,9 @@ from cacheblend_attachments import Repair
 from cacheblend_attachments.repair import Repairing
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model

@@ -20,9 +20,9 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import Decoder, KVCache, capability, text_decoder

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.fuse import BlendCache, LayerSource, Steering
+from cacheblend_rag.fuse.steer import BlendCache, LayerSource, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import Decoder, KVCache, refusing_failures
+from cacheblend_rag.model import Decoder, KVCache, PaddedBatch, refusing_failures
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 
