@@ -19,7 +19,7 @@ from cacheblend_rag.engine.collection import ChunkCollection
 from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
-from cacheblend_rag.engine.prefix import StoredPrefix, prompt_head, stored_prefix
+from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.protocol import AddOptions, Present
 from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.engine.supply import KVSupply
@@ -384,21 +384,10 @@ class ChunkLibrary(ABC):
         """Return the token ids that the model is given for `prompt`."""
         return self.prompt_layout(prompt).token_ids
 
-    def stored_prefix(self, prompt: BlendPrompt) -> StoredPrefix:
-        """Return how much of a prompt another server can take from the store, if it can only go on behind a prefix.
+    def look_up(self, prompt: BlendPrompt) -> tuple[AssembledPrompt, frozenset[str]]:
+        """Return a prompt in tokens, and the keys of its head and chunks whose KV is on disk, for servers that read it there.
 
-        That is what stands before the first chunk, which is encoded here if it is new, and the chunks up to the first whose KV is
-        missing, or behind which text stands that KV does not cover. What is missing is encoded in the background.
-
-        Parameters
-        ----------
-        prompt : BlendPrompt
-            The prompt.
-
-        Returns
-        -------
-        StoredPrefix
-            Its tokens, and where the KV of the first of them is.
+        A new head (the tokens before the first chunk) is encoded now, missing chunks that have a name in the background.
 
         Raises
         ------
@@ -408,17 +397,17 @@ class ChunkLibrary(ABC):
         self._check_open()
         assembled = self._assembler.assemble(prompt)
         if self._form is None or not self._form.is_movable:
-            reason = self.unsupported_reason or "KV of this model cannot be moved to another position"
-            return StoredPrefix(assembled.layout.token_ids, (), self.namespace, reason)
-        head = prompt_head(assembled)
-        if head:
-            self._supply.store_head(head)
-        names = {chunk.key: chunk.id for chunk in assembled.chunks if chunk.named and chunk.id is not None}
-        held = dict(zip(names, self._store.holds(list(names), durable=True), strict=True))
-        missing = [id for key, id in names.items() if not held[key]]
+            return assembled, frozenset()
+        keys = {chunk.key: chunk.id if chunk.named else None for chunk in assembled.chunks}
+        if assembled.leading_ids:
+            keys[self._supply.store_head(assembled.leading_ids)] = None
+        held = frozenset(
+            key for key, is_held in zip(keys, self._store.holds(list(keys), durable=True), strict=True) if is_held
+        )
+        missing = [id for key, id in keys.items() if id is not None and key not in held]
         if missing:
             self._ingest.encode_later(missing)
-        return stored_prefix(assembled, self.namespace, lambda keys: self._store.holds(keys, durable=True))
+        return assembled, held
 
     def whole_documents(self, prompt: BlendPrompt) -> BlendPrompt | None:
         """Return a prompt with whole documents, each in the place of the first of its chunks, instead of the chunks.

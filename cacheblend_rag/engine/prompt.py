@@ -138,6 +138,11 @@ class AssembledPrompt:
     head: PromptHead | None = None
     skipped: tuple[str, ...] = ()
 
+    @property
+    def leading_ids(self) -> tuple[int, ...]:
+        """The tokens before the first chunk; none without a chunk, or where the prompt places its segments itself."""
+        return self.layout.token_ids[: self.chunks[0].start] if self.chunks and self.places is None else ()
+
     def computing(self, keys: Container[str], note: str) -> AssembledPrompt:
         """Return the prompt with the chunks of some keys, whose KV is missing, computed like text."""
         kept = tuple(chunk for chunk in self.chunks if chunk.key not in keys)

@@ -370,16 +370,16 @@ class KVSupply:
             run.timings.encode_s += run.timings.note("encode", started)
         return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
 
-    def store_head(self, token_ids: tuple[int, ...]) -> None:
-        """Have the KV of tokens that a prompt begins with where other processes find it too."""
+    def store_head(self, token_ids: tuple[int, ...]) -> str:
+        """Have the KV of tokens that a prompt begins with where other processes find it too; return its key."""
         head = PromptHead(head_key(self._namespace, token_ids), token_ids, len(token_ids))
-        if self._store.store.holds([head.key], durable=True)[0]:
-            return
-        assert self._encoder is not None
-        with self.lock:
-            kv = self._encoder.head(token_ids)
-        self._keep_head(head, kv)
-        self._store.store.settle()
+        if not self._store.store.holds([head.key], durable=True)[0]:
+            assert self._encoder is not None
+            with self.lock:
+                kv = self._encoder.head(token_ids)
+            self._keep_head(head, kv)
+            self._store.store.settle()
+        return head.key
 
     def _keep_head(self, head: PromptHead, kv: ChunkKV) -> None:
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.

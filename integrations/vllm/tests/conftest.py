@@ -21,13 +21,14 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
+
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
 from cacheblend_lab.training.corpus import NOTES, Question, eval_examples
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.prefix import StoredPrefix
 from cacheblend_serve.completions import calls_for
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
@@ -57,7 +58,7 @@ class Corpus:
 
     def prefix(self, asked: Asked) -> StoredPrefix:
         """Return how vLLM is asked, all of whose context must be stored."""
-        prefix = self.engine.stored_prefix(asked.prompt)
+        prefix = stored_prefix(self.engine, asked.prompt)
         assert prefix.ends == "here the text behind the last chunk begins"
         return prefix
 

@@ -16,11 +16,11 @@ pytest.importorskip("vllm", reason="vLLM is installed in an environment of its o
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 from vllm_cacheblend import kv_transfer_config, spool_params, tokens_prompt, transfer_params
 from vllm_cacheblend.library import VLLMLibrary
+from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 
 from cacheblend_lab.reference import WEIGHTS_DIR as WEIGHTS
 from cacheblend_lab.training.corpus import eval_examples
 from cacheblend_rag.chunk import BlendPrompt, Chunk
-from cacheblend_rag.engine.prefix import PrefixPiece, StoredPrefix
 from cacheblend_rag.store import KVStore, open_store
 from integrations.vllm.tests.conftest import FORM, Asked, Corpus, is_right, segments
 

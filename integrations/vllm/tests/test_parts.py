@@ -18,6 +18,7 @@ from vllm_cacheblend.asking import asked_pieces, asked_spool, kv_transfer_config
 from vllm_cacheblend.encoding import VLLMEncoder
 from vllm_cacheblend.library import VLLMLibrary
 from vllm_cacheblend.loading import Load, PrefixLoader, heads_of
+from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix, stored_prefix
 from vllm_cacheblend.serving import _arguments, _environment
 from vllm_cacheblend.slots import blocks_of, slots_of
 from vllm_cacheblend.spooling import BlockReader, own_folder, read_spool, spool_path, write_spool
@@ -26,7 +27,6 @@ from cacheblend_attachments import watch_prefill
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.prefix import PrefixPiece, StoredPrefix
 from cacheblend_rag.errors import BackendError, ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
@@ -65,7 +65,7 @@ def unseen(layer: int, call: Any) -> None:
 
 def prefix_of(engine: BlendEngine, order: Sequence[int], head: str = "Read this.\n") -> StoredPrefix:
     segments: list[Any] = [head, *(ChunkRef(f"mara/{number}") for number in order), "Who lives in Oakford?"]
-    return engine.stored_prefix(BlendPrompt(segments=segments))
+    return stored_prefix(engine, BlendPrompt(segments=segments))
 
 
 # What requests say
@@ -109,10 +109,10 @@ def test_salts_tell_apart_what_tokens_do_not(engine: BlendEngine) -> None:
     engine.add(chunks("another"))
     one = prefix_of(engine, (1, 0))
     segments = ["Read this.\n", ChunkRef("another/1"), ChunkRef("mara/0"), "Who lives in Oakford?"]
-    assert engine.stored_prefix(BlendPrompt(segments=segments)).salt == one.salt
+    assert stored_prefix(engine, BlendPrompt(segments=segments)).salt == one.salt
     alone = BlendPrompt(segments=["Read this.\n", Chunk(MARA[1]), Chunk(MARA[0]), "Who lives in Oakford?"])
-    assert engine.stored_prefix(alone).token_ids == one.token_ids
-    assert engine.stored_prefix(alone).salt != one.salt
+    assert stored_prefix(engine, alone).token_ids == one.token_ids
+    assert stored_prefix(engine, alone).salt != one.salt
     assert prefix_of(engine, (0, 1)).salt != one.salt
     with engine.for_tenant("other") as other:
         other.add(chunks("mara"))
@@ -148,7 +148,7 @@ def test_no_password_is_among_the_arguments(engine: BlendEngine, tmp_path: Path)
 
 def test_a_prefix_ends_where_text_stands_that_no_kv_covers(engine: BlendEngine) -> None:
     segments = ["Read this.\n", ChunkRef("mara/2"), "\n\n", ChunkRef("mara/0"), "Who?"]
-    prefix = engine.stored_prefix(BlendPrompt(segments=segments))
+    prefix = stored_prefix(engine, BlendPrompt(segments=segments))
     assert len(prefix.pieces) == 2
     assert "between chunk 'mara/2' and chunk 'mara/0' stands text" in prefix.ends
     assert "separator" in prefix.ends
@@ -161,14 +161,14 @@ def test_a_prefix_ends_where_kv_is_missing_which_is_encoded_for_the_next_time(en
     record = engine.records(["new"])[0]
     assert record is not None
     engine._store.discard(record.key)
-    prefix = engine.stored_prefix(BlendPrompt(segments=segments))
+    prefix = stored_prefix(engine, BlendPrompt(segments=segments))
     assert (len(prefix.pieces), prefix.ends) == (2, "the KV of chunk 'new' is not stored")
     engine.flush()
-    assert len(engine.stored_prefix(BlendPrompt(segments=segments)).pieces) == 4
+    assert len(stored_prefix(engine, BlendPrompt(segments=segments)).pieces) == 4
 
 
 def test_a_prompt_without_chunks_has_no_prefix(engine: BlendEngine) -> None:
-    prefix = engine.stored_prefix(BlendPrompt(segments=["Who?"]))
+    prefix = stored_prefix(engine, BlendPrompt(segments=["Who?"]))
     assert (prefix.pieces, prefix.num_stored) == ((), 0)
 
 
@@ -351,7 +351,7 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
         added = library.add(chunks("mara"))
         assert (added.encoded, len(asked)) == (3, 1)
         segments = ["Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0)), "Who lives in Oakford?"]
-        prefix = library.stored_prefix(BlendPrompt(segments=segments))
+        prefix = stored_prefix(library, BlendPrompt(segments=segments))
         expected = prefix_of(engine, (2, 0))
         assert (prefix.token_ids, prefix.pieces, prefix.salt) == (expected.token_ids, expected.pieces, expected.salt)
         for piece in prefix.pieces:

@@ -1,8 +1,18 @@
 """cacheblend-rag for vLLM: prompts begin with the KV of stored chunks, and vLLM computes the rest."""
 
 from vllm_cacheblend.asking import kv_transfer_config, spool_params, tokens_prompt, transfer_params
+from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 
-__all__ = ["CONNECTOR", "kv_transfer_config", "register", "spool_params", "tokens_prompt", "transfer_params"]
+__all__ = [
+    "CONNECTOR",
+    "StoredPrefix",
+    "kv_transfer_config",
+    "register",
+    "spool_params",
+    "stored_prefix",
+    "tokens_prompt",
+    "transfer_params",
+]
 
 CONNECTOR = "CacheBlendConnector"
 """The name by which vLLM knows the connector."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.engine.prefix import PrefixPiece, StoredPrefix
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import ModelCard
+from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 
 __all__ = [
     "NAMES_VARIABLE",

@@ -15,13 +15,13 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.engine.decode import token_ids
-from cacheblend_rag.engine.prefix import StoredPrefix
 from cacheblend_rag.errors import BackendError, ConfigError
 from cacheblend_rag.report import BlendReport
 from cacheblend_serve.backend import Asked, Backend
 from vllm_cacheblend.asking import tokens_prompt, transfer_params
 from vllm_cacheblend.client import TimeLimit, VLLMClient
 from vllm_cacheblend.library import VLLMLibrary
+from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 
 __all__ = ["VLLMBackend"]
 
@@ -74,7 +74,7 @@ class VLLMBackend(Backend):
             )
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
         # Whoever is late is told so at once, though what the thread encodes is encoded to its end.
-        opening = anyio.to_thread.run_sync(library.stored_prefix, asked.prompt, abandon_on_cancel=True)
+        opening = anyio.to_thread.run_sync(stored_prefix, library, asked.prompt, abandon_on_cancel=True)
         prefix = await limit.wait(opening)
         seen.opened = time.perf_counter()
         async with aclosing(self._client.stream(self._body(asked, prefix), limit)) as events:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cacheblend_rag.engine.prefix import PrefixPiece
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.keys import chunk_key, head_key
 from cacheblend_rag.kv import LayerKV
@@ -16,6 +15,7 @@ from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.base import part_of
+from vllm_cacheblend.prefix import PrefixPiece
 
 __all__ = ["Load", "PrefixLoader", "heads_of"]
 

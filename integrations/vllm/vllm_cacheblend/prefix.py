@@ -1,17 +1,18 @@
-"""The beginning of a prompt that stored KV covers without a gap, for servers that go on behind a prefix and cannot blend."""
+"""The beginning of a prompt that stored KV covers without a gap: vLLM goes on after a prefix, and cannot blend."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.keys import head_key
 from cacheblend_rag.report import ChunkReport
 
-__all__ = ["PrefixPiece", "StoredPrefix", "prompt_head", "stored_prefix"]
+__all__ = ["PrefixPiece", "StoredPrefix", "stored_prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,51 +75,56 @@ class StoredPrefix:
         return whole.hexdigest()
 
 
-def prompt_head(prompt: AssembledPrompt) -> tuple[int, ...]:
-    """Return the tokens before the first chunk; none where there is no chunk, or the prompt places its segments itself."""
-    if not prompt.chunks or prompt.places is not None:
-        return ()
-    return prompt.layout.token_ids[: prompt.chunks[0].start]
+def stored_prefix(library: ChunkLibrary, prompt: BlendPrompt) -> StoredPrefix:
+    """Return how much of a prompt vLLM can take from the store, since it can only go on after a prefix.
 
-
-def stored_prefix(
-    prompt: AssembledPrompt, namespace: str, holds: Callable[[Sequence[str]], Sequence[bool]]
-) -> StoredPrefix:
-    """Return what of a prompt's beginning is stored.
+    That is what stands before the first chunk, which is encoded now if it is new, and the chunks up to the first whose KV is
+    missing, or after which text stands that KV does not cover. What is missing is encoded in the background.
 
     Parameters
     ----------
-    prompt : AssembledPrompt
+    library : ChunkLibrary
+        A `BlendEngine`, or what has the chunks of a model that vLLM serves.
+    prompt : BlendPrompt
         The prompt.
-    namespace : str
-        That of its keys.
-    holds : callable
-        Says of each key whether its KV is held.
+
+    Returns
+    -------
+    StoredPrefix
+        Its tokens, and where the KV of the first of them is.
+
+    Raises
+    ------
+    PromptError
+        As for `BlendEngine.generate`.
     """
-    if prompt.places is not None:
-        return _prefix(prompt, namespace, (), "the prompt places its segments itself")
-    if not prompt.chunks:
-        return _prefix(prompt, namespace, (), "none of its chunks is served from stored KV")
-    head = prompt_head(prompt)
+    found, held = library.look_up(prompt)
+    namespace = library.namespace
+    if library.unsupported_reason is not None:
+        return _prefix(found, namespace, (), library.unsupported_reason)
+    if found.places is not None:
+        return _prefix(found, namespace, (), "the prompt places its segments itself")
+    if not found.chunks:
+        return _prefix(found, namespace, (), "none of its chunks is served from stored KV")
+    head = found.leading_ids
     pieces = [PrefixPiece(head_key(namespace, head), 0, len(head))] if head else []
-    pieces += [PrefixPiece(chunk.key, chunk.first, len(chunk)) for chunk in prompt.chunks]
-    names = [*(["its head"] if head else []), *(f"chunk {chunk.id!r:.60}" for chunk in prompt.chunks)]
-    ends = "here the text behind the last chunk begins"
+    pieces += [PrefixPiece(chunk.key, chunk.first, len(chunk)) for chunk in found.chunks]
+    names = [*(["its head"] if head else []), *(f"chunk {chunk.id!r:.60}" for chunk in found.chunks)]
+    ends = "here the text after the last chunk begins"
     # Text between two chunks whose KV does not cover it is computed, and so is all that follows.
-    for number, (one, other) in enumerate(pairwise(prompt.chunks), start=1 + bool(head)):
+    for number, (one, other) in enumerate(pairwise(found.chunks), start=1 + bool(head)):
         if one.stop != other.start:
-            text = "a chunk that is computed" if _between(prompt, one.stop, other.start) else "text"
+            text = "a chunk that is computed" if _between(found, one.stop, other.start) else "text"
             ends = (
                 f"between {names[number - 1]} and {names[number]} stands {text}; KV covers what EngineConfig.separator says at "
                 "most, and that as it was when the chunks were added"
             )
             pieces = pieces[:number]
             break
-    held = holds([piece.key for piece in pieces])
-    missing = next((number for number, is_held in enumerate(held) if not is_held), None)
+    missing = next((number for number, piece in enumerate(pieces) if piece.key not in held), None)
     if missing is not None:
         ends = f"the KV of {names[missing]} is not stored"
-    return _prefix(prompt, namespace, tuple(pieces[:missing]), ends)
+    return _prefix(found, namespace, tuple(pieces[:missing]), ends)
 
 
 def _prefix(prompt: AssembledPrompt, namespace: str, pieces: tuple[PrefixPiece, ...], ends: str) -> StoredPrefix:
