@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.cli.options import JsonOption, StoreOption
-from cacheblend_rag.cli.output import parse_names, say_bytes, show_table, write_json
+from cacheblend_rag.cli.output import say_bytes, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["kv_folder_of", "store_app"]
 
 store_app = typer.Typer(
-    help="Look after a store: figures, a check of every byte, cleaning up, export and import, emptying it.",
+    help="Look after a store: figures, a check of every byte, cleaning up, emptying it.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -144,53 +143,6 @@ def _pin(ids: list[str], store: Path, tenant: str | None, pinned: bool, json_fil
     typer.echo(f"{kv}: {verb}ned {len(ids)} chunks; {say_bytes(pinned_bytes)} of KV are pinned now")
     row = {"store": str(kv), f"{verb}ned": len(ids), "pinned_bytes": pinned_bytes}
     write_json(json_file, f"store {verb}", [row])
-
-
-@store_app.command("export")
-def export_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="The file to write.")],
-    store: StoreOption = _DEFAULT,
-    tenant: Annotated[str | None, typer.Option(help="Only what is this tenant's.")] = None,
-    ids: Annotated[str | None, typer.Option(help="Only the chunks of these ids, comma-separated.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
-    json_file: JsonOption = None,
-) -> None:
-    """Write the KV and names of a store to one file, from which another machine can warm its own. The store may be in use."""
-    from cacheblend_rag.store import export_store
-
-    kv = _kv(store)
-    if file.exists() and not force:
-        raise ConfigError(f"{file} exists already; name another file, or replace it with --force")
-    report = export_store(kv, file, tenant, None if ids is None else parse_names(ids))
-    typer.echo(f"{file}: {report.entries} chunks with KV and {report.names} names, {say_bytes(report.nbytes)}")
-    if report.damaged:
-        typer.echo(
-            f"{report.damaged} damaged chunks were left out; repair the store with store check --repair --store "
-            f"{shlex.quote(str(store))}",
-            err=True,
-        )
-    write_json(json_file, "store export", [{"store": str(kv), "file": str(file), **asdict(report)}])
-
-
-@store_app.command("import")
-def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A file made by export.")],
-    store: StoreOption = _DEFAULT,
-    json_file: JsonOption = None,
-) -> None:
-    """Add the KV and names in a file to a store, once every byte of the file is verified. Import only files that you trust."""
-    from cacheblend_rag.documents import is_library, kv_folder
-    from cacheblend_rag.store import import_store
-
-    # Where `warm` will look for it, unless the folder is, or is to be, a store of its own.
-    default = store == _DEFAULT and not _is_store(store)
-    kv = kv_folder(store) if default or is_library(store) else store
-    report = import_store(kv, file)
-    typer.echo(
-        f"{kv}: added {report.entries} chunks with KV, {say_bytes(report.nbytes)} ({report.held} were there), and {report.names} "
-        f"names ({report.unchanged} were there, {report.kept} with another text, which stays)"
-    )
-    write_json(json_file, "store import", [{"store": str(kv), "file": str(file), **asdict(report)}])
 
 
 @store_app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,6 @@ from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.clock import steady_s
 from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
 
 __all__ = ["Conversation", "Resumption", "Turn"]
@@ -160,7 +160,7 @@ class Turn:
         self._conversation = conversation
         self._kept = conversation._kept
         self._resets = conversation._resets
-        # When the KV of the prompt's chunks is over, by `steady_s` and by their keys.
+        # When the KV of the prompt's chunks is over, by `time.time` and by their keys.
         self._expiry: dict[str, float] = {}
 
     def begin(self, prompt: AssembledPrompt, store: AnsweringStore, ttl_s: float | None) -> None:
@@ -169,7 +169,7 @@ class Turn:
         Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
         """
         keys = list({chunk.key: None for chunk in (*prompt.chunks, *prompt.computed)})
-        default, now = math.inf if ttl_s is None else ttl_s, steady_s()
+        default, now = math.inf if ttl_s is None else ttl_s, time.time()
         for key, life in zip(keys, store.lifetimes(keys), strict=True):
             # What is computed with the prompt should live no longer than what is stored of it.
             self._expiry[key] = now + (default if life is None else life)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,14 +14,13 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.selection import Selector, make_selector
-from cacheblend_rag.store.clock import steady_s
 
 __all__ = ["HeldTurn", "KeptTurns", "Making", "Seen"]
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The first row of a turn that may know of a chunk, and when the chunk's time to live is over, by `steady_s`."""
+    """The first row of a turn that may know of a chunk, and when the chunk's time to live is over, by `time.time`."""
 
     row: int
     expires_at: float = math.inf
@@ -86,7 +86,7 @@ class HeldTurn:
 
     @cached_property
     def expires_at(self) -> float:
-        """When the first of them is over, by `steady_s`."""
+        """When the first of them is over, by `time.time`."""
         return min((chunk.expires_at for chunk in self.seen.values()), default=math.inf)
 
     def cut(self, rows: int) -> HeldTurn | None:
@@ -215,7 +215,7 @@ class KeptTurns:
         # What cannot be read may be gone.
         known = (self._store.lookup(self._namespace, list(names)) if names else None) or []
         keys = {record.id: record.key for record in known if record is not None}
-        given, now = given or {}, steady_s()
+        given, now = given or {}, time.time()
         for owner in owners:
             turn = self._turns.get(owner)
             if turn is None or (not names and turn.expires_at > now):

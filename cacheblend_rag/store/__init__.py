@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
-from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.collect import GarbageReport, collect_garbage, pin_chunks
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
@@ -22,25 +22,19 @@ from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote, shown_url
 from cacheblend_rag.store.remote.offsite import Offsite
 from cacheblend_rag.store.stores import FolderStore, MemoryStore
-from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_store, import_store
 
 __all__ = [
     "CheckReport",
-    "ExportReport",
     "Fate",
     "GarbageReport",
-    "ImportReport",
     "KVReader",
     "KVStore",
     "NameChanges",
     "NamedTarget",
     "NodeRecord",
-    "StoreClock",
     "StoreStats",
     "check_store",
     "collect_garbage",
-    "export_store",
-    "import_store",
     "open_store",
     "pin_chunks",
 ]
@@ -54,7 +48,7 @@ def open_store(
     ram_codec: str = "native",
     disk_codec: str = "native",
     write_back_bytes: int = 0,
-    clock: StoreClock | None = None,
+    clock: Callable[[], float] | None = None,
     remote: str | RemoteTier | None = None,
     names: str | NamesSource | None = None,
     device_bytes: int = 0,
@@ -80,8 +74,8 @@ def open_store(
     write_back_bytes : int
         Maximum bytes of KV of misses that may wait in RAM, beside `ram_bytes`, until they are written in the background; 0 writes
         them at once.
-    clock : StoreClock, optional
-        The clock that decides when KV expires.
+    clock : callable
+        Returns the time in seconds, by which KV expires.
     remote : str or RemoteTier, optional
         A remote tier below RAM and disk, or its URL (`cacheblend_rag.store.remote.open_remote`). It gets a copy of what is
         stored, packed as on disk, and keeps it when there is no more room here; machines that share it share the KV.
@@ -123,7 +117,7 @@ def open_store(
     offsite = None if tier is None else Offsite(tier, codec)
     source = _names_at(names) if isinstance(names, str) else names
     if location is None:
-        return _following(MemoryStore(ram, device, clock or StoreClock(), offsite), source)
+        return _following(MemoryStore(ram, device, clock or time.time, offsite), source)
     disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, lock_timeout_s=lock_timeout_s)
     return _following(FolderStore(disk, ram, device, offsite, write_back_bytes), source)
 

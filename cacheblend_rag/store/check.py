@@ -228,7 +228,7 @@ def _unlink(file: str, tier: DiskTier) -> None:
 
 
 def _forget(namespace: str, node: str, tier: DiskTier) -> None:
-    *_, dropped = Names(tier.index, tier.clock.now).remove(namespace, [node])
+    *_, dropped = Names(tier.index, tier.clock).remove(namespace, [node])
     tier.remove(dropped)
 
 

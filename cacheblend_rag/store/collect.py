@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.index import Dropped
 from cacheblend_rag.store.names import Names, check_known
@@ -45,7 +44,7 @@ class GarbageReport:
 
 
 def collect_garbage(
-    location: str | Path, unnamed_age_s: float | None = None, clock: StoreClock | None = None
+    location: str | Path, unnamed_age_s: float | None = None, clock: Callable[[], float] | None = None
 ) -> GarbageReport:
     """Remove expired KV, files that belong to nothing, and what killed processes left, and give unused room back to the disk.
 
@@ -57,8 +56,8 @@ def collect_garbage(
         The folder.
     unnamed_age_s : float, optional
         Also remove KV that was added at least this long ago and has no name. By default it is kept until room is needed.
-    clock : StoreClock, optional
-        The clock that decides what has expired.
+    clock : callable
+        Returns the time in seconds, by which KV expires.
 
     Returns
     -------
@@ -80,18 +79,18 @@ def collect_garbage(
         # What is still to be found again by its files is nobody's leftover.
         tier.adopt()
         before = _index_bytes(tier)
-        now = tier.clock.now()
+        now = tier.clock()
         while count := _remove(tier, tier.deleting(lambda: tier.index.drop_expired(now, _AT_ONCE)), report):
             report.expired += count
         if unnamed_age_s is not None:
-            added_before = tier.clock.now() - unnamed_age_s
+            added_before = tier.clock() - unnamed_age_s
             keys = (key for key, _ in tier.index.entries())
             while batch := list(islice(keys, _AT_ONCE)):
                 drop = partial(tier.index.drop_nameless, batch, added_before)
                 report.unnamed += _remove(tier, tier.deleting(drop), report)
         # What killed ingestions put without coming to name it.
         with tier.folder.turns.alone() as is_alone:
-            names = Names(tier.index, tier.clock.now)
+            names = Names(tier.index, tier.clock)
             if is_alone and (abandoned := names.abandoned()):
                 report.unnamed += _remove(tier, names.give_up(abandoned), report)
         for path in tier.folder.files():
@@ -135,7 +134,7 @@ def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True,
         If the folder is not a store.
     """
     with existing_store(location) as tier:
-        names = Names(tier.index, tier.clock.now)
+        names = Names(tier.index, tier.clock)
         spaces = names.spaces_of(ids, tenant)
         check_known(ids, {node for known in spaces.values() for node in known})
         for namespace, known in spaces.items():

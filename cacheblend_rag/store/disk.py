@@ -19,7 +19,6 @@ from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import Fate, KVReader, OpenProbe
 from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
-from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.folder import (
     RESERVE_BYTES,
@@ -42,7 +41,6 @@ Result = TypeVar("Result")
 # Recency is written when this many uses have gathered and the last time is this long ago, or on the next write.
 _TOUCHES_KEPT = 256
 _TOUCH_S = 1.0
-_CLOCK_SAVED_S = 60.0
 # How often room is made for one write: what another program fills is not worth the whole store.
 _ROOM_MADE = 3
 _ADOPTED_AT_ONCE = 100
@@ -67,7 +65,7 @@ class DiskTier:
         path: Path,
         limit_bytes: int | None = None,
         codec: Codec | None = None,
-        clock: StoreClock | None = None,
+        clock: Callable[[], float] | None = None,
         read_only: bool = False,
         lock_timeout_s: float = 60.0,
     ) -> None:
@@ -75,9 +73,8 @@ class DiskTier:
         self.folder = StoreFolder(path)
         self.read_only = read_only or self.folder.read_only
         self.limit_bytes = limit_bytes
-        self.clock = clock or StoreClock()
+        self.clock = clock or time.time
         self.evicted: Counter[str] = Counter()
-        self._clock_saved_at = 0.0
         self._told: set[str] = set()
         self._lock = ForkSafeLock()
         self._touched: OrderedDict[str, None] = OrderedDict()
@@ -100,16 +97,15 @@ class DiskTier:
                 self.index = Index(self.database)
                 with self.database.hurrying():
                     self._recover()
-        self.clock.load(self.database)
 
     def find(self, key: str) -> tuple[ChunkFile, Entry] | None:
         """Return the file of `key`, its head verified, and its entry; None if it is not held, has expired or is not readable."""
         if key in self._discarded:
             return None
         entry = self.index.entry(key)
-        if entry is not None and not entry.is_live(self.clock.now()):
+        if entry is not None and not entry.is_live(self.clock()):
             entry = self.index.believed(key)
-        while entry is not None and entry.is_live(self.clock.now()):
+        while entry is not None and entry.is_live(self.clock()):
             try:
                 file = self._verified(key, entry)
             except (FileNotFoundError, ChunkReadError) as error:
@@ -141,7 +137,7 @@ class DiskTier:
         `wanted` is called in the transaction that adds the entry; if it returns False, nothing is added. What is held already
         lives until `expires_at` at least.
         """
-        now = self.clock.now()
+        now = self.clock()
         held = self.index.entry(valid_key(key))
         if held is not None and key not in self._discarded and held.is_live(now):
             flaw = self.flaw(key, held)
@@ -163,10 +159,6 @@ class DiskTier:
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (disk_bytes)"
             )
         self.flush(wait=False)
-        if time.monotonic() - self._clock_saved_at > _CLOCK_SAVED_S:
-            # Seldom, since only while nobody has the store open does its time hang on what was written down.
-            self._clock_saved_at = time.monotonic()
-            self._save_clock()
         name = self.folder.new_file_name(key)
         entry = Entry(name, encoded.nbytes, encoded.digest, tenant, now, expires_at)
         part = self.with_room(lambda: self.folder.write(name, encoded.buffers), encoded.nbytes, key)
@@ -196,13 +188,13 @@ class DiskTier:
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether it is held and has not expired."""
-        there = self.index.holds(keys, self.clock.now())
+        there = self.index.holds(keys, self.clock())
         return [held and key not in self._discarded for key, held in zip(keys, there, strict=True)]
 
     def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
         """Return how those of the keys lost their KV of which that is known."""
         dropped = self.index.dropped_lately(keys)
-        now = self.clock.now()
+        now = self.clock()
         fates: dict[str, Fate] = {}
         for key in keys:
             entry = self.index.entry(key)
@@ -308,7 +300,7 @@ class DiskTier:
                         _log.warning("file removed: %s", error)
                         self.folder.unlink(path.name)
                     continue
-                found.append((key, Entry(path.name, file.file_bytes, file.digest, "", self.clock.now())))
+                found.append((key, Entry(path.name, file.file_bytes, file.digest, "", self.clock())))
             for name in self.index.add_many(found):
                 self.folder.unlink(name)
         self.index.end_adopting()
@@ -348,15 +340,7 @@ class DiskTier:
         """Write what is left to write and release files and connections."""
         if not self.read_only:
             self.flush()
-            with self.database.hurrying():
-                self._save_clock()
         self.database.close()
-
-    def _save_clock(self) -> None:
-        try:
-            self.clock.save(self.database)
-        except StoreError as error:
-            _log.debug("the store's time was not written: %s", error)
 
     def _verified(self, key: str, entry: Entry) -> ChunkFile:
         try:
@@ -420,7 +404,7 @@ class DiskTier:
 
 @contextmanager
 def existing_store(
-    location: str | Path, *, read_only: bool = False, clock: StoreClock | None = None
+    location: str | Path, *, read_only: bool = False, clock: Callable[[], float] | None = None
 ) -> Iterator[DiskTier]:
     """Open the folder of a store that is there, to look after it; StoreError if it is not a store."""
     tier = DiskTier(existing_folder(location).path, clock=clock, read_only=read_only)

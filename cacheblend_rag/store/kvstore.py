@@ -15,7 +15,6 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import Fate, KVReader, NodeRecord, StoreStats, TierProbe, count_of
 from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV, device_probe
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
@@ -60,7 +59,7 @@ class KVStore(ABC):
     def __init__(
         self,
         index: Index,
-        clock: StoreClock,
+        clock: Callable[[], float],
         ram: RamTier,
         device: DeviceTier,
         offsite: Offsite | None,
@@ -76,7 +75,7 @@ class KVStore(ABC):
         self._writes_at_once = not write_back_bytes
         self._index = index
         self.hurrying = index.database.hurrying
-        self._names = Names(index, clock.now, self._waiting)
+        self._names = Names(index, clock, self._waiting)
         self._shared: SharedNames | None = None
         self._closed = False
         # The state of the names for which what is in RAM without one was looked through; None if there is no such thing.
@@ -254,7 +253,7 @@ class KVStore(ABC):
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
         self._check()
-        now = self._clock.now()
+        now = self._clock()
         waiting = [not durable and self._waiting.find(key, now) is not None for key in keys]
         held = [waits or here for waits, here in zip(waiting, self._hold(keys), strict=True)]
         if self._offsite and not all(held):
@@ -278,7 +277,7 @@ class KVStore(ABC):
         What only a remote tier holds counts as not held.
         """
         self._check()
-        now = self._clock.now()
+        now = self._clock()
         lives: list[float | None] = []
         for key in keys:
             held = self._waiting.find(key, now) or self._index.entry(key) or self._ram.peek(key)
@@ -514,7 +513,7 @@ class KVStore(ABC):
             self._offsite.put(key, kv)
 
     def _expires_at(self, ttl_s: float | None) -> float | None:
-        return None if ttl_s is None else self._clock.now() + ttl_s
+        return None if ttl_s is None else self._clock() + ttl_s
 
     def _drop_copies(self, keys: Sequence[str]) -> None:
         # In this order: what rises to the device meanwhile looks into RAM once it is there.

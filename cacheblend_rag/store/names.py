@@ -16,9 +16,8 @@ from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
-from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import healing
-from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of, is_sound, record_checksum
+from cacheblend_rag.store.documents import Drafts, document_of, is_sound, record_checksum
 from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
 from cacheblend_rag.store.origins import add_origins, disown, has_origin, made_of, sources_of
 from cacheblend_rag.store.waiting import Computed, WriteBack
@@ -301,62 +300,6 @@ class Names:
         with self._database.read() as connection:
             return _pinned(connection, keys)
 
-    def pieces(self, wanted: Callable[[str, str], bool]) -> Iterator[tuple[str, str, ReadingRules, list[NamedPiece]]]:
-        """Yield the namespace and tenant of every document, how it is read, and of its chunks those that are wanted.
-
-        Names of no document come first, each on its own; damaged ones do not. The records of a document, in the order in which
-        they came, say how they would stand and be encoded if there were no others. `wanted` is called with the tenant and the id
-        of each chunk.
-        """
-        query = (
-            "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, nodes.separator, nodes.checksum "
-            "FROM nodes LEFT JOIN namespaces USING (namespace) LEFT JOIN members USING (seq) "
-            "WHERE seq > ? AND members.document IS NULL ORDER BY seq LIMIT 1000"
-        )
-        for _, namespace, tenant, *row in self._database.in_batches(query, 0):
-            record = record_of(namespace, *row)
-            if record is not None and wanted(tenant, record.id):
-                yield namespace, tenant, ReadingRules(), [NamedPiece(record, None)]
-        query = (
-            "SELECT number, namespace, ifnull(tenant, ''), name FROM documents LEFT JOIN namespaces USING (namespace) "
-            "WHERE number > ? ORDER BY number LIMIT 100"
-        )
-        for _, namespace, tenant, name in self._database.in_batches(query, 0):
-            with self._drafting(namespace) as (_, drafts):
-                drafts.remove([id for id in drafts.ids(name) if not wanted(tenant, id)])
-                rules, chosen = drafts.pieces(name)
-            if chosen:
-                yield namespace, tenant, rules, chosen
-
-    def merge(
-        self, namespace: str, tenant: str, pieces: Sequence[NamedPiece], rules: ReadingRules
-    ) -> tuple[list[NodeRecord | None], Dropped]:
-        """Record those chunks of a document, or of none, whose names are unknown; return what was known, and what was dropped.
-
-        The keys of a document's chunks are recomputed from their context here. A document that is here is read as it was, a new
-        one by `rules`. Of the KV that the chunks come with, what no name leads to is dropped; nothing lives longer than its
-        context.
-        """
-        ids = [piece.record.id for piece in pieces]
-        with self._drafting(namespace, self._database.write) as (connection, drafts):
-            found = look_up(connection, namespace, ids)
-            new = [piece for piece, row in zip(pieces, found, strict=True) if row is None]
-            for record, expires_at in new:
-                known_rules = drafts.rules(record.place.document) if record.place else None
-                drafts.put([record], known_rules or rules, expires_at)
-            targets = drafts.targets()
-            if new:
-                write_names(connection, namespace, tenant, [record for record, _ in new], targets)
-            keys = drafts.save(targets, {record.id for record, _ in new})
-            lives = [(target.lives_s, target.record.key) for target in targets.values()]
-            connection.executemany(
-                "UPDATE entries SET expires_at = ?1 WHERE key = ?2 AND ifnull(expires_at > ?1, 1) "
-                "AND (SELECT count(*) FROM nodes WHERE nodes.key = entries.key) = 1",
-                [(drafts.now + life, key) for life, key in lives if life is not None],
-            )
-            dropped = drop_nameless(connection, [*keys, *(piece.record.key for piece in pieces)])
-        return self._records(namespace, ids, found), dropped
-
     def release(self, keys: Sequence[str]) -> Dropped:
         """Drop the entries under those of the keys that no name maps to."""
         with self._database.write() as connection:
@@ -431,7 +374,7 @@ class SharedNames(Names, ABC):
         """Release connections."""
 
 
-NamesSource = Callable[[Index, StoreClock, WriteBack, Path | None, Callable[[Dropped], None]], SharedNames]
+NamesSource = Callable[[Index, Callable[[], float], WriteBack, Path | None, Callable[[Dropped], None]], SharedNames]
 """Opens shared names over a store: its index, clock, unwritten names and folder, and what has its tiers follow dropped names."""
 
 

@@ -294,8 +294,6 @@ def is_sound_row(table: str, row: tuple[Any, ...], connection: sqlite3.Connectio
         return type(row[0]) is int and all(isinstance(value, str) for value in row[1:])
     if table == "shared":
         return row[0] == 1 and isinstance(row[1], str) and type(row[2]) is int
-    if table == "moment":
-        return row[0] == 1 and all(isinstance(value, float | int) for value in row[1:])
     return all(isinstance(value, str) for value in row)
 
 

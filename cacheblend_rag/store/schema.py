@@ -22,7 +22,6 @@ MIRRORED = {
     "members": ("seq", "document, arrival, start, previous, length, body, ends, expires_at, checksum"),
     "entries": ("key", "file, bytes, digest, tenant, added_at, expires_at, pinned"),
     "removals": ("file", ""),
-    "moment": ("one", "now, wall"),
     "origins": ("node, owner", "source"),
     "owed": ("key", ""),
     "shared": ("one", "birth, position"),
@@ -35,7 +34,6 @@ MIRRORED = {
 # documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
 # origins: which vector stores have the names, and what their texts were made of. owed: KV that waits for its name.
 # shared: up to where the names that machines share are followed here, where they are.
-# moment: the store's time and the wall clock's when it was last written down.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL DEFAULT 0,
@@ -67,7 +65,6 @@ CREATE TABLE IF NOT EXISTS tenants (
     tenant TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL, names INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shared (one INTEGER PRIMARY KEY CHECK (one = 1), birth TEXT NOT NULL, position INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS moment (one INTEGER PRIMARY KEY CHECK (one = 1), now REAL NOT NULL, wall REAL NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('pinned_bytes', 0), ('clock', 0), ('revision', 0), ('adopting', 0);
 INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0);
 CREATE INDEX IF NOT EXISTS entries_by_use ON entries (pinned, last_used);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,6 @@ from cacheblend_rag.codec import PackedKV, pack_kv
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, count_of, latest
-from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
 from cacheblend_rag.store.disk import DiskTier, disk_probe
@@ -31,7 +31,13 @@ _log = getLogger(__name__)
 class MemoryStore(KVStore):
     """A store in RAM, which ends with this object; what RAM drops, the device tier drops too."""
 
-    def __init__(self, ram: RamTier, device: DeviceTier, clock: StoreClock, offsite: Offsite | None = None) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        device: DeviceTier,
+        clock: Callable[[], float] = time.time,
+        offsite: Offsite | None = None,
+    ) -> None:
         super().__init__(Index(Database(None)), clock, ram, device, offsite)
         self.is_private = offsite is None
         self._evictions_seen = 0
@@ -41,7 +47,7 @@ class MemoryStore(KVStore):
 
     def open(self, key: str) -> KVReader | None:
         self._check(key)
-        now = self._clock.now()
+        now = self._clock()
         cached = self._ram.get(key, now)
         if cached is None:
             self._device.drop([key])
@@ -91,7 +97,7 @@ class MemoryStore(KVStore):
         return is_held
 
     def _hold(self, keys: Sequence[str]) -> list[bool]:
-        now = self._clock.now()
+        now = self._clock()
         cached = [self._ram.peek(key) for key in keys]
         return [each is not None and each.is_live(now) for each in cached]
 
@@ -139,7 +145,7 @@ class FolderStore(KVStore):
     def open(self, key: str) -> KVReader | None:
         self._check(key)
         self._follow()
-        now = self._clock.now()
+        now = self._clock()
         waiting = self._waiting.find(key, now)
         if waiting is not None:
             return RamReader(waiting.kv)
@@ -222,7 +228,7 @@ class FolderStore(KVStore):
         is_new = gone is None
         if gone is None:
             copies = [*self._ram.keys(), *self._device.keys()]
-            there = self._index.holds(copies, self._clock.now())
+            there = self._index.holds(copies, self._clock())
             gone = [key for key, is_there in zip(copies, there, strict=True) if not is_there]
         self._drop_copies(gone)
         self._unpin_copies()

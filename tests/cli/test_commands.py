@@ -56,7 +56,6 @@ def test_the_version() -> None:
         ("store check --store missing", "there is no store in missing"),
         ("store clear --yes --store missing", "there is no store in missing"),
         ("store gc --store missing", "there is no store in missing"),
-        ("store export x.tar --store missing", "there is no store in missing"),
         ("bench index --entries 1,many", "'many' in '1,many' is not a whole number"),
         ("bench index --entries 10 --folder .", "is not empty"),
         ("warm . --budget much", "'much' is not a size"),

@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, BlendReport, Chunk
-from cacheblend_rag.store import StoreClock, open_store
+from cacheblend_rag.store import open_store
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
@@ -112,7 +112,7 @@ def test_of_a_text_that_was_replaced_or_deleted_that_is_said_and_not_that_its_kv
 
 def test_a_folder_tells_evicted_damaged_and_expired_apart_from_unknown(tmp_path: Path) -> None:
     now = [1000.0]
-    store = open_store(tmp_path, 0, clock=StoreClock(lambda: now[0], lambda: now[0]))
+    store = open_store(tmp_path, 0, clock=lambda: now[0])
     with closing(store), open_engine(store) as engine:
         engine.add(CHUNKS[:2])
         engine.add([CHUNKS[2]], ttl_s=10)

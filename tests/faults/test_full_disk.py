@@ -15,7 +15,7 @@ import torch
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError
-from cacheblend_rag.store import StoreClock, check_store, collect_garbage
+from cacheblend_rag.store import check_store, collect_garbage
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import fill, small_disk
 
@@ -114,7 +114,7 @@ def test_another_program_fills_the_disk(disk: Path, engine: BlendEngine) -> None
     assert engine.delete(["20"]) == 1
     engine._store.discard(engine.records(["19"])[0].key)  # type: ignore[union-attr]
     fill(disk)
-    report = collect_garbage(disk / "store", 0.0, StoreClock(wall=lambda: time.time() + 10**6))
+    report = collect_garbage(disk / "store", 0.0, lambda: time.time() + 10**6)
     assert report.unnamed == 0
     assert engine.delete(engine.ids()) == 21
 

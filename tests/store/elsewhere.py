@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store import KVStore, StoreClock, open_store
+from cacheblend_rag.store import KVStore, open_store
 from tests.store.kit import start_with_pipe
 
 
@@ -29,14 +29,12 @@ class LocalStore:
 
     def __init__(self, opened: Opened, seconds: float) -> None:
         self._seconds = seconds
-        # Time passes only when the tests say so: `seconds` is both clocks'.
-        clock = StoreClock(lambda: self._seconds, lambda: self._seconds)
         self.store: KVStore = open_store(
             opened.folder,
             opened.ram_bytes,
             opened.disk_bytes,
             write_back_bytes=opened.write_back_bytes,
-            clock=clock,
+            clock=lambda: self._seconds,
             device_bytes=opened.device_bytes,
         )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.store import KVReader, KVStore, StoreClock
+from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
 from tests.store.kit import add, files_of, key_of, make_kv, open_store, put, read, record, same
 
@@ -160,7 +160,7 @@ def test_what_the_slower_tier_drops_for_room_goes(tmp_path: Path) -> None:
 
 def test_time_passes_there_too(folder: Path | None) -> None:
     now = 1.0e9
-    store = open_store(folder, 10**6, device_bytes=ROOM, clock=StoreClock(lambda: now, lambda: now))
+    store = open_store(folder, 10**6, device_bytes=ROOM, clock=lambda: now)
     for number, ttl_s in ((1, 10.0), (2, 10.0), (3, None)):
         store.put(key_of(number), make_kv(number), ttl_s=ttl_s)
         raise_up(store, number)

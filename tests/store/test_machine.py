@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cacheblend_rag.errors import StoreFullError, UnknownChunkError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store import NodeRecord, StoreClock, check_store, collect_garbage
+from cacheblend_rag.store import NodeRecord, check_store, collect_garbage
 from tests.store.elsewhere import LocalStore, Opened, RemoteStore
 from tests.store.kit import key_of, make_kv, record, same
 
@@ -189,7 +189,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        collect_garbage(self.folder, clock=StoreClock(lambda: self.now, lambda: self.now))
+        collect_garbage(self.folder, clock=lambda: self.now)
 
     @rule(second=st.booleans(), space=st.none() | SPACES)
     def clear(self, second: bool, space: str | None) -> None:

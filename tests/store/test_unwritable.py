@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.store import KVStore, StoreClock
+from cacheblend_rag.store import KVStore
 from tests.store.kit import (
     add,
     files_of,
@@ -119,12 +119,11 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
     wall = [1000.0]
     with small_disk(tmp_path / "disk", 2**20) as disk, caplog.at_level(logging.WARNING):
         folder = disk / "store"
-        clock = StoreClock(wall=lambda: wall[0], steady=lambda: wall[0])
-        store = open_store(folder, 10**6, write_back_bytes=write_back_bytes, clock=clock)
+        store = open_store(folder, 10**6, write_back_bytes=write_back_bytes, clock=lambda: wall[0])
         add(store, 1)
         store.close()
         remount(disk, "ro")
-        store = open_store(folder, 10**6, write_back_bytes=write_back_bytes, clock=clock)
+        store = open_store(folder, 10**6, write_back_bytes=write_back_bytes, clock=lambda: wall[0])
         for number in (2, 3):
             miss(store, number)
         miss(store, 4, ttl_s=50)

@@ -17,15 +17,16 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import redis
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
-from cacheblend_rag.reading import ReadingRules
-from cacheblend_rag.store.archive import name_row, read_piece
+from cacheblend_rag.reading import Place, ReadingRules
+from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.documents import NamedPiece
+from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.remote import RemoteSettings, redis_address, shown_url
 from cacheblend_rag.store.remote.base import Guard
 from cacheblend_rag.store.remote.redis import connected, is_refusal
@@ -145,17 +146,22 @@ class Unit:
     pieces: Sequence[NamedPiece] = ()
     origins: Sequence[tuple[str, str, str]] = ()
 
-    def packed(self, ahead_s: float) -> bytes | None:
-        """Return it as bytes, None where it has no chunks; `ahead_s` is how far the store's time is ahead of the wall clock's."""
+    def packed(self) -> bytes | None:
+        """Return it as bytes, None where it has no chunks."""
         if not self.pieces:
             return None
-        rows = [name_row(self.name.namespace, self.tenant, self.rules.limit, piece, ahead_s) for piece in self.pieces]
-        state = [self.tenant, self.rules.limit, self.rules.separator, rows, self.origins]
+        state = [
+            self.tenant,
+            self.rules.limit,
+            self.rules.separator,
+            [_row(piece) for piece in self.pieces],
+            self.origins,
+        ]
         return json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode()
 
     @classmethod
-    def unpacked(cls, name: UnitName, state: bytes | None, ahead_s: float) -> Unit:
-        """Return what `packed` made bytes of; `ahead_s` is how far the time of the store that asks is ahead of the wall clock's.
+    def unpacked(cls, name: UnitName, state: bytes | None) -> Unit:
+        """Return what `packed` made bytes of.
 
         Raises
         ------
@@ -166,7 +172,7 @@ class Unit:
             return cls(name)
         try:
             tenant, limit, separator, rows, origins = json.loads(state)
-            pieces = [read_piece(row, ahead_s) for row in rows]
+            pieces = [_piece(*row) for row in rows]
             rules = ReadingRules(limit, tuple(separator))
             found = [(str(id), str(owner), str(source)) for id, owner, source in origins]
             return cls(name, tenant, rules, pieces, found)
@@ -285,6 +291,26 @@ class NameLog:
         self._guard.closed = True
         with suppress(redis.RedisError, OSError):
             self._client.close()
+
+
+def _row(piece: NamedPiece) -> list[Any]:
+    record, expires_at = piece
+    place = None if record.place is None else astuple(record.place)
+    return [record.id, record.key, record.text_hash, record.token_ids, record.separator, place, expires_at]
+
+
+def _piece(
+    id: str,
+    key: str,
+    text_hash: str,
+    token_ids: list[int],
+    separator: list[int],
+    place: list[Any] | None,
+    expires_at: float | None,
+) -> NamedPiece:
+    """Return the chunk that `_row` made a row of; its key is one, since files are called by it."""
+    stands = None if place is None else Place(*place[:-1], tuple(place[-1]))
+    return NamedPiece(NodeRecord(id, valid_key(key), text_hash, tuple(token_ids), tuple(separator), stands), expires_at)
 
 
 def _whole(birth: bytes, digits: bytes) -> str:

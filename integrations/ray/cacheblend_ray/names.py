@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
-from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.documents import Drafts, NamedPiece
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.locks import let_go
@@ -70,8 +69,8 @@ class LoggedNames(SharedNames):
         The log. It is closed with this.
     index : Index
         Where the names are, and the position up to which the log was followed.
-    clock : StoreClock
-        The store's time, by which chunks expire.
+    clock : callable
+        The time by which chunks expire.
     waiting : WriteBack
         What is to be named yet.
     folder : Path or None
@@ -84,15 +83,14 @@ class LoggedNames(SharedNames):
         self,
         log: NameLog,
         index: Index,
-        clock: StoreClock,
+        clock: Callable[[], float],
         waiting: WriteBack,
         folder: Path | None,
         drop: Callable[[Dropped], None],
     ) -> None:
-        super().__init__(index, clock.now, waiting)
+        super().__init__(index, clock, waiting)
         self._log = log
         self._index = index
-        self._clock = clock
         self._writes = waiting
         self._path = None if folder is None else folder / "shared.lock"
         self._drop = drop
@@ -202,10 +200,9 @@ class LoggedNames(SharedNames):
         self._take([(name, None) for name in self._units(None) if name.packed() not in seen])
 
     def _take(self, units: Sequence[tuple[UnitName, bytes | None]]) -> None:
-        ahead_s = self._clock.ahead_s()
         by_namespace = sorted(units, key=lambda each: each[0].namespace)
         for namespace, group in groupby(by_namespace, key=lambda each: each[0].namespace):
-            self._follow(namespace, [Unit.unpacked(name, state, ahead_s) for name, state in group])
+            self._follow(namespace, [Unit.unpacked(name, state) for name, state in group])
 
     def _follow(self, namespace: str, units: Sequence[Unit]) -> None:
         """Have units be what they are elsewhere, and what prompts brought of them here, written yet or not, go with them."""
@@ -282,8 +279,7 @@ class LoggedNames(SharedNames):
         """Write units to the log where they are changed here, not read from it."""
         at: tuple[str, int] | None = getattr(self._holder, "at", None)
         if at is not None and units:
-            ahead_s = self._clock.ahead_s()
-            states = {unit.name.packed(): unit.packed(ahead_s) for unit in units}
+            states = {unit.name.packed(): unit.packed() for unit in units}
             _note(connection, *self._log.change(*at, states))
 
     def _mark(self, birth: str, position: int) -> None:

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store import KVReader, StoreClock
+from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import TierProbe
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import forget_pages
@@ -208,7 +208,7 @@ class SlowStore(MemoryStore):
     """
 
     def __init__(self, tier: str, bytes_per_s: float, ram_bytes: int = 2**62) -> None:
-        super().__init__(RamTier(ram_bytes), DeviceTier(0), StoreClock())
+        super().__init__(RamTier(ram_bytes), DeviceTier(0))
         self._tier = tier
         self._line = _Line(bytes_per_s)
 

@@ -170,9 +170,7 @@ class Hours:
 def hours(monkeypatch: pytest.MonkeyPatch) -> Hours:
     """The time of stores made from now on, and of conversations."""
     hours = Hours()
-    for module in ("store.clock", "engine.kept", "engine.conversation"):
-        monkeypatch.setattr(f"cacheblend_rag.{module}.steady_s", hours)
-    monkeypatch.setattr("cacheblend_rag.store.clock.StoreClock.__init__.__defaults__", (time.time, hours))
+    monkeypatch.setattr(time, "time", hours)
     return hours
 
 

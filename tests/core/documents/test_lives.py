@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt
-from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
-from tests.core.documents.test_transfer import held
+from cacheblend_rag.store import KVStore, check_store, open_store
+from tests.core.documents.test_serving import held
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.engines import MakeEngine
 from tests.families import tiny_model
@@ -32,10 +32,9 @@ def time() -> Time:
 
 @pytest.fixture
 def make_engine(make_engine: MakeEngine, tmp_path: Path, time: Time) -> MakeEngine:
-    clock = StoreClock(lambda: time.now, lambda: time.now)
 
     def make(store: KVStore | None = None, **values: Any) -> BlendEngine:
-        return make_engine(store or open_store(tmp_path / "store", 0, clock=clock), MODEL, **values)
+        return make_engine(store or open_store(tmp_path / "store", 0, clock=lambda: time.now), MODEL, **values)
 
     return make
 

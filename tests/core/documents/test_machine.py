@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreFullError
-from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
+from cacheblend_rag.store import KVStore, check_store, open_store
 from cacheblend_rag.store.documents import Drafts
 from tests.core.documents.naive import Ids, Library, Reading, Rows, small_model
 from tests.families import tiny_tokenizer, words
@@ -125,8 +125,7 @@ class DocumentMachine(RuleBasedStateMachine):
         return self.folder
 
     def store_of(self, second: bool) -> KVStore:
-        clock = StoreClock(lambda: self.now, lambda: self.now)
-        return open_store(self.folder_of(second), clock=clock, **self.options)  # type: ignore[arg-type]
+        return open_store(self.folder_of(second), clock=lambda: self.now, **self.options)  # type: ignore[arg-type]
 
     def open(self, second: bool) -> BlendEngine:
         store = self.store_of(second)

@@ -14,7 +14,7 @@ import redis
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
-from cacheblend_rag.store import KVStore, NodeRecord, export_store, import_store, open_store
+from cacheblend_rag.store import KVStore, NodeRecord, open_store
 from cacheblend_ray import log
 from cacheblend_ray.names import open_names
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -281,9 +281,6 @@ def test_a_copy_of_shared_names_is_not_used_without_them(tmp_path: Path, names: 
     opened(tmp_path / "kv", names).close()
     with pytest.raises(StoreError, match="out of date without them"):
         open_store(tmp_path / "kv", 10**6)
-    export_store(tmp_path / "kv", tmp_path / "file")
-    with pytest.raises(StoreError, match="which an import would not tell"):
-        import_store(tmp_path / "kv", tmp_path / "file")
 
 
 def test_what_a_server_says_is_checked(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]) -> None:

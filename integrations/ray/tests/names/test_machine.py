@@ -7,7 +7,7 @@ import redis
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from cacheblend_rag.store import KVStore, StoreClock, open_store
+from cacheblend_rag.store import KVStore, open_store
 from tests.core.documents.test_machine import SOME_IDS, DocumentMachine, run_machine
 
 
@@ -24,8 +24,7 @@ def machine_at(url: str) -> type[DocumentMachine]:
             return self.folder / str(int(second))
 
         def store_of(self, second: bool) -> KVStore:
-            clock = StoreClock(lambda: self.now, lambda: self.now)
-            return open_store(self.folder_of(second), clock=clock, names=url, **self.options)  # type: ignore[arg-type]
+            return open_store(self.folder_of(second), clock=lambda: self.now, names=url, **self.options)  # type: ignore[arg-type]
 
         # Each machine has pins of its own, which this one does not tell apart.
         @rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
