@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import Field, SecretStr, ValidationError, field_serializer, field_validator
+from pydantic import Field, PlainSerializer, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
@@ -330,7 +330,7 @@ class BlendConfig(SettingsBase):
 
     enabled: bool = True
     recompute_ratio: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    selector: Any = "hkvd"
+    selector: Annotated[Any, PlainSerializer(str)] = "hkvd"
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -350,7 +350,3 @@ class BlendConfig(SettingsBase):
         if not isinstance(selector, str) and not (hasattr(selector, "begin") and hasattr(selector, "name")):
             raise ValueError('must be the name of a selector, such as "hkvd", or a Selector')
         return selector
-
-    @field_serializer("selector")
-    def _selector_as_text(self, selector: Any) -> str:
-        return str(selector)

@@ -58,23 +58,18 @@ class PromptLayout:
         return len(self.token_ids)
 
     @cached_property
-    def is_chunk(self) -> torch.Tensor:
-        """Whether each row belongs to a chunk, bool, ``(prompt_len,)``."""
-        mask = torch.zeros(len(self), dtype=torch.bool)
-        for span in self.chunks:
-            mask[span.start : span.stop] = True
-        return mask
-
-    @cached_property
     def context_rows(self) -> torch.Tensor:
         """The rows of chunk tokens, ascending, int64."""
-        return self.is_chunk.nonzero().flatten()
+        rows = [row for span in self.chunks for row in range(span.start, span.stop)]
+        return torch.tensor(rows, dtype=torch.int64)
 
     @cached_property
     def text_rows(self) -> torch.Tensor:
         """The rows that are always computed, ascending, int64."""
-        rows = (~self.is_chunk).nonzero().flatten()
-        return rows[rows >= self.resumed_rows]
+        is_text = torch.ones(len(self), dtype=torch.bool)
+        is_text[: self.resumed_rows] = False
+        is_text[self.context_rows] = False
+        return is_text.nonzero().flatten()
 
     @cached_property
     def candidate_rows(self) -> torch.Tensor:
@@ -90,4 +85,4 @@ class PromptLayout:
     @property
     def context_tokens(self) -> int:
         """Number of chunk tokens."""
-        return sum(len(span) for span in self.chunks)
+        return self.context_rows.numel()

@@ -16,6 +16,7 @@ from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, is_part, text_hash
 from cacheblend_rag.engine import ChunkLibrary, Library
 from cacheblend_rag.errors import BackendError, StoreError
+from cacheblend_rag.store.base import NameChanges
 
 __all__ = ["ChunkCatalog", "catalog_of"]
 
@@ -113,7 +114,9 @@ class ChunkCatalog:
         """Take in what has changed; where that cannot be read, chunks are looked for as they were known before."""
         with self._lock:
             try:
-                self._refresh(engine)
+                changes = engine.changes(self._mark)
+                if changes.whole or changes.names or changes.waiting or self._waiting:
+                    self._take_in(engine, changes)
                 self._is_out = False
             except (BackendError, StoreError) as error:
                 if not self._is_out:
@@ -122,10 +125,7 @@ class ChunkCatalog:
                         "which chunks are stored cannot be read now, so new ones are not found in prompts: %s", error
                     )
 
-    def _refresh(self, engine: Library) -> None:
-        changes = engine.changes(self._mark)
-        if not (changes.whole or changes.names or changes.waiting or self._waiting):
-            return
+    def _take_in(self, engine: Library, changes: NameChanges) -> None:
         named = {id: digest for _, id, digest in changes.names if id is not None and digest is not None}
         if changes.whole:
             before = self._finder.ids() | self._passed_over.keys()

@@ -47,9 +47,11 @@ class _SliceHashes:
 
     def __init__(self, text: str) -> None:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.uint64) + np.uint64(1)
+        powers = np.ones((2, len(codes) + 1), np.uint64)
+        powers[:, 1:] = [[_BASE], [_INVERSE]]
+        forward, self._inverses = np.cumprod(powers, axis=1)
         self._sums = np.zeros(len(codes) + 1, np.uint64)
-        np.cumsum(codes * _powers(_BASE, len(codes)), out=self._sums[1:])
-        self._inverses = _powers(_INVERSE, len(codes) + 1)
+        np.cumsum(codes * forward[:-1], out=self._sums[1:])
 
     def slices(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the hash of each ``text[start:stop]``."""
@@ -136,9 +138,9 @@ class ChunkFinder:
         starts = np.arange(len(text) - HEAD_CHARS + 1)
         heads = hashes.slices(starts, starts + HEAD_CHARS)
         possible = np.flatnonzero(self._heads[heads >> _FILTER_SHIFT])
-        found: list[Match] = []
-        # Most heads are those of a few texts, which are compared in one go: numpy is slow on short arrays.
+        # All places are compared in one go: numpy is slow on short arrays, and most heads are those of a few texts.
         places: list[tuple[int, int]] = []
+        of_many: list[NDArray[np.int64]] = []
         for start, head in zip(possible.tolist(), heads[possible].tolist(), strict=True):
             lengths = self._lengths.get(head)
             if lengths is None:
@@ -149,37 +151,20 @@ class ChunkFinder:
                     self._sorted[head] = np.sort(np.fromiter(lengths, np.int64, len(lengths)))
                 first, last = np.searchsorted(self._sorted[head], [min_chars, most + 1])
                 stops = self._sorted[head][first:last] + start
-                found += self._matches(text, np.full_like(stops, start), stops, hashes)
+                of_many.append(np.stack((np.full_like(stops, start), stops), axis=1))
             else:
                 places += [(start, start + length) for length in lengths if min_chars <= length <= most]
-        if places:
-            starts_of_few, stops = np.array(places, np.int64).T
-            found += self._matches(text, starts_of_few, stops, hashes)
-        return _best_cover(found)
-
-    def _matches(
-        self, text: str, starts: NDArray[np.int64], stops: NDArray[np.int64], hashes: _SliceHashes
-    ) -> list[Match]:
-        """Return the known texts among the slices ``text[start:stop]``."""
+        slices = np.concatenate([np.array(places, np.int64).reshape(-1, 2), *of_many])
+        wholes = hashes.slices(*slices.T)
         found: list[Match] = []
-        wholes = hashes.slices(starts, stops)
-        possible = self._wholes[wholes >> _FILTER_SHIFT]
-        for start, stop, whole in zip(
-            starts[possible].tolist(), stops[possible].tolist(), wholes[possible].tolist(), strict=True
-        ):
-            ids = self._ids.get(whole)
+        for number in np.flatnonzero(self._wholes[wholes >> _FILTER_SHIFT]).tolist():
+            start, stop = slices[number].tolist()
+            ids = self._ids.get(int(wholes[number]))
             if ids is not None:
                 digest = text_hash(text[start:stop])
                 same = tuple(id for id in ids if self._entries[id].digest == digest)
                 found += [Match(start, stop, same, digest)] if same else []
-        return found
-
-
-def _powers(base: int, count: int) -> NDArray[np.uint64]:
-    powers = np.full(count, base, np.uint64)
-    powers[:1] = 1
-    np.cumprod(powers, out=powers)
-    return powers
+        return _best_cover(found)
 
 
 def _best_cover(matches: list[Match]) -> list[Match]:

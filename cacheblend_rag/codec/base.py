@@ -63,11 +63,6 @@ class PackedKV(KV[PackedLayer]):
 
     __slots__ = ()
 
-    @property
-    def codec(self) -> str:
-        """The codec of its layers, of most of them if not all are alike."""
-        return main_codec([layer.codec for layer in self.layers])
-
 
 def main_codec(codecs: Sequence[str]) -> str:
     """Return which codec most layers have; "native" where there are none."""

@@ -238,7 +238,7 @@ def make_report(
         # What was moved within a conversation is blended as chunks are.
         blended = context + (0 if run.resumed is None else run.resumed.moved)
         rows, charged = run.recomputed, run.charge / max(blended * num_layers, 1)
-    in_chunks = rows[layout.is_chunk[rows]]
+    in_chunks = rows[torch.isin(rows, layout.context_rows)]
     parts = [(chunk, _chunk_report(run, chunk, rows)) for chunk in _all_chunks(run)]
     chunks, misses = _chunk_reports(run, parts)
     ended = timings.forward_ended or first_output

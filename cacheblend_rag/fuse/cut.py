@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.fuse.mask import RowMask, row_mask
+from cacheblend_rag.fuse.mask import RowMask
 from cacheblend_rag.model import Decoder
 
 __all__ = ["RowCutter"]
@@ -95,7 +95,8 @@ class RowCutter:
     def _mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         if mask is None:
             # The model relied on the attention kernel's causal flag, which is wrong for rows that are not contiguous.
-            return RowMask.over(row_mask(rows.to(device), self._length))
+            seen = torch.arange(self._length, device=device) <= rows.to(device)[:, None]
+            return RowMask.over(seen[None, None])
         if isinstance(mask, torch.Tensor) and mask.ndim > 2 and mask.shape[-2] == self._length:
             return RowMask.over(mask.index_select(-2, rows.to(mask.device)))
         raise UnsupportedModelError(f"{self._model_name}: its layers take a mask of an unknown form, {_describe(mask)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,30 +12,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cacheblend_rag.model import AttentionFunction
 
-__all__ = ["RowMask", "attend_in_blocks", "row_mask"]
+__all__ = ["RowMask", "attend_in_blocks"]
 
 _BLOCK_ROWS = 64
 _MOST_BLOCKS = 8
 # A longer prompt's masks are made additive anew in every layer, so that they take no more room than that of one block.
 _KEPT_BYTES = 64 << 20
-
-
-def row_mask(rows: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the causal mask of rows with gaps between them.
-
-    Parameters
-    ----------
-    rows : torch.Tensor
-        The computed rows, ascending, int64.
-    columns : int
-        Length of the prompt.
-
-    Returns
-    -------
-    torch.Tensor
-        True where a row may attend, bool, ``(1, 1, len(rows), columns)``.
-    """
-    return (torch.arange(columns, device=rows.device)[None, :] <= rows[:, None])[None, None]
+_ASKED_BESIDES = ("position_bias", "softcap", "cache")
 
 
 class RowMask(torch.Tensor):
@@ -125,31 +107,26 @@ class RowMask(torch.Tensor):
         return self._additive[1]
 
 
-def attend_in_blocks(function: AttentionFunction) -> AttentionFunction:
-    """Return an attention function that uses a `RowMask` where it is given one, and `function` otherwise.
-
-    For `replace_attention`. Only transformers' own ``sdpa`` is replaced, so what users register under other names runs as it is.
-    """
-    return partial(_attend, function) if function is sdpa_attention_forward else function
-
-
-def _attend(
+def attend_in_blocks(
     function: AttentionFunction,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    asked = dropout or args or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    """Attend by a `RowMask` where that is given, and by `function` otherwise; for `replace_attention`.
+
+    Only transformers' own ``sdpa`` is replaced, so what users register under other names runs as it is.
+    """
+    asked = args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in _ASKED_BESIDES)
     if (
-        isinstance(attention_mask, RowMask)
+        function is sdpa_attention_forward
+        and isinstance(attention_mask, RowMask)
         and attention_mask.shape[-2:] == (query.shape[2], key.shape[2])
         and not asked
     ):
-        return attention_mask.attend(query, key, value, scaling), None
-    return function(module, query, key, value, attention_mask, dropout, scaling, *args, **kwargs)
+        return attention_mask.attend(query, key, value, kwargs.get("scaling")), None
+    return function(module, query, key, value, attention_mask, *args, **kwargs)

@@ -49,7 +49,6 @@ class AttentionCall:
 
 
 AttentionFunction = Callable[..., Any]
-Replacement = Callable[[AttentionFunction], AttentionFunction]
 
 
 def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
@@ -94,7 +93,7 @@ class _Replacements(threading.local):
     """Replacements of attention functions in one thread, the innermost first."""
 
     def __init__(self) -> None:
-        self.all: list[Replacement] = []
+        self.all: list[AttentionFunction] = []
 
 
 _replacements = _Replacements()
@@ -104,7 +103,7 @@ _original = AttentionInterface.get_interface
 
 
 @contextmanager
-def replace_attention(replacement: Replacement, *, innermost: bool = True) -> Iterator[None]:
+def replace_attention(replacement: AttentionFunction, *, innermost: bool = True) -> Iterator[None]:
     """Have the models of this thread attend by another function, for the duration of a ``with`` block.
 
     All models of transformers ask one table for their attention function, eager attention included; the table's answer is
@@ -113,10 +112,9 @@ def replace_attention(replacement: Replacement, *, innermost: bool = True) -> It
     Parameters
     ----------
     replacement : callable
-        Called with the attention function that a model is about to use, returns the one that it uses instead, or the same one.
-        Both are called as transformers calls its attention functions.
+        Called with the attention function that a model is about to use, and behind it with what transformers calls that with.
     innermost : bool
-        Whether it is called before the replacements of blocks that are open already, rather than with what they return.
+        Whether the replacements of blocks that are open already are handed this one, rather than this one them.
     """
     global _open
     with _lock:
@@ -145,7 +143,7 @@ def watch_attention(watcher: Callable[[AttentionCall], None], *, before: bool = 
     before : bool
         Whether it is called before the attention is computed, rather than after; it may then leave the layer by raising.
     """
-    return replace_attention(lambda function: partial(_watched, watcher, before, function), innermost=False)
+    return replace_attention(partial(_watched, watcher, before), innermost=False)
 
 
 def _get_interface(
@@ -153,7 +151,7 @@ def _get_interface(
 ) -> AttentionFunction:
     function: AttentionFunction = _original(table, attn_implementation, default)
     for replacement in _replacements.all:
-        function = replacement(function)
+        function = partial(replacement, function)
     return function
 
 

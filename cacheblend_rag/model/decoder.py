@@ -65,6 +65,8 @@ class Decoder:
         The model itself.
     layers : sequence of nn.Module
         Its decoder layers, in order.
+    num_layers : int
+        How many there are.
     num_kv_layers : int
         How many of them have KV of their own; the last ones may attend to that of others.
     states : str
@@ -96,6 +98,7 @@ class Decoder:
 
     model: PreTrainedModel
     layers: Sequence[nn.Module]
+    num_layers: int
     num_kv_layers: int
     states: str
     row_axes: Mapping[str, int | None]
@@ -109,11 +112,6 @@ class Decoder:
     row_flops: int
     kv_bytes_per_token: int
     shows_attention: bool
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -237,6 +235,7 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
     return Decoder(
         model=model,
         layers=layers,
+        num_layers=len(layers),
         num_kv_layers=len(calls.updates),
         states=states,
         row_axes=calls.row_axes,

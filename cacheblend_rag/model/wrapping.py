@@ -77,7 +77,14 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     everything that torch compiles in this process, as long as any block is open in any thread.
     """
     global _stance
-    if not any(_is_compiled(module) for module in model.modules()):
+    if not any(
+        # Not by hasattr: what a module lacks is looked for long, and this is asked of every module.
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        # A forward that was compiled and put in the place of the module's own.
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    ):
         yield
         return
     thread = threading.get_ident()
@@ -109,13 +116,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        # Not by hasattr: what a module lacks is looked for long, and this is asked of every module.
-        "_orig_mod" in module._modules
-        or module._compiled_call_impl is not None
-        # A forward that was compiled and put in the place of the module's own.
-        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    )

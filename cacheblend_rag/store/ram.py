@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, unpack_layer
+from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, main_codec, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader, OpenProbe, count_of, latest
 from cacheblend_rag.store.locks import ForkSafeLock
@@ -224,7 +224,8 @@ class RamReader(KVReader):
     def __init__(self, kv: PackedKV | ChunkKV, packed_bytes: int | None = None) -> None:
         packed = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
         nbytes = packed.nbytes if packed_bytes is None else packed_bytes
-        super().__init__(packed.token_ids, packed.start, packed.context, len(packed.layers), packed.codec, nbytes)
+        codec = main_codec([layer.codec for layer in packed.layers])
+        super().__init__(packed.token_ids, packed.start, packed.context, len(packed.layers), codec, nbytes)
         self._kv = packed
 
     @property

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.fuse import mask as fuse_mask
-from cacheblend_rag.fuse.mask import RowMask, attend_in_blocks, row_mask
+from cacheblend_rag.fuse.mask import RowMask, attend_in_blocks
 from cacheblend_rag.model import replace_attention
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -22,6 +22,10 @@ _COLUMNS = 900
 
 def _rows(count: int) -> torch.Tensor:
     return torch.randperm(_COLUMNS, generator=torch.Generator().manual_seed(count))[:count].sort().values
+
+
+def _causal(rows: torch.Tensor, columns: int) -> torch.Tensor:
+    return (torch.arange(columns) <= rows[:, None])[None, None]
 
 
 def _attention_function() -> object:
@@ -47,15 +51,15 @@ def test_blocks_give_what_the_whole_mask_gives(
     rows = _rows(count)
     query = torch.randn(1, 6, count, 16, generator=generator).to(dtype)
     key, value = (torch.randn(1, 2, _COLUMNS, 16, generator=generator).to(dtype) for _ in range(2))
-    plain = row_mask(rows, _COLUMNS)
+    plain = _causal(rows, _COLUMNS)
     if window is not None:
         plain = plain & (torch.arange(_COLUMNS) > rows[:, None] - window)
     wanted = sdpa_attention_forward(_Grouped(), query, key, value, plain, scaling=0.3)[0]
     mask = RowMask.over(plain)
     assert isinstance(mask, RowMask)
     for _ in range(2):
-        got, weights = attend_in_blocks(sdpa_attention_forward)(
-            _Grouped(), query, key, value, mask, dropout=0.0, scaling=0.3, is_causal=True
+        got, weights = attend_in_blocks(
+            sdpa_attention_forward, _Grouped(), query, key, value, mask, dropout=0.0, scaling=0.3, is_causal=True
         )
         assert weights is None
         assert got.is_contiguous()
@@ -67,10 +71,10 @@ def test_blocks_give_what_the_whole_mask_gives(
 def test_a_mask_and_its_position_bias_are_left_to_the_function() -> None:
     query, key, value = (torch.randn(1, 2, n, 16) for n in (130, 200, 200))
     bias = torch.randn(1, 2, 130, 200)
-    plain = row_mask(torch.arange(70, 200), 200)
+    plain = _causal(torch.arange(70, 200), 200)
     mask = RowMask.over(plain)
     assert isinstance(mask, RowMask)
-    got = attend_in_blocks(sdpa_attention_forward)(nn.Module(), query, key, value, mask, position_bias=bias)[0]
+    got = attend_in_blocks(sdpa_attention_forward, nn.Module(), query, key, value, mask, position_bias=bias)[0]
     wanted = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias.masked_fill(~plain, -torch.inf)
     ).transpose(1, 2)
@@ -85,7 +89,7 @@ def test_each_head_may_have_its_own_mask_and_values_another_width() -> None:
     plain = (distances >= 0) & (distances[None] < torch.tensor([30, 100, 500, 900])[:, None, None])
     mask = RowMask.over(plain[None])
     assert isinstance(mask, RowMask)
-    got = attend_in_blocks(sdpa_attention_forward)(nn.Module(), query, key, value, mask)[0]
+    got = attend_in_blocks(sdpa_attention_forward, nn.Module(), query, key, value, mask)[0]
     wanted = functional.scaled_dot_product_attention(query, key, value, attn_mask=plain[None]).transpose(1, 2)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
@@ -117,36 +121,37 @@ def test_a_blended_prefill_attends_in_blocks(family: str, monkeypatch: pytest.Mo
         assert len(attended) == engine.decoder.num_layers
         assert set(attended) == {got.report.recomputed_tokens + got.report.prompt_tokens - got.report.context_tokens}
         attended.clear()
-        monkeypatch.setattr("cacheblend_rag.fuse.steer.attend_in_blocks", lambda function: function)
+        monkeypatch.setattr(
+            "cacheblend_rag.fuse.steer.attend_in_blocks", lambda function, *args, **kwargs: function(*args, **kwargs)
+        )
         wanted = engine.prefill(prompt)
         assert not attended
     torch.testing.assert_close(got.logits, wanted.logits, atol=1e-4, rtol=0)
 
 
 def test_a_function_of_the_users_own_is_not_replaced() -> None:
-    def own() -> None:
-        raise AssertionError
+    def own(*args: object, **kwargs: object) -> tuple[object, object]:
+        return args, kwargs
 
-    assert attend_in_blocks(own) is own
+    query, key = torch.randn(1, 2, 300, 16), torch.randn(1, 2, _COLUMNS, 16)
+    mask = RowMask.over(_causal(_rows(300), _COLUMNS))
+    assert isinstance(mask, RowMask)
+    args, kwargs = attend_in_blocks(own, nn.Module(), query, key, key, mask, scaling=0.3)
+    assert args[1:] == (query, key, key, mask) and kwargs == {"scaling": 0.3}
 
 
 def test_few_rows_keep_a_plain_mask() -> None:
-    assert type(RowMask.over(row_mask(torch.arange(0, 200, 4), 300))) is torch.Tensor
+    assert type(RowMask.over(_causal(torch.arange(0, 200, 4), 300))) is torch.Tensor
 
 
 def test_what_is_computed_from_a_mask_is_a_plain_tensor() -> None:
-    mask = RowMask.over(row_mask(_rows(200), _COLUMNS))
+    mask = RowMask.over(_causal(_rows(200), _COLUMNS))
     assert isinstance(mask, RowMask)
     assert type(mask[:, :, :, :10]) is torch.Tensor
     assert type(~mask) is torch.Tensor
 
 
 def test_rows_that_see_nothing_keep_a_plain_mask() -> None:
-    mask = row_mask(_rows(200), _COLUMNS)
+    mask = _causal(_rows(200), _COLUMNS)
     mask[:, :, :80] = False
     assert type(RowMask.over(mask)) is torch.Tensor
-
-
-def test_the_mask_lets_each_row_see_itself_and_what_is_before_it() -> None:
-    mask = row_mask(torch.tensor([0, 3]), 5)
-    assert mask.tolist() == [[[[True, False, False, False, False], [True, True, True, True, False]]]]

@@ -23,13 +23,12 @@ __all__ = [
     "Call",
     "DecodingFields",
     "calls_made",
-    "check_options",
     "chosen_engine",
     "explain",
+    "gathered_calls",
     "generation_options",
     "hinted",
     "info_of",
-    "note_call",
     "stop_strings",
     "usage_of",
     "with_objects",
@@ -133,9 +132,37 @@ def chosen_engine(engine: Any, server: str | None) -> Engine:
     return engine
 
 
-def check_options(options: Iterable[str]) -> None:
-    """Raise `ConfigError` for unknown names."""
-    unknown = sorted(set(options) - _KNOWN)
+gathered_calls: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_gathered_calls", default=None)
+"""Where models note the calls that are made of them, where `calls_made` gathers them."""
+
+
+@contextmanager
+def calls_made() -> Iterator[list[ModelCall]]:
+    """Gather the calls of every model of ours that are made within a ``with`` block, in threads and tasks of its runs too."""
+    calls: list[ModelCall] = []
+    token = gathered_calls.set(calls)
+    try:
+        yield calls
+    finally:
+        gathered_calls.reset(token)
+
+
+def hinted(names: Iterable[str]) -> str:
+    """Return names, with what to give instead of those that LangChain's Hugging Face classes have."""
+    return ", ".join(f"{name} ({_ELSEWHERE[name]})" if name in _ELSEWHERE else name for name in names)
+
+
+def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge options into those of transformers' ``generate``; later layers win, None stands for "not given".
+
+    `ConfigError` for unknown names.
+    """
+    options: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            if value is not None and name not in _NOT_FOR_THE_MODEL:
+                options["max_new_tokens" if name == _MAX_TOKENS else name] = value
+    unknown = sorted(options.keys() - _KNOWN)
     settings = [name for name in unknown if name in BlendConfig.kinds]
     if settings:
         raise ConfigError(
@@ -147,42 +174,6 @@ def check_options(options: Iterable[str]) -> None:
             f"unknown option {hinted(unknown)}; give those of transformers' generate, or "
             "max_tokens, temperature, top_p, top_k, stop, timeout and blend_config"
         )
-
-
-_calls_made: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_calls_made", default=None)
-
-
-@contextmanager
-def calls_made() -> Iterator[list[ModelCall]]:
-    """Gather the calls of every model of ours that are made within a ``with`` block, in threads and tasks of its runs too."""
-    calls: list[ModelCall] = []
-    token = _calls_made.set(calls)
-    try:
-        yield calls
-    finally:
-        _calls_made.reset(token)
-
-
-def note_call(call: ModelCall) -> None:
-    """Tell who gathers calls of this one."""
-    calls = _calls_made.get()
-    if calls is not None:
-        calls.append(call)
-
-
-def hinted(names: Iterable[str]) -> str:
-    """Return names, with what to give instead of those that LangChain's Hugging Face classes have."""
-    return ", ".join(f"{name} ({_ELSEWHERE[name]})" if name in _ELSEWHERE else name for name in names)
-
-
-def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options into those of transformers' ``generate``; later layers win, None stands for "not given"."""
-    options: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in layer.items():
-            if value is not None and name not in _NOT_FOR_THE_MODEL:
-                options["max_new_tokens" if name == _MAX_TOKENS else name] = value
-    check_options(options)
     temperature = options.get("temperature")
     if temperature is not None and "do_sample" not in options:
         options["do_sample"] = temperature > 0

@@ -24,12 +24,11 @@ from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.calls import (
     Call,
     DecodingFields,
-    check_options,
     chosen_engine,
     explain,
+    gathered_calls,
     generation_options,
     hinted,
-    note_call,
     stop_strings,
     with_objects,
 )
@@ -37,7 +36,8 @@ from langchain_cacheblend.calls import (
 __all__ = ["BlendModel"]
 
 _OPTIONS = tuple(DecodingFields.model_fields)
-# What tutorials' format_docs and create_stuff_documents_chain join documents with.
+# The address of a remote tier may hold a password.
+_SECRET = {"remote"}
 
 
 class BlendModel(AnswersTogether, DecodingFields):
@@ -116,7 +116,7 @@ class BlendModel(AnswersTogether, DecodingFields):
                 f"unknown parameter {hinted(unknown)} of {type(self).__name__}; generate's options go into "
                 "generation_kwargs, settings into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
             )
-        check_options(fields.get("generation_kwargs") or {})
+        generation_options(fields.get("generation_kwargs") or {})
         blend, config = _settings(blend_config, BlendConfig), _settings(engine_config, EngineConfig)
         loads = engine is None and server is None
         if loads:
@@ -178,7 +178,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         ending = Ending(ends, None if timeout is None else Deadline(timeout))
         if criteria := ending.criteria(self.engine.tokenizer):
             options["stopping_criteria"] = with_objects(options, "stopping_criteria", *criteria)
-        note_call(ModelCall(self.engine, prompt, blend))
+        if (gathered := gathered_calls.get()) is not None:
+            gathered.append(ModelCall(self.engine, prompt, blend))
         return Call(prompt, ending, options | {"blend": blend, "wait_s": timeout})
 
     # How it is answered
@@ -228,8 +229,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         return {
             "model": self.model,
             "engine": self.engine.namespace,
-            "engine_config": _plain(self.engine.config),
-            "blend_config": _plain(self.blend_config or self.engine.blend),
+            "engine_config": self.engine.config.model_dump(mode="json", exclude=_SECRET),
+            "blend_config": (self.blend_config or self.engine.blend).model_dump(mode="json"),
         } | {name: getattr(self, name) for name in (*_OPTIONS, "stop", "generation_kwargs", "min_chunk_chars")}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
@@ -264,7 +265,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         for name in ("engine_config", "blend_config"):
             kwargs.pop(name, None)
             if (settings := getattr(self, name)) is not None:
-                kwargs[name] = _plain(settings, exclude_unset=True)
+                kwargs[name] = settings.model_dump(mode="json", exclude_unset=True, exclude=_SECRET)
         kwargs |= {name: str(value) if isinstance(value, Path) else value for name, value in loaded.items() if value}
         return written
 
@@ -274,11 +275,6 @@ _Settings = TypeVar("_Settings", BlendConfig, EngineConfig)
 
 def _settings(given: _Settings | Mapping[str, Any] | None, kind: type[_Settings]) -> _Settings | None:
     return kind(**given) if isinstance(given, Mapping) else None if given is None else kind.of(given)
-
-
-def _plain(config: BlendConfig | EngineConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
-    # The address of a remote tier may hold a password.
-    return config.model_dump(mode="json", exclude_unset=exclude_unset, exclude={"remote"})
 
 
 def _written(value: Any) -> Any:

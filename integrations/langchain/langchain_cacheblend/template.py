@@ -42,7 +42,27 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         if isinstance(message, AIMessage)
         for call in message.tool_calls
     }
-    return [_turn(message, names) for message in messages]
+    turns = []
+    for message in messages:
+        named = (name for kind, name in _ROLES if isinstance(message, kind))
+        role = message.role if isinstance(message, ChatMessage) else next(named, None)
+        if role is None:
+            raise PromptError(
+                f"a {type(message).__name__} cannot be part of a conversation that ChatBlend shows to its model"
+            )
+        turn: dict[str, Any] = {"role": role, "content": parts_of(message)}
+        if isinstance(message, ToolMessage):
+            turn["tool_call_id"] = message.tool_call_id
+            name = message.name or names.get(message.tool_call_id)
+            if name:
+                turn["name"] = name
+        elif isinstance(message, AIMessage) and message.tool_calls:
+            turn["tool_calls"] = [
+                {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+                for call in message.tool_calls
+            ]
+        turns.append(turn)
+    return turns
 
 
 def passages(documents: Sequence[Document]) -> list[Passage[Chunk]]:
@@ -59,24 +79,3 @@ def render_text(messages: Sequence[BaseMessage]) -> list[str | Chunk]:
     parts = holes.split(get_buffer_string(flat))
     holes.check()
     return parts
-
-
-def _turn(message: BaseMessage, names: dict[str | None, str]) -> dict[str, Any]:
-    named = (name for kind, name in _ROLES if isinstance(message, kind))
-    role = message.role if isinstance(message, ChatMessage) else next(named, None)
-    if role is None:
-        raise PromptError(
-            f"a {type(message).__name__} cannot be part of a conversation that ChatBlend shows to its model"
-        )
-    turn: dict[str, Any] = {"role": role, "content": parts_of(message)}
-    if isinstance(message, ToolMessage):
-        turn["tool_call_id"] = message.tool_call_id
-        name = message.name or names.get(message.tool_call_id)
-        if name:
-            turn["name"] = name
-    elif isinstance(message, AIMessage) and message.tool_calls:
-        turn["tool_calls"] = [
-            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
-            for call in message.tool_calls
-        ]
-    return turn
