@@ -46,16 +46,12 @@ class ChunkCatalog:
         self._lock = threading.Lock()
 
     def split(self, engine: Library, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
-        """Split a text into the stored chunks of `min_chars` or more that stand in it, and the text around them.
+        """Split a text into the chunks of `min_chars` or more that stand in it, as of the last `follow`, and the text around.
 
         Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text
         that is stored in several documents, the chunk of the one that has most chunks here is taken; where two have as many,
         none of theirs: it is one that is encoded alone, with or without an id.
         """
-        self.follow(engine)
-        return self._split(engine, text, min_chars)
-
-    def _split(self, engine: Library, text: str, min_chars: int) -> list[Segment]:
         with self._lock:
             matches = self._finder.find(text, min_chars)
         is_clear = all(len(match.ids) == 1 for match in matches)
@@ -83,7 +79,7 @@ class ChunkCatalog:
         begin = 0
         for part in parts:
             begin = len(segments)
-            segments += self._split(engine, part, min_chars) if isinstance(part, str) else [part]
+            segments += self.split(engine, part, min_chars) if isinstance(part, str) else [part]
         segments = _with_question(segments, begin, tail)
         if not any(isinstance(segment, Chunk) for segment in segments):
             self._look_closer(engine, "".join(part for part in segments if isinstance(part, str)), min_chars)

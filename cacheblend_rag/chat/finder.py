@@ -49,9 +49,10 @@ class _SliceHashes:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.uint64) + np.uint64(1)
         powers = np.ones((2, len(codes) + 1), np.uint64)
         powers[:, 1:] = [[_BASE], [_INVERSE]]
-        forward, self._inverses = np.cumprod(powers, axis=1)
+        np.cumprod(powers, axis=1, out=powers)
+        self._inverses = powers[1]
         self._sums = np.zeros(len(codes) + 1, np.uint64)
-        np.cumsum(codes * forward[:-1], out=self._sums[1:])
+        np.cumsum(codes * powers[0, :-1], out=self._sums[1:])
 
     def slices(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the hash of each ``text[start:stop]``."""

@@ -42,7 +42,13 @@ class RowCutter:
         self._rows: torch.Tensor | None = None
         self._known: dict[tuple[str, int], tuple[Any, Any]] = {}
 
-    def cut(self, arguments: dict[str, Any], before: torch.Tensor | None, rows: torch.Tensor | None) -> dict[str, Any]:
+    def cut(
+        self,
+        arguments: dict[str, Any],
+        before: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        is_last: bool = False,
+    ) -> dict[str, Any]:
         """Cut to `rows` every argument with a row axis.
 
         Parameters
@@ -53,6 +59,8 @@ class RowCutter:
             The rows that the hidden states hold; None for all.
         rows : torch.Tensor or None
             The rows wanted, ascending, some of `before`; None for all.
+        is_last : bool
+            Whether no other layer will ask, so that what was cut is let go: masks above all, which are large.
 
         Returns
         -------
@@ -85,12 +93,10 @@ class RowCutter:
                 made = self._mask(value, rows, device) if name == _MASK else self._value(name, value, rows)
                 self._known[known] = (value, made)
             cut[name] = self._known[known][1]
+        if is_last:
+            self._rows = None
+            self._known.clear()
         return cut
-
-    def forget(self) -> None:
-        """Let go of what was cut: of masks above all, which are large."""
-        self._rows = None
-        self._known.clear()
 
     def _mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         if mask is None:

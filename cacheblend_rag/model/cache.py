@@ -25,11 +25,9 @@ class KVCacheLayer(DynamicLayer):
         Tokens that every head has dropped. They count in the layer's length, by which positions and masks are made.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._buffer: LayerKV | None = None
-        self._expected: tuple[int, Callable[[], LayerKV]] | None = None
-        self.evicted_tokens = 0
+    evicted_tokens = 0
+    _buffer: LayerKV | None = None
+    _expected: tuple[int, Callable[[], LayerKV]] | None = None
 
     def expect(self, length: int, load: Callable[[], LayerKV]) -> None:
         """Count `length` tokens as held, in a buffer that `load` returns when the model comes to this layer."""
@@ -130,7 +128,7 @@ class KVCache(Cache):
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.kv_layers = [KVCacheLayer() for _ in range(num_layers)]
+        self.kv_layers = [KVCacheLayer() for _ in range(num_layers)]  # type: ignore[no-untyped-call]
         super().__init__(layers=[*self.kv_layers])
 
     @classmethod

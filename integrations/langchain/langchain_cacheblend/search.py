@@ -26,7 +26,9 @@ def _through(name: str) -> Any:
     def search(self: SearchesInner, *args: Any, **kwargs: Any) -> Any:
         # After query and k stands the filter, where there is no `fetch_k`.
         place = 2 if "marginal" not in name else 4
-        self._watch(kwargs | ({"filter": args[place]} if len(args) > place else {}))
+        filters = [*args[place : place + 1], *(kwargs.get(each) for each in _FILTERS)]
+        if self._divides is not None and any(each is not None for each in filters):
+            self._warn_of(filters)
         return getattr(self.inner, name)(*args, **kwargs)
 
     return search
@@ -78,15 +80,12 @@ class SearchesInner(VectorStore):
     def _get_retriever_tags(self) -> list[str]:
         return [type(self).__name__, *self.inner._get_retriever_tags()]
 
-    def _watch(self, arguments: Mapping[str, Any]) -> None:
-        """Warn of a search that filters by something that does not divide documents, once for each key."""
-        given = [arguments[name] for name in _FILTERS if arguments.get(name) is not None]
-        if self._divides is None or not given:
-            return
+    def _warn_of(self, filters: list[Any]) -> None:
+        """Warn of filters by something that does not divide documents, once for each key."""
         mine = object()
-        for key in dict.fromkeys(_keys(given)):
+        for key in dict.fromkeys(_keys(filters)):
             # One call, which threads cannot get between.
-            if key in self._divides or self._warned.setdefault(key, mine) is not mine:
+            if key in (self._divides or ()) or self._warned.setdefault(key, mine) is not mine:
                 continue
             logger.warning(
                 "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of its document, "

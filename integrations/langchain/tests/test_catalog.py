@@ -21,14 +21,19 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
-from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.chunk import Segment, text_hash
 from langchain_cacheblend import BlendLLM, ChatBlend
 
 SETTINGS = engine_settings(self_check=False)
 
 
+def split(catalog: ChunkCatalog, engine: BlendEngine, text: str) -> list[Segment]:
+    catalog.follow(engine)
+    return catalog.split(engine, text)
+
+
 def ids_in(catalog: ChunkCatalog, engine: BlendEngine, text: str) -> list[str | None]:
-    segments = catalog.split(engine, text)
+    segments = split(catalog, engine, text)
     assert "".join(part.text if isinstance(part, Chunk) else str(part) for part in segments) == text
     return [part.id for part in segments if isinstance(part, Chunk)]
 
@@ -151,7 +156,7 @@ def test_a_catalog_that_follows_changes_is_as_good_as_a_new_one(
                     engine.prefill(BlendPrompt("", [Chunk(text, id)], "What?"))
             prompt = "; ".join(TEXTS)
             # Of two names of one text either may be taken.
-            followed, fresh = catalog.split(engine, prompt), ChunkCatalog().split(engine, prompt)
+            followed, fresh = split(catalog, engine, prompt), split(ChunkCatalog(), engine, prompt)
             assert [getattr(part, "text", part) for part in followed] == [getattr(part, "text", part) for part in fresh]
             assert [type(part) for part in followed] == [type(part) for part in fresh]
             for chunk in (part for part in followed if isinstance(part, Chunk)):

@@ -86,7 +86,9 @@ def make_context_prompt(
         text, messages = llm.render(template, structured, **values, **{variable: context})
     # A template's function, output parser or prompt function may change the context instead of just placing it.
     if len(parts) > 1 and context.join(parts) == text:
-        segments = _segments(parts, kept)
+        between = [part for chunk in kept for part in (BLANK_LINE, chunk)][1:]
+        around = [each for part in parts[1:] for each in (*between, part)]
+        segments: list[Segment] = [each for each in (parts[0], *around) if each] if kept else [text]
         if keeps_head and kept and parts[0] and _is_fixed(llm, template, values, variable, structured, parts[0]):
             segments[0] = FixedText(parts[0])
         return ContextPrompt(text, messages, context, BlendPrompt(segments=segments), left_over, dropped)
@@ -129,19 +131,6 @@ def _of_schema(
     text = prompt.plain_text()
     messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
     return ContextPrompt(text, messages, BLANK_LINE.join(chunk.text for chunk in kept), blend, left_over, dropped)
-
-
-def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
-    if not chunks:
-        return ["".join(parts)]
-    segments: list[Segment] = []
-    for number, part in enumerate(parts):
-        if number:
-            for place, chunk in enumerate(chunks):
-                segments += [BLANK_LINE, chunk] if place else [chunk]
-        if part:
-            segments.append(part)
-    return segments
 
 
 def _fitting(

@@ -113,7 +113,8 @@ class BlendLLM(JSONAnswers):
     generation_kwargs: dict[str, Any] = Field(description="Further options of transformers' generate.")
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
 
-    _engine: Engine = PrivateAttr()
+    engine: Engine = Field(exclude=True, repr=False, description="The engine that computes.")
+
     _conversation: EngineConversation | None = PrivateAttr(default=None)
 
     def __init__(
@@ -170,9 +171,9 @@ class BlendLLM(JSONAnswers):
             "callback_manager": callback_manager or CallbackManager([]),
             "output_parser": output_parser,
             "pydantic_program_mode": pydantic_program_mode,
+            "engine": computing,
         }
         super().__init__(**values)
-        self._engine = computing
 
     def __getstate__(self) -> Any:
         # LlamaIndex's own would leave out the engine, and the copy would say so only when it is asked.
@@ -192,11 +193,6 @@ class BlendLLM(JSONAnswers):
         """Return the name under which LlamaIndex records this class."""
         return "BlendLLM"
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that computes; a `BlendVectorStore` stores its chunks in it."""
-        return self._engine
-
     def in_conversation(self, conversation: EngineConversation) -> BlendLLM:
         """Return the same model, but each of its calls is a turn of a conversation (`BlendEngine.conversation`)."""
         model = self.model_copy()
@@ -207,7 +203,7 @@ class BlendLLM(JSONAnswers):
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex needs to know about the model."""
         return LLMMetadata(
-            context_window=self._engine.window or DEFAULT_CONTEXT_WINDOW,
+            context_window=self.engine.window or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_new_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model_name,
@@ -287,7 +283,7 @@ class BlendLLM(JSONAnswers):
         others = self.generation_kwargs | kwargs
         prompt = others.pop("blend_prompt", None)
         if prompt is None and (carried := carried_prompt(given)) is not None:
-            prompt = carried.blend(self._engine)
+            prompt = carried.blend(self.engine)
         elif prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
         stops = _stop_list(others.pop("stop", self.stop))
@@ -298,7 +294,7 @@ class BlendLLM(JSONAnswers):
     def _answer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
         arguments, stops = self._request(given, kwargs)
         make = self._watched(arguments, make)
-        result = self._engine.generate(**arguments)
+        result = self.engine.generate(**arguments)
         return make(cut_at_stop(result.text, stops), None, result)
 
     async def _aanswer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
@@ -315,11 +311,13 @@ class BlendLLM(JSONAnswers):
     ) -> tuple[BlendStream, list[str], Make[R]]:
         arguments, stops = self._request(given, kwargs)
         make = self._watched(arguments, make)
-        return self._engine.stream(**arguments), stops, make
+        return self.engine.stream(**arguments), stops, make
 
     def _watched(self, arguments: dict[str, Any], make: Make[R]) -> Make[R]:
         """Return what makes a call's responses and tells those who watch what the call has cost, when its answer is whole."""
-        watchers = watching(ModelCall(self._engine, arguments["prompt"], arguments["blend"]))
+        call, watchers = ModelCall(self.engine, arguments["prompt"], arguments["blend"]), watching.get()
+        for each in watchers:
+            each.made.append(call)
 
         def made(text: str, delta: str | None, result: GenerationResult | None) -> R:
             if result is not None:

@@ -68,13 +68,13 @@ class Calls:
     _all: tuple[Calls, ...] = ()
 
     def __enter__(self) -> Calls:
-        self._all = (*_watching.get(), self)
-        self._token = _watching.set(self._all)
+        self._all = (*watching.get(), self)
+        self._token = watching.set(self._all)
         return self
 
     def __exit__(self, *raised: object) -> None:
         assert self._token is not None
-        _watching.reset(self._token)
+        watching.reset(self._token)
 
     def end(self, report: BlendReport) -> None:
         """Take the report of a call that has ended."""
@@ -108,11 +108,11 @@ class Calls:
     def _pieces(self, stream: Generator[str, None, None]) -> Generator[str, None, None]:
         with closing(stream):
             while True:
-                token = _watching.set(self._all)
+                token = watching.set(self._all)
                 try:
                     piece: Any = next(stream, _END)
                 finally:
-                    _watching.reset(token)
+                    watching.reset(token)
                 if piece is _END:
                     return
                 yield piece
@@ -120,22 +120,15 @@ class Calls:
     async def _apieces(self, stream: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         async with aclosing(stream):
             while True:
-                token = _watching.set(self._all)
+                token = watching.set(self._all)
                 try:
                     piece: Any = await anext(stream, _END)
                 finally:
-                    _watching.reset(token)
+                    watching.reset(token)
                 if piece is _END:
                     return
                 yield piece
 
 
-_watching: ContextVar[tuple[Calls, ...]] = ContextVar("cacheblend_watching", default=())
-
-
-def watching(call: ModelCall) -> tuple[Calls, ...]:
-    """Tell those who watch that a call begins; return them, to be told of its end."""
-    watchers = _watching.get()
-    for each in watchers:
-        each.made.append(call)
-    return watchers
+watching: ContextVar[tuple[Calls, ...]] = ContextVar("cacheblend_watching", default=())
+"""Who watches the calls that are made here."""

@@ -18,7 +18,7 @@ from cacheblend_lab.bench.shapes import made_up_word
 from cacheblend_lab.reference import load_model, load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag.chat.catalog import ChunkCatalog
-from cacheblend_rag.chunk import Chunk, text_hash
+from cacheblend_rag.chunk import Chunk, Segment, text_hash
 from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.store import NodeRecord
@@ -96,7 +96,8 @@ class FindBench(Bench[FindSetting, FindRow]):
             catalog = ChunkCatalog()
             say("taking their texts in")
             before = _peak_bytes()
-            open_s = seconds_of(lambda: catalog.split(engine, self._text(self.setting.prompt_chars)))
+            text = self._text(self.setting.prompt_chars)
+            open_s = seconds_of(lambda: _split(catalog, engine, text))
             rss_bytes = _peak_bytes() - before
             say("looking through the prompts")
             times: list[float] = []
@@ -104,7 +105,7 @@ class FindBench(Bench[FindSetting, FindRow]):
             for _ in range(self.setting.prompts):
                 prompt, numbers, changed = self._prompt()
                 began = time.perf_counter()
-                segments = catalog.split(engine, prompt)
+                segments = _split(catalog, engine, prompt)
                 times.append(time.perf_counter() - began)
                 hits = [segment for segment in segments if isinstance(segment, Chunk)]
                 true = [hit for hit in hits if self.texts[int(hit.id or -1)] == hit.text]
@@ -164,7 +165,7 @@ class FindBench(Bench[FindSetting, FindRow]):
 
     def _next_call(self, catalog: ChunkCatalog, engine: BlendEngine) -> float:
         prompt = self._prompt()[0]
-        return seconds_of(lambda: catalog.split(engine, prompt))
+        return seconds_of(lambda: _split(catalog, engine, prompt))
 
     def _engine(self, folder: str) -> BlendEngine:
         # Chunks are only named.
@@ -209,3 +210,8 @@ def _key(number: int) -> str:
 def _peak_bytes() -> int:
     # macOS counts bytes, Linux KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _split(catalog: ChunkCatalog, engine: BlendEngine, text: str) -> list[Segment]:
+    catalog.follow(engine)
+    return catalog.split(engine, text)
