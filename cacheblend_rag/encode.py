@@ -196,13 +196,14 @@ class ChunkEncoder(ABC):
         kept = []
         for layer, rotation in zip(layers, self._form.rotations, strict=True):
             # A copy, so that one chunk does not keep its whole batch in memory.
-            kv = LayerKV(*(_copy(tensor[:, first : first + count]) for tensor in layer))
+            copies = (tensor[:, first : first + count].clone(memory_format=torch.contiguous_format) for tensor in layer)
+            kv = LayerKV(*copies)
             if rotation is not None and distance:
                 known = (rotation, kv.keys.device)
                 if known not in tables:
                     tables[known] = rotation.table(torch.full((count,), -distance), kv.keys.device)
                 shift_layer(kv, tables[known])
-            kept.append(LayerKV(*(_on_cpu(tensor) for tensor in kv)))
+            kept.append(LayerKV(*(tensor.cpu() for tensor in kv)))
         return ChunkKV(target.token_ids, start, kept, context=context_digest(target.context))
 
 
@@ -250,7 +251,10 @@ class Encoder(ChunkEncoder):
     @torch.no_grad()
     def head(self, token_ids: Sequence[int]) -> ChunkKV:
         layers = self._forward([token_ids], KVCache(self._decoder.num_layers))
-        kept = [LayerKV(*(_on_cpu(_copy(tensor[0])) for tensor in layer)) for layer in layers]
+        kept = [
+            LayerKV(*(tensor[0].clone(memory_format=torch.contiguous_format).cpu() for tensor in layer))
+            for layer in layers
+        ]
         return ChunkKV(tuple(token_ids), 0, kept)
 
     @torch.no_grad()
@@ -338,11 +342,3 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _row(layers: Sequence[LayerKV], row: int) -> list[LayerKV]:
     return [LayerKV(kv.keys[row], kv.values[row]) for kv in layers]
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

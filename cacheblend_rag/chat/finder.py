@@ -50,7 +50,7 @@ class _SliceHashes:
         powers = np.ones((2, len(codes) + 1), np.uint64)
         powers[:, 1:] = [[_BASE], [_INVERSE]]
         np.cumprod(powers, axis=1, out=powers)
-        self._inverses = powers[1]
+        self._inverses: NDArray[np.uint64] = powers[1]
         self._sums = np.zeros(len(codes) + 1, np.uint64)
         np.cumsum(codes * powers[0, :-1], out=self._sums[1:])
 

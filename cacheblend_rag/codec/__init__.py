@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cacheblend_rag.codec.base import (
+    NATIVE,
     CastCodec,
     Codec,
     NativeCodec,
@@ -38,7 +39,7 @@ EXACT = NativeCodec("exact")
 _CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
-        NativeCodec("native"),
+        NATIVE,
         EXACT,
         CastCodec("float32", torch.float32),
         CastCodec("float16", torch.float16),

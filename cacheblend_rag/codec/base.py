@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,14 +11,13 @@ import torch
 from cacheblend_rag.kv import KV, LayerKV
 
 __all__ = [
+    "NATIVE",
     "CastCodec",
     "Codec",
     "NativeCodec",
     "PackedKV",
     "PackedLayer",
     "TensorForm",
-    "form_of",
-    "keep_native",
     "main_codec",
 ]
 
@@ -46,6 +45,12 @@ class PackedLayer:
     key_form: TensorForm
     value_form: TensorForm
     parts: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, codec: str, layer: LayerKV, parts: Mapping[str, torch.Tensor]) -> PackedLayer:
+        """Return a layer that `codec` has packed into `parts`."""
+        key_form, value_form = (TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in layer)
+        return cls(codec, key_form, value_form, parts)
 
     @property
     def nbytes(self) -> int:
@@ -87,17 +92,6 @@ class Codec(Protocol):
         """Return what was packed, in the dtypes it had; the result may share memory with the parts."""
 
 
-def form_of(tensor: torch.Tensor) -> TensorForm:
-    """Return the form of a tensor."""
-    return TensorForm(tuple(tensor.shape), tensor.dtype)
-
-
-def keep_native(layer: LayerKV) -> PackedLayer:
-    """Return a layer with its tensors as they are."""
-    parts = {"keys": layer.keys.contiguous(), "values": layer.values.contiguous()}
-    return PackedLayer("native", form_of(layer.keys), form_of(layer.values), parts)
-
-
 @dataclass(frozen=True, slots=True)
 class NativeCodec:
     """KV in the dtype that the model computed it in."""
@@ -106,11 +100,16 @@ class NativeCodec:
 
     def pack(self, layer: LayerKV) -> PackedLayer:
         """Keep one layer as it is."""
-        return replace(keep_native(layer), codec=self.name)
+        parts = {"keys": layer.keys.contiguous(), "values": layer.values.contiguous()}
+        return PackedLayer.of(self.name, layer, parts)
 
     def unpack(self, packed: PackedLayer) -> LayerKV:
         """Return what was packed."""
         return LayerKV(packed.parts["keys"], packed.parts["values"])
+
+
+NATIVE = NativeCodec("native")
+"""Keeps what another codec cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +126,11 @@ class CastCodec:
     def pack(self, layer: LayerKV) -> PackedLayer:
         """Cast one layer."""
         if any(not t.is_floating_point() or t.dtype.itemsize <= self.dtype.itemsize for t in layer):
-            return keep_native(layer)
+            return NATIVE.pack(layer)
         cast = LayerKV(*(tensor.to(self.dtype).contiguous() for tensor in layer))
         if not all(bool(tensor.isfinite().all()) for tensor in cast):
-            return keep_native(layer)
-        parts = {"keys": cast.keys, "values": cast.values}
-        return PackedLayer(self.name, form_of(layer.keys), form_of(layer.values), parts)
+            return NATIVE.pack(layer)
+        return PackedLayer.of(self.name, layer, {"keys": cast.keys, "values": cast.values})
 
     def unpack(self, packed: PackedLayer) -> LayerKV:
         """Cast one layer back."""

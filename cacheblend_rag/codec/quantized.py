@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from cacheblend_rag.codec.base import PackedLayer, TensorForm, form_of, keep_native
+from cacheblend_rag.codec.base import NATIVE, PackedLayer, TensorForm
 from cacheblend_rag.kv import LayerKV
 
 __all__ = ["QuantizedCodec"]
@@ -47,10 +47,10 @@ class QuantizedCodec:
         keys = self._quantize(layer.keys, "channel")
         values = self._quantize(layer.values, self.values_along)
         if keys is None or values is None:
-            return keep_native(layer)
+            return NATIVE.pack(layer)
         # Grids first: codes may end at an odd byte.
         parts = {"keys.grid": keys[0], "values.grid": values[0], "keys.codes": keys[1], "values.codes": values[1]}
-        return PackedLayer(self.name, form_of(layer.keys), form_of(layer.values), parts)
+        return PackedLayer.of(self.name, layer, parts)
 
     def unpack(self, packed: PackedLayer) -> LayerKV:
         """Compute one layer from its numbers and grids."""

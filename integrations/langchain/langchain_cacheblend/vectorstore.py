@@ -136,7 +136,9 @@ class BlendVectorStore(SearchesInner):
         texts = list(texts)
         # Not every store takes ids=None as if it were left out.
         named = kwargs if ids is None else kwargs | {"ids": ids}
-        return self._encode(self.inner.add_texts(texts, metadatas, **named), texts, metadatas)
+        given = self.inner.add_texts(texts, metadatas, **named)
+        self.encode(given, texts, metadatas)
+        return given
 
     async def aadd_texts(
         self,
@@ -150,16 +152,20 @@ class BlendVectorStore(SearchesInner):
         texts = list(texts)
         named = kwargs if ids is None else kwargs | {"ids": ids}
         given = await self.inner.aadd_texts(texts, metadatas, **named)
-        return await run_in_executor(None, self._encode, given, texts, metadatas)
+        await run_in_executor(None, self.encode, given, texts, metadatas)
+        return given
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents to the inner store, then encode them; see `add_texts`."""
-        return self._encode(self.inner.add_documents(documents, **kwargs), *_of(documents))
+        given = self.inner.add_documents(documents, **kwargs)
+        self.encode(given, *_of(documents))
+        return given
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents to the inner store, then encode them in another thread."""
         given = await self.inner.aadd_documents(documents, **kwargs)
-        return await run_in_executor(None, self._encode, given, *_of(documents))
+        await run_in_executor(None, self.encode, given, *_of(documents))
+        return given
 
     def update_document(self, document_id: str, document: Document) -> None:
         """Replace a document, in stores that have this method."""
@@ -168,7 +174,7 @@ class BlendVectorStore(SearchesInner):
     def update_documents(self, ids: list[str], documents: list[Document]) -> None:
         """Replace documents, in stores that have this method."""
         self._inner_method("update_documents")(ids, documents)
-        self._encode(ids, *_of(documents))
+        self.encode(ids, *_of(documents))
 
     @classmethod
     def from_texts(
@@ -250,7 +256,15 @@ class BlendVectorStore(SearchesInner):
         -------
         AddResult or AddJob
             What was done; in the background, a job that will say.
+
+        Raises
+        ------
+        ConfigError
+            If there are more of one than of the other.
         """
+        if len(ids) != len(texts):
+            name = type(self.inner).__name__
+            raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
         # Some stores number what they have.
         ids = list(map(str, ids))
         given = [metadata or {} for _, metadata in zip(ids, chain(metadatas or (), repeat(None)), strict=False)]
@@ -372,15 +386,6 @@ class BlendVectorStore(SearchesInner):
                 f"{type(self.inner).__name__} has no {name}; use add_documents with the same ids, or delete"
             )
         return method
-
-    def _encode(
-        self, ids: list[str], texts: Sequence[str], metadatas: Sequence[dict[str, Any]] | None = None
-    ) -> list[str]:
-        if len(ids) != len(texts):
-            name = type(self.inner).__name__
-            raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
-        self.encode(ids, texts, metadatas)
-        return ids
 
 
 def _of(documents: Sequence[Document]) -> tuple[list[str], list[dict[str, Any]]]:
