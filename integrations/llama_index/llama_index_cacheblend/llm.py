@@ -278,8 +278,13 @@ class BlendLLM(JSONAnswers):
     def _worded(self, prompt: str, formatted: bool) -> str:
         return prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
 
-    def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the engine's arguments for a call, and its stop strings."""
+    def _request(
+        self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]
+    ) -> tuple[dict[str, Any], list[str], Make[R]]:
+        """Return the engine's arguments for a call, its stop strings, and what makes its responses.
+
+        That tells those who watch what the call has cost, when its answer is whole.
+        """
         others = self.generation_kwargs | kwargs
         prompt = others.pop("blend_prompt", None)
         if prompt is None and (carried := carried_prompt(given)) is not None:
@@ -289,11 +294,21 @@ class BlendLLM(JSONAnswers):
         stops = _stop_list(others.pop("stop", self.stop))
         asked = {"prompt": prompt, "blend": others.pop("blend_config", None), "conversation": self._conversation}
         asked["max_new_tokens"] = others.pop("max_new_tokens", self.max_new_tokens)
-        return asked | _decoding_options(others.pop("temperature", self.temperature), stops, others), stops
+        asked |= _decoding_options(others.pop("temperature", self.temperature), stops, others)
+        watchers = watching.get()
+        for each in watchers:
+            each.made.append(ModelCall(self.engine, prompt, asked["blend"]))
+
+        def made(text: str, delta: str | None, result: GenerationResult | None) -> R:
+            if result is not None:
+                for each in watchers:
+                    each.end(result.report)
+            return make(text, delta, result)
+
+        return asked, stops, made
 
     def _answer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
-        arguments, stops = self._request(given, kwargs)
-        make = self._watched(arguments, make)
+        arguments, stops, make = self._request(given, kwargs, make)
         result = self.engine.generate(**arguments)
         return make(cut_at_stop(result.text, stops), None, result)
 
@@ -309,23 +324,8 @@ class BlendLLM(JSONAnswers):
     def _stream(
         self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]
     ) -> tuple[BlendStream, list[str], Make[R]]:
-        arguments, stops = self._request(given, kwargs)
-        make = self._watched(arguments, make)
+        arguments, stops, make = self._request(given, kwargs, make)
         return self.engine.stream(**arguments), stops, make
-
-    def _watched(self, arguments: dict[str, Any], make: Make[R]) -> Make[R]:
-        """Return what makes a call's responses and tells those who watch what the call has cost, when its answer is whole."""
-        call, watchers = ModelCall(self.engine, arguments["prompt"], arguments["blend"]), watching.get()
-        for each in watchers:
-            each.made.append(call)
-
-        def made(text: str, delta: str | None, result: GenerationResult | None) -> R:
-            if result is not None:
-                for each in watchers:
-                    each.end(result.report)
-            return make(text, delta, result)
-
-        return made
 
 
 def _stop_list(stop: str | Sequence[str] | None) -> list[str]:

@@ -12,7 +12,7 @@ from llama_index.core.schema import NodeWithScore
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.report import OTHER_TEXT
 
-__all__ = ["ATTENTION_KEY", "STATUS_KEY", "annotate", "copies", "warn_of_other_texts"]
+__all__ = ["ATTENTION_KEY", "STATUS_KEY", "annotate", "warn_of_other_texts"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +23,6 @@ STATUS_KEY = "blend_status"
 """Why a node's KV was not used unchanged; "blended" if it was."""
 
 _KEYS = [ATTENTION_KEY, STATUS_KEY]
-
-
-def copies(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
-    """Return copies of nodes to be annotated: those of the index stay as they are."""
-    return [
-        NodeWithScore(node=each.node.model_copy(update={"metadata": dict(each.node.metadata)}), score=each.score)
-        for each in nodes
-    ]
 
 
 def annotate(nodes: Sequence[NodeWithScore], report: dict[str, Any]) -> None:

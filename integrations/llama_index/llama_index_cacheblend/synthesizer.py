@@ -36,7 +36,6 @@ from llama_index_cacheblend.context import ContextPrompt, ModelResponse, Rounds,
 from llama_index_cacheblend.llm import BlendLLM, blend_llm
 from llama_index_cacheblend.nodes import node_chunks
 from llama_index_cacheblend.report import REPORT_KEY, AnswerReport
-from llama_index_cacheblend.sources import copies
 from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
 
 __all__ = ["BlendSynthesizer"]
@@ -175,7 +174,14 @@ class BlendSynthesizer(BaseSynthesizer):
 
     def _asked(self, nodes: Sequence[NodeWithScore], others: Sequence[NodeWithScore]) -> dict[str, Any]:
         """Return the arguments of LlamaIndex's `synthesize`, and beside them those of `get_response`."""
-        shown, beside = copies(nodes), copies(others)
+        # Copies, to be annotated: those of the index stay as they are.
+        shown, beside = (
+            [
+                NodeWithScore(node=each.node.model_copy(update={"metadata": {**each.node.metadata}}), score=each.score)
+                for each in group
+            ]
+            for group in (nodes, others)
+        )
         return {
             "nodes": shown,
             "additional_source_nodes": beside,
