@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.engine.request import Order, PromptRun
+from cacheblend_rag.engine.request import Order, Request
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store import KVReader
@@ -22,7 +22,7 @@ class RunningForward:
 
     Attributes
     ----------
-    run : PromptRun
+    request : Request
         The prompt: its `request`, `plan` and `layout`. An attachment keeps in `notes` what it needs when the prompt is answered,
         puts into `figures` what the report is to say, and adds to `charge` the work that it does on chunk rows.
     decoder : Decoder
@@ -37,7 +37,7 @@ class RunningForward:
         Tokens for which each layer of the cache is given room at once.
     """
 
-    run: PromptRun
+    request: Request
     decoder: Decoder
     cache: BlendCache
     steering: Steering | None
@@ -62,7 +62,7 @@ class Attachment:
         """Return settings for requests that bring none; None leaves the engine's. Of several attachments the last is followed."""
         return None
 
-    def choose(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, str | None] | None:
+    def choose(self, request: Request, readers: Sequence[KVReader] | None) -> tuple[float, str | None] | None:
         """Return the ratio of a prompt whose call sets none, and why it is to be prefilled in full instead, if it is.
 
         It is asked before the KV of the prompt's chunks is opened, when `readers` is None and only the latter counts, and again
@@ -74,11 +74,11 @@ class Attachment:
         """Return what is entered around a forward; asked anew if stored KV turns out damaged."""
         return nullcontext()
 
-    def alone_reason(self, run: PromptRun) -> str | None:
+    def alone_reason(self, request: Request) -> str | None:
         """Return why a prompt must be answered alone, by a steered prefill if any is blended; None if it need not."""
         return None
 
-    def answered(self, run: PromptRun, result: GenerationResult) -> None:
+    def answered(self, request: Request, result: GenerationResult) -> None:
         """Take note of an answer that came to its end."""
 
     def for_tenant(self) -> Attachment | None:

@@ -116,8 +116,7 @@ Work = Callable[[Callable[[], bool]], AddResult]
 class Jobs:
     """Jobs of one engine, done one after the other by a thread that is there while there are any.
 
-    An executor would not do: its threads take no work once the interpreter ends, which waits here for what was asked for, and
-    are gone in the child of a fork, where the jobs go on.
+    An executor would not do: its threads take no work once the interpreter ends, which waits here for what was asked for.
     """
 
     def __init__(self) -> None:
@@ -166,7 +165,7 @@ class Jobs:
         return failed
 
     def _start(self) -> None:
-        if self._queue and (self._thread is None or not self._thread.is_alive()):
+        if self._queue and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="cacheblend-encoder")
             self._thread.start()
 

@@ -24,7 +24,7 @@ from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
-from cacheblend_rag.engine.request import PromptRun, make_report
+from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import PaddedBatch, num_decoder_layers, past_adapters, unwrapped
 
@@ -138,19 +138,19 @@ def token_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def make_result(
-    model: PreTrainedModel, tokenizer: Any, run: PromptRun, token_ids: tuple[int, ...], watch: TokenWatch
+    model: PreTrainedModel, tokenizer: Any, request: Request, token_ids: tuple[int, ...], watch: TokenWatch
 ) -> GenerationResult:
     """Return the answer to a prompt, whose tokens a watch has timed, with its report."""
     count = len(token_ids)
     first_output = watch.times[0] if watch.times else time.perf_counter()
-    report = make_report(run, num_decoder_layers(model), first_output, token_ids, watch.times, watch.tpot_s(count))
+    report = make_report(request, num_decoder_layers(model), first_output, token_ids, watch.times, watch.tpot_s(count))
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    options = run.request.options
+    options = request.options
     strings = options.get("stop_strings")
     stops = [*([StopStrings(tokenizer, strings)] if strings else []), *options.get("stopping_criteria", ())]
     ends = {*end_ids(model, options), *(id for each in stops if isinstance(each, StopStrings) for id in each.ids)}
     reason = "stop" if token_ids and token_ids[-1] in ends else "length"
-    return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report, reason)
+    return GenerationResult(text, token_ids, request.prompt.layout.token_ids, report, reason)
 
 
 def last_logits(
@@ -193,18 +193,15 @@ class RowEnds(TokenWatch):
     ----------
     batch : PaddedBatch
         The rows.
+    requests : sequence of Request
+        What the rows are of: their further criteria see a row as a batch of one without padding, a streamer takes its tokens, and
+        `stop` ends it.
     limits : sequence of int
         Maximum tokens of each answer.
     end_ids : collection of int
         Tokens that end an answer.
-    criteria : sequence of sequence of StoppingCriteria
-        Further criteria of each row, which see it as a batch of one without padding.
     shared : sequence of StoppingCriteria
         Criteria that look at the last tokens of each row only, and see all rows at once.
-    stops : sequence of threading.Event
-        Each ends its row at the next token.
-    streamers : sequence
-        What takes each row's tokens as they come, a transformers streamer, or None.
 
     Attributes
     ----------
@@ -215,21 +212,17 @@ class RowEnds(TokenWatch):
     def __init__(
         self,
         batch: PaddedBatch,
+        requests: Sequence[Request],
         limits: Sequence[int],
         end_ids: Collection[int],
-        criteria: Sequence[Sequence[StoppingCriteria]],
         shared: Sequence[StoppingCriteria],
-        stops: Sequence[threading.Event],
-        streamers: Sequence[Any],
     ) -> None:
         super().__init__(threading.Event())
-        self._stops = stops
-        self._streamers = streamers
+        self._requests = requests
         self.errors: dict[int, Exception] = {}
         self._batch = batch
         self._limits = limits
         self._end_ids = frozenset(map(int, end_ids))
-        self._criteria = criteria
         self._shared = shared
         self._counts: list[int | None] = [None] * len(limits)
 
@@ -257,18 +250,19 @@ class RowEnds(TokenWatch):
         for row, start in enumerate(self._batch.starts):
             if self._counts[row] is not None:
                 continue
-            own, streamer = input_ids[row : row + 1, start:], self._streamers[row]
+            own, request = input_ids[row : row + 1, start:], self._requests[row]
+            streamer = request.streamer
             try:
                 if streamer is not None:
                     streamer.put(input_ids[row, -1:].cpu())
                 is_done = (
                     ended
-                    or self._stops[row].is_set()
+                    or request.stop.is_set()
                     or count >= self._limits[row]
                     or newest[row] in self._end_ids
                     or any(done[row] for done in together)
                     # A list, since each may have to see every token.
-                    or any([bool(each(own, None, **kwargs)) for each in self._criteria[row]])
+                    or any([bool(each(own, None, **kwargs)) for each in request.options.get("stopping_criteria", ())])
                 )
                 if is_done and streamer is not None:
                     streamer.end()
@@ -287,8 +281,8 @@ class RowProcessor(LogitsProcessor):
     ----------
     starts : sequence of int
         The column of each row's first token.
-    processors : sequence of sequence of LogitsProcessor
-        Those of each row.
+    requests : sequence of Request
+        What the rows are of.
     ends : RowEnds
         Knows which rows have ended, whose processors are no longer asked, and is told what goes wrong.
     """
@@ -296,11 +290,11 @@ class RowProcessor(LogitsProcessor):
     def __init__(
         self,
         starts: Sequence[int],
-        processors: Sequence[Sequence[LogitsProcessor]],
+        requests: Sequence[Request],
         ends: RowEnds,
     ) -> None:
         self._starts = starts
-        self._processors = processors
+        self._requests = requests
         self._ends = ends
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -309,7 +303,10 @@ class RowProcessor(LogitsProcessor):
         for row, start in enumerate(self._starts):
             own, changed = input_ids[row : row + 1, start:], scores[row : row + 1]
             try:
-                for each in () if self._ends.has_ended(row) else self._processors[row]:
+                own_processors = (
+                    () if self._ends.has_ended(row) else self._requests[row].options.get("logits_processor", ())
+                )
+                for each in own_processors:
                     changed = each(own, changed)
             except Exception as error:  # handed to who asked for this row
                 self._ends.errors[row], changed = error, scores[row : row + 1]

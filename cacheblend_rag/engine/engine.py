@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,14 @@ from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.background import in_thread
 from cacheblend_rag.engine.conversation import Conversation, Turn
 from cacheblend_rag.engine.decode import checked_options, end_ids, last_logits
-from cacheblend_rag.engine.gathering import Gathering
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
 from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.library import ChunkLibrary
-from cacheblend_rag.engine.many import Call, Many, options_of_each
+from cacheblend_rag.engine.many import Many, options_of_each
 from cacheblend_rag.engine.opening import engine_identity, look_at_model, open_engine_store
-from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
+from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.engine.scheduling import GaveWayError, Patience, aside, scheduler_lock
+from cacheblend_rag.engine.scheduler import GaveWayError, Patience, aside, scheduler_of
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import Capability, ModelCard, WeightsWatch, capability, model_window, num_decoder_layers
@@ -137,7 +136,7 @@ class BlendEngine(ChunkLibrary):
                 self.tuning,
                 self._encoder,
                 num_decoder_layers(model) if self.decoder is None else self.decoder.num_kv_layers,
-                scheduler_lock(model),
+                scheduler_of(model),
             )
             self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
             self._runner = Runner(
@@ -150,7 +149,6 @@ class BlendEngine(ChunkLibrary):
                 self.tuning,
             )
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
-            self._gathering = Gathering(self._runner, self._many)
             undo.pop_all()
 
     @classmethod
@@ -323,7 +321,7 @@ class BlendEngine(ChunkLibrary):
             raise UnsupportedModelError(
                 self.unsupported_reason or f"KV of {type(self.model).__name__} cannot be moved to another position"
             )
-        with self._runner.lock:
+        with self._runner.scheduler:
             return ModelCard.of(self.decoder, self._identity, self.window)
 
     def prefill(
@@ -359,17 +357,17 @@ class BlendEngine(ChunkLibrary):
         ConfigError
             If the settings do not fit the model.
         """
-        run = self._begin(prompt, blend, conversation)
-        count, layout = 1 if logits_to_keep is None else logits_to_keep, run.prompt.layout
+        request = self._begin(prompt, blend, conversation)
+        count, layout = 1 if logits_to_keep is None else logits_to_keep, request.prompt.layout
         text = len(layout.token_ids) - max((chunk.stop for chunk in layout.chunks), default=0)
         if not 1 <= count <= text:
             raise PromptError(
                 f"logits_to_keep={count} must be from 1 to {text}, the tokens behind the prompt's last chunk"
             )
-        logits = self._runner.run(run, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
-        report = make_report(run, num_decoder_layers(self.model), time.perf_counter())
+        logits = self._runner.run(request, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
+        report = make_report(request, num_decoder_layers(self.model), time.perf_counter())
         self._observe(report)
-        return PrefillResult(logits[0] if logits_to_keep is None else logits, run.prompt.layout.token_ids, report)
+        return PrefillResult(logits[0] if logits_to_keep is None else logits, request.prompt.layout.token_ids, report)
 
     def generate(
         self,
@@ -415,8 +413,8 @@ class BlendEngine(ChunkLibrary):
         """
         options = checked_options(self.model, max_new_tokens, generation_kwargs)
         patience = Patience.of(wait_s)
-        run = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
-        return self._decode(run, threading.Event(), None)
+        request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
+        return self._answer(request)
 
     def generate_many(
         self,
@@ -477,15 +475,17 @@ class BlendEngine(ChunkLibrary):
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
         if not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
-        runs = [
+        stop = stop or threading.Event()
+        requests = [
             self._begin(prompt, blend, patience=patience, started=started, max_new_tokens=max_new_tokens, options=own)
             for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
         ]
-        stop = stop or threading.Event()
+        for request in requests:
+            request.stop = stop
         results: dict[int, GenerationResult] = {}
-        for index, result in self._many.answer(runs, batch_size, stop):
+        for index, result in self._many.answer_all(requests, batch_size, stop):
             results[index] = result
-            self._finish(runs[index], result, stop)
+            self._finish(requests[index], result)
         return [results[index] for index in sorted(results)]
 
     async def agenerate_many(
@@ -513,20 +513,25 @@ class BlendEngine(ChunkLibrary):
         """
         options = checked_options(self.model, max_new_tokens, generation_kwargs)
         patience = Patience.of(wait_s)
-        run = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
-        return BlendStream(lambda show, stop: self._decode(run, stop, PieceStreamer(self.tokenizer, show)))
+        request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
 
-    def _decode(self, run: PromptRun, stop: threading.Event, streamer: Any) -> GenerationResult:
-        result = self._gathering.answer(run, stop, streamer)
-        self._finish(run, result, stop)
+        def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
+            request.streamer, request.stop = PieceStreamer(self.tokenizer, show), stop
+            return self._answer(request)
+
+        return BlendStream(work)
+
+    def _answer(self, request: Request) -> GenerationResult:
+        result = self._many.answer(request)
+        self._finish(request, result)
         return result
 
-    def _finish(self, run: PromptRun, result: GenerationResult, stop: threading.Event) -> None:
+    def _finish(self, request: Request, result: GenerationResult) -> None:
         self._observe(result.report)
         # An answer that was cut short would differ for that reason alone.
-        if not stop.is_set():
+        if not request.stop.is_set():
             for each in self.attachments:
-                each.answered(run, result)
+                each.answered(request, result)
 
     def generate_aside(
         self, prompt: BlendPrompt, blend: BlendConfig, max_new_tokens: int | None = None, **generation_kwargs: Any
@@ -548,17 +553,17 @@ class BlendEngine(ChunkLibrary):
         if self.decoder is None:
             raise UnsupportedModelError(f"{self.unsupported_reason}; ask it by generate, which does not give way")
         options = checked_options(self.model, max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options)
+        request = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options)
         # The interpreter waits for the thread that asks when it ends; nobody waits for what it finds out then.
         with (
             suppress(GaveWayError),
             aside(
-                self._runner.lock,
+                self._runner.scheduler,
                 self.decoder,
                 lambda: self._supply.is_closed or not threading.main_thread().is_alive(),
             ),
         ):
-            return self._many.alone(Call(run, threading.Event()))
+            return self._many.alone(request)
         return None
 
     def _observe(self, report: BlendReport) -> None:
@@ -577,8 +582,8 @@ class BlendEngine(ChunkLibrary):
         started: float | None = None,
         max_new_tokens: int | None = None,
         options: dict[str, Any] | None = None,
-    ) -> PromptRun:
-        """Return the run of a prompt under the settings in force for it, which is checked and in tokens, but not computed."""
+    ) -> Request:
+        """Return the request for a prompt, checked, in tokens and under the settings in force, but not computed."""
         self._check_open()
         began = time.perf_counter()
         started = began if started is None else started
@@ -601,19 +606,20 @@ class BlendEngine(ChunkLibrary):
             blend = self.blend
         if blend.enabled:
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
-        request = Request(
+        return Request(
             prompt,
+            assembled,
             blend,
             started,
             Patience() if patience is None else patience,
             turn,
             order,
             sets_ratio,
-            max_new_tokens=max_new_tokens,
-            options=options or {},
+            max_new_tokens,
+            options or {},
+            # While the others of a batch were put into tokens, it waited.
+            queue_s=began - started,
         )
-        # While the others of a batch were put into tokens, it waited.
-        return PromptRun(request, assembled, timings=Timings(queue_s=began - started))
 
     def _encoder(self, preamble: tuple[int, ...]) -> Encoder | None:
         return None if self.decoder is None else Encoder(self.decoder, preamble, self.tuning.encode_batch_tokens)

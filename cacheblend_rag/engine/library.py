@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.protocol import AddOptions, Present
-from cacheblend_rag.engine.scheduling import SchedulerLock
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.keys import HEAD_PREFIX
@@ -64,7 +65,7 @@ class ChunkLibrary(ABC):
         Returns what computes KV behind a preamble; None if the model cannot be blended.
     num_kv_layers : int
         Layers of the model that have KV of their own.
-    lock : SchedulerLock
+    scheduler : Scheduler
         Lets one computation at a time have the model.
 
     Attributes
@@ -93,8 +94,9 @@ class ChunkLibrary(ABC):
         tuning: Tuning,
         make_encoder: Callable[[tuple[int, ...]], ChunkEncoder | None],
         num_kv_layers: int,
-        lock: SchedulerLock,
+        scheduler: Scheduler,
     ) -> None:
+        self._process = os.getpid()
         self.tokenizer = tokenizer
         self.config = config
         self.window = window
@@ -106,7 +108,7 @@ class ChunkLibrary(ABC):
         self.store = TenantStore(store, config.tenant or "", self.namespace)
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
         encoder = make_encoder(self._assembler.preamble)
-        self._supply = KVSupply(encoder, num_kv_layers, lock, answering, self._assembler, config, tuning)
+        self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config, tuning)
         self._ingest = Ingest(self._assembler, self._supply, store, form, config)
         self._supply.on_late = self._ingest.encode_later
         self._prefetcher = Prefetcher(answering, tuning.threads)
@@ -457,7 +459,7 @@ class ChunkLibrary(ABC):
         """
         self._prefetcher.close()
         self._ingest.jobs.close(wait)
-        with self._supply.lock:
+        with self._supply.scheduler:
             if not self._supply.is_closed:
                 self._supply.is_closed = True
                 if self._owns_store:
@@ -470,5 +472,7 @@ class ChunkLibrary(ABC):
         """See that what is encoded from now on is what the keys say."""
 
     def _check_open(self) -> None:
+        if self._process != os.getpid():
+            raise ConfigError("this engine was made before its process was forked; make one in each process")
         if self._supply.is_closed:
             raise ConfigError("this engine is closed; make a new one")

@@ -1,4 +1,4 @@
-"""Answering many prompts: misses encoded together, prefills one after the other, answers decoded in padded batches."""
+"""Answering prompts: alone, or misses encoded together, prefills one after the other, answers decoded in padded batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -15,21 +16,21 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from cacheblend_rag.engine.decode import RowEnds, RowProcessor, complete_options, end_ids, last_logits, make_result
-from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer, TokenWatch
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.fuse.selfcheck import check_batching
 from cacheblend_rag.model import Decoder, PaddedBatch, model_window, takes_positions, text_decoder
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["OBJECTS", "Call", "Extent", "Many", "options_of_each", "plan_decoding"]
+__all__ = ["Extent", "Many", "options_of_each", "plan_decoding"]
 
 logger = logging.getLogger(__name__)
 
-OBJECTS = ("stopping_criteria", "logits_processor")
-"""Options that are objects, with a state of their own."""
+# Options that are objects, with a state of their own.
+_OBJECTS = ("stopping_criteria", "logits_processor")
 # Options of transformers' generate that mean the same for a row of a padded batch as for a prompt of its own.
 _BY_ROW = frozenset(
     {
@@ -52,7 +53,7 @@ _BY_ROW = frozenset(
         "repetition_penalty",
         "stop_strings",
         # Objects, of which every row gets its own.
-        *OBJECTS,
+        *_OBJECTS,
         "suppress_tokens",
         "temperature",
         "tokenizer",
@@ -66,30 +67,6 @@ _BY_ROW = frozenset(
 _DEFAULT_NEW_TOKENS = 256
 # What a checkpoint's generation settings may say besides, to no effect here.
 _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
-
-
-@dataclass(eq=False)
-class Call:
-    """A prompt that somebody wants to have answered.
-
-    Attributes
-    ----------
-    run : PromptRun
-        The prompt.
-    stop : threading.Event
-        Ends the answer at the next token.
-    streamer : PieceStreamer or None
-        Shows the answer as it comes.
-    """
-
-    run: PromptRun
-    stop: threading.Event
-    streamer: PieceStreamer | None = None
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether nobody needs its answer any more."""
-        return self.stop.is_set() or (self.streamer is not None and not threading.main_thread().is_alive())
 
 
 @dataclass(frozen=True)
@@ -171,14 +148,91 @@ class Many:
         self._self_check = tuning.self_check
         self._refused: str | None = None
 
-    def answer(
-        self, runs: Sequence[PromptRun], batch_size: int | None, stop: threading.Event
+    def answer(self, request: Request) -> GenerationResult:
+        """Answer a prompt together with those that wait and may be decoded with it, in this thread or that of one of them.
+
+        An answer does not depend on its company, except for rounding.
+
+        Raises
+        ------
+        AnswerTimeoutError
+            If the model was not free within the time that the prompt may wait.
+        CacheBlendError
+            If it was given up before its turn came.
+        """
+        scheduler = self._runner.scheduler
+        if scheduler.is_mine:
+            # A criterion of an answer under way asks something itself.
+            return self.alone(request)
+        while not scheduler.take(request.patience, (self, request), lambda: request.is_given_up):
+            try:
+                answer = request.answer.result()
+            except BaseException:
+                request.stop.set()
+                raise
+            if answer is not None:
+                return answer
+            if request.has_shown:
+                raise CacheBlendError("the thread that computed this answer among others was interrupted; ask again")
+            request.answer = Future()
+        try:
+            return self._lead(request)
+        finally:
+            scheduler.leave()
+
+    def _lead(self, request: Request) -> GenerationResult:
+        """Answer a prompt, and hand their answers to those that are answered with it."""
+        others = self._company(request)
+        try:
+            answers = self.together([request, *others]) if others else [self.alone(request)]
+        except BaseException:
+            # Not their fault: they are answered without it.
+            for other in others:
+                other.answer.set_result(None)
+            raise
+        for other, answer in zip(others, answers[1:], strict=True):
+            if isinstance(answer, Exception):
+                other.answer.set_exception(answer)
+            else:
+                other.answer.set_result(answer)
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
+
+    def _company(self, request: Request) -> list[Request]:
+        """Take those out of the line that may be decoded with a prompt, the oldest first, as far as there is room."""
+        company: list[Request] = []
+        scheduler = self._runner.scheduler
+        waiting = [each[1] for each in scheduler.line() if isinstance(each, tuple) and each[0] is self]
+        if not waiting or self._solo_reason(request) is not None:
+            return company
+        extent = self.extent(request)
+        for other in waiting:
+            if other.is_given_up or not _agree(request, other) or self._solo_reason(other) is not None:
+                continue
+            joined = extent.joined(self.extent(other))
+            # It may have left the line meanwhile.
+            if self.has_room(joined) and scheduler.pick((self, other)):
+                company.append(other)
+                extent = joined
+        return company
+
+    def _solo_reason(self, request: Request) -> str | None:
+        """Return why a call is not decoded with other calls, or None."""
+        # Objects that are not ours could hold up the others.
+        brought = [each for name in _OBJECTS for each in request.options.get(name) or ()]
+        if not all(getattr(each, "is_of_one_answer", False) for each in brought):
+            return "it brings objects of its own"
+        return self.alone_reason(request)
+
+    def answer_all(
+        self, requests: Sequence[Request], batch_size: int | None, stop: threading.Event
     ) -> Iterator[tuple[int, GenerationResult]]:
         """Answer prompts whose options differ in objects only; see `options_of_each`.
 
         Parameters
         ----------
-        runs : sequence of PromptRun
+        requests : sequence of Request
             The prompts.
         batch_size : int or None
             Maximum prompts that are decoded together.
@@ -188,19 +242,19 @@ class Many:
         Yields
         ------
         (int, GenerationResult)
-            The index of a prompt in `runs`, and its answer.
+            The index of a prompt in `requests`, and its answer.
         """
-        reasons = (self.alone_reason(run) for run in runs) if len(runs) > 1 and batch_size != 1 else ()
+        reasons = (self.alone_reason(request) for request in requests) if len(requests) > 1 and batch_size != 1 else ()
         reason = next((each for each in reasons if each is not None), None)
 
         def has_room(extent: Extent) -> bool:
             return self.has_room(extent) and (batch_size is None or extent.rows <= batch_size)
 
-        for group in plan_decoding([self.extent(run) for run in runs], has_room):
+        for group in plan_decoding([self.extent(request) for request in requests], has_room):
             if stop.is_set():
                 return
             if len(group) > 1 and reason is None:
-                answers = self.together([Call(runs[index], stop) for index in group])
+                answers = self.together([requests[index] for index in group])
                 # Of a group that was stopped before its first token there are no answers.
                 if stop.is_set() and not any(isinstance(each, GenerationResult) and each.token_ids for each in answers):
                     return
@@ -209,25 +263,25 @@ class Many:
                         raise answer
                     yield index, answer
                 continue
-            self._runner.encode_misses([runs[index] for index in group])
+            self._runner.encode_misses([requests[index] for index in group])
             for index in group:
                 if not stop.is_set():
-                    run = runs[index]
-                    run.figures["alone_reason"] = reason
-                    result = self.alone(Call(run, stop))
-                    run.kv.encoded.clear()
+                    request = requests[index]
+                    request.figures["alone_reason"] = reason
+                    result = self.alone(request)
+                    request.encoded.clear()
                     yield index, result
 
-    def _limit(self, run: PromptRun) -> int:
+    def _limit(self, request: Request) -> int:
         """Return how many tokens an answer may have: what was asked, else the model's own setting or 256, within its window."""
         own = self._model.generation_config.max_new_tokens
-        limit, layout = int(run.request.max_new_tokens or own or _DEFAULT_NEW_TOKENS), run.prompt.layout
+        limit, layout = int(request.max_new_tokens or own or _DEFAULT_NEW_TOKENS), request.prompt.layout
         return limit if self._window is None else min(limit, self._window - max(len(layout), layout.end_position))
 
-    def extent(self, run: PromptRun) -> Extent:
+    def extent(self, request: Request) -> Extent:
         """Return how far a prompt reaches."""
-        layout = run.prompt.layout
-        return Extent(len(layout), layout.end_position, self._limit(run))
+        layout = request.prompt.layout
+        return Extent(len(layout), layout.end_position, self._limit(request))
 
     def has_room(self, extent: Extent) -> bool:
         """Whether prompts of such an extent may be decoded together."""
@@ -235,13 +289,13 @@ class Many:
         window = None if takes_positions(text_decoder(self._model)) else self._window
         return extent.tokens <= self._batch_tokens and (window is None or extent.end + extent.limit <= window)
 
-    def together(self, calls: Sequence[Call]) -> Sequence[GenerationResult | Exception]:
+    def together(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
         """Answer prompts in one batch, whose options differ in objects and limits only; one by one if there is no memory for it.
 
         Parameters
         ----------
-        calls : sequence of Call
-            The prompts, of none of which `alone_reason` says why not. A call that was given up gets an answer without tokens.
+        requests : sequence of Request
+            The prompts, of none of which `alone_reason` says why not. One that was given up gets an answer without tokens.
 
         Returns
         -------
@@ -250,27 +304,26 @@ class Many:
         """
         answers: list[GenerationResult | Exception | None]
         try:
-            answers = [*self._together(calls)]
+            answers = [*self._together(requests)]
         except torch.OutOfMemoryError:
-            answers = [None] * len(calls)
+            answers = [None] * len(requests)
         # The errors hold what the batch held, and must be gone before anything else is computed.
         answers = [None if isinstance(each, torch.OutOfMemoryError) else each for each in answers]
         if None in answers:
-            self._take_less([call.run for call in calls])
+            self._take_less(requests)
         return [
-            self._begun_anew(call) if answer is None else answer for call, answer in zip(calls, answers, strict=True)
+            self._begun_anew(each) if answer is None else answer for each, answer in zip(requests, answers, strict=True)
         ]
 
-    def alone(self, call: Call) -> GenerationResult:
+    def alone(self, request: Request) -> GenerationResult:
         """Answer a prompt by itself: the first forward of the model's ``generate`` is the blended prefill."""
-        run, streamer = call.run, call.streamer
-        layout, limit = run.prompt.layout, self._limit(run)
-        options = complete_options(self._model, self._tokenizer, run.request.options)
-        watch = TokenWatch(call.stop)
+        layout, limit, streamer = request.prompt.layout, self._limit(request), request.streamer
+        options = complete_options(self._model, self._tokenizer, request.options)
+        watch = TokenWatch(request.stop)
         criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), watch])
 
         def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            if call.is_given_up:
+            if request.is_given_up:
                 # Closed while it waited for the model: nobody needs its prefill.
                 return torch.empty(0, dtype=torch.int64)
             if streamer is not None:
@@ -287,62 +340,52 @@ class Many:
             )
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             generated = sequences[0, len(layout) :].cpu()
-            run.output_ids = tuple(generated.tolist())
+            request.output_ids = tuple(generated.tolist())
             return generated
 
-        self._runner.run(run, limit, forward)
-        return make_result(self._model, self._tokenizer, run, run.output_ids, watch)
+        self._runner.run(request, limit, forward)
+        return make_result(self._model, self._tokenizer, request, request.output_ids, watch)
 
-    def _take_less(self, runs: Sequence[PromptRun]) -> None:
+    def _take_less(self, requests: Sequence[Request]) -> None:
         """Have fewer prompts decoded together from now on, for these were too many."""
-        tokens = reduce(Extent.joined, map(self.extent, runs)).tokens
+        tokens = reduce(Extent.joined, map(self.extent, requests)).tokens
         self._batch_tokens = min(self._batch_tokens, tokens // 2)
         logger.warning(
             "there is no memory to decode %d prompts together that come to %d tokens with their answers, so they are answered "
             "one by one, and from now on half as much is decoded together",
-            len(runs),
+            len(requests),
             tokens,
         )
 
-    def _begun_anew(self, call: Call) -> GenerationResult | Exception:
-        if call.streamer is not None and call.streamer.has_shown:
+    def _begun_anew(self, request: Request) -> GenerationResult | Exception:
+        if request.has_shown:
             # What was read of it cannot be begun anew.
             return torch.OutOfMemoryError("there was no memory to end an answer that had begun; ask again")
         try:
-            return self.alone(call)
+            return self.alone(request)
         except Exception as error:  # handed to who asked for it
             return error
 
-    def _together(self, calls: Sequence[Call]) -> Sequence[GenerationResult | Exception]:
+    def _together(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
         model, tokenizer = self._model, self._tokenizer
-        runs = [call.run for call in calls]
-        limits = [self._limit(run) for run in runs]
-        layouts = [run.prompt.layout for run in runs]
+        limits = [self._limit(request) for request in requests]
+        layouts = [request.prompt.layout for request in requests]
         batch = PaddedBatch(
             [layout.token_ids for layout in layouts],
             [layout.positions for layout in layouts],
             min(max(limits), ROOM_FOR_OUTPUT),
         )
-        shared = {name: value for name, value in runs[0].request.options.items() if name not in OBJECTS}
+        shared = {name: value for name, value in requests[0].options.items() if name not in _OBJECTS}
         options = complete_options(model, tokenizer, shared)
-        ends = RowEnds(
-            batch,
-            limits,
-            end_ids(model, options),
-            [run.request.options.get("stopping_criteria", ()) for run in runs],
-            options.pop("stopping_criteria", ()),
-            [call.stop for call in calls],
-            [call.streamer for call in calls],
-        )
-        self._prefill(calls, batch, ends)
-        answers: list[list[int]] = [[] for _ in calls]
-        if not all(map(ends.has_ended, range(len(calls)))):
+        ends = RowEnds(batch, requests, limits, end_ids(model, options), options.pop("stopping_criteria", ()))
+        self._prefill(requests, batch, ends)
+        answers: list[list[int]] = [[] for _ in requests]
+        if not all(map(ends.has_ended, range(len(requests)))):
             options["stopping_criteria"] = StoppingCriteriaList([ends])
-            processors = [run.request.options.get("logits_processor", ()) for run in runs]
-            if any(processors):
-                options["logits_processor"] = LogitsProcessorList([RowProcessor(batch.starts, processors, ends)])
+            if any(request.options.get("logits_processor") for request in requests):
+                options["logits_processor"] = LogitsProcessorList([RowProcessor(batch.starts, requests, ends)])
             with (
-                self._runner.lock.within(runs[0].request.patience),
+                self._runner.scheduler.within(requests[0].patience),
                 torch.no_grad(),
                 batch.prefilled(model) as cache,
             ):
@@ -352,51 +395,50 @@ class Many:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             answers = sequences[:, batch.width :].tolist()
         return [
-            ends.errors[row] if row in ends.errors else self._result(run, answers[row], row, ends, len(runs))
-            for row, run in enumerate(runs)
+            ends.errors[row] if row in ends.errors else self._result(request, answers[row], row, ends, len(requests))
+            for row, request in enumerate(requests)
         ]
 
-    def _prefill(self, calls: Sequence[Call], batch: PaddedBatch, ends: RowEnds) -> None:
+    def _prefill(self, requests: Sequence[Request], batch: PaddedBatch, ends: RowEnds) -> None:
         """Prefill the prompts one after the other; one that fails or was given up is dropped."""
-        self._runner.encode_misses([call.run for call in calls if not call.is_given_up])
+        self._runner.encode_misses([request for request in requests if not request.is_given_up])
 
         def prefill(row: int, cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             assert cache is not None
-            if calls[row].is_given_up:
+            if requests[row].is_given_up:
                 ends.drop(row)
                 return torch.empty(0)
             logits = last_logits(self._model, inputs, cache)[0]
             batch.take(row, cache, logits)
             return logits
 
-        for row, call in enumerate(calls):
+        for row, request in enumerate(requests):
             try:
-                self._runner.run(call.run, 0, partial(prefill, row))
-                if call.streamer is not None:
+                self._runner.run(request, 0, partial(prefill, row))
+                if request.streamer is not None:
                     # A streamer is shown the prompt first.
-                    call.streamer.put(torch.tensor([call.run.prompt.layout.token_ids]))
+                    request.streamer.put(torch.tensor([request.prompt.layout.token_ids]))
             except Exception as error:  # handed to who asked for this row
                 ends.drop(row, error)
-            call.run.timings.forward_ended = time.perf_counter()
-            call.run.kv.encoded.clear()
+            request.forward_ended = time.perf_counter()
+            request.encoded.clear()
 
-    def _result(self, run: PromptRun, answer: list[int], row: int, ends: RowEnds, rows: int) -> GenerationResult:
-        run.figures["batch_size"] = rows
+    def _result(self, request: Request, answer: list[int], row: int, ends: RowEnds, rows: int) -> GenerationResult:
+        request.figures["batch_size"] = rows
         token_ids = tuple(answer[: ends.count(row)])
-        return make_result(self._model, self._tokenizer, run, token_ids, ends)
+        return make_result(self._model, self._tokenizer, request, token_ids, ends)
 
-    def alone_reason(self, run: PromptRun) -> str | None:
+    def alone_reason(self, request: Request) -> str | None:
         """Return why a prompt cannot be decoded together with others, or None."""
         if self._decoder is None:
             return "the model cannot be blended, and is not known to decode several prompts as it decodes one"
         if self._decoder.rope_reach is not None:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
-        if self._decoder.column_biases and run.prompt.places is not None:
+        if self._decoder.column_biases and request.prompt.places is not None:
             return "the bias of the model counts the tokens of a batch, and a prompt places its own"
-        request = run.request
         if request.turn is not None:
             return "a conversation keeps the KV of its answer"
-        reason = self._runner.alone_reason(run)
+        reason = self._runner.alone_reason(request)
         if reason is not None:
             return reason
         own = self._model.generation_config.to_diff_dict()
@@ -406,7 +448,7 @@ class Many:
             if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
                 return f"the generation option {name}={value!r} may read the padding of a batch"
         if self._self_check:
-            with self._runner.lock.within(request.patience):
+            with self._runner.scheduler.within(request.patience):
                 try:
                     check_batching(self._decoder)
                 except UnsupportedModelError as error:
@@ -422,7 +464,7 @@ def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]
     for the answer they are used in; or lists of them, one for each prompt.
     """
     each = [dict(options) for _ in range(count)]
-    for name in OBJECTS:
+    for name in _OBJECTS:
         objects = list(options.get(name) or ())
         if not any(isinstance(given, list | tuple) for given in objects):
             own = [[copy.copy(given) for given in objects] for _ in range(count)]
@@ -437,3 +479,15 @@ def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]
             mine.pop(name, None)
             mine |= {name: objects} if objects else {}
     return each
+
+
+def _agree(one: Request, other: Request) -> bool:
+    """Return whether two calls ask for the same way of decoding."""
+    mine, theirs = (
+        {name: value for name, value in each.options.items() if name not in _OBJECTS} for each in (one, other)
+    )
+    return mine.keys() == theirs.keys() and all(_is_same(mine[name], theirs[name]) for name in mine)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other))

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.engine.scheduling import scheduler_lock
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreReadOnlyError, UnsupportedModelError
 from cacheblend_rag.fuse.selfcheck import check_blending
 from cacheblend_rag.model import Decoder, inspect_model, model_fingerprint
@@ -52,7 +52,7 @@ def look_at_model(model: PreTrainedModel, *, strict: bool, self_check: bool) -> 
     """
     try:
         # Another engine may be at work on it.
-        with scheduler_lock(model):
+        with scheduler_of(model):
             decoder = inspect_model(model)
             if self_check:
                 check_blending(decoder)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.errors import CacheBlendError
@@ -27,16 +26,6 @@ class _Read:
     key: str
     future: Future[None]
     holders: int = 0
-
-
-@dataclass(eq=False)
-class _Process:
-    """Reads of one process that are not over, by their keys, and the threads that do them."""
-
-    pid: int = field(default_factory=os.getpid)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    pool: ThreadPoolExecutor | None = None
-    reads: dict[str, _Read] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -60,8 +49,7 @@ class Prefetch:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to read; return whether that is so.
 
-        What was cancelled is not left to read, nor what a prompt has taken over, which reads it itself, nor, in a forked
-        process, what its parent began.
+        What was cancelled is not left to read, nor what a prompt has taken over, which reads it itself.
 
         Parameters
         ----------
@@ -79,8 +67,7 @@ class Prefetch:
 class Prefetcher:
     """Reads chunks in its own threads, so that the tiers keep them where they are read fast.
 
-    From disk and remote tiers KV comes to RAM, and to the device, as far as these have room. A forked child reads nothing that
-    its parent has begun, and has its own threads.
+    From disk and remote tiers KV comes to RAM, and to the device, as far as these have room.
 
     Parameters
     ----------
@@ -94,26 +81,22 @@ class Prefetcher:
         self._store = store
         self._threads = threads
         self._closed = False
-        self._process = _Process()
-
-    @property
-    def _mine(self) -> _Process:
-        """Reads of this process."""
-        if self._process.pid != os.getpid():
-            self._process = _Process()
-        return self._process
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        # Reads that are not over, by their keys.
+        self._reads: dict[str, _Read] = {}
 
     def begin(self, keys: Iterable[str]) -> Prefetch:
         """Read what is under these keys, in this order; what is being read already is not read twice."""
-        mine, begun = self._mine, list[_Read]()
-        with mine.lock:
+        begun = list[_Read]()
+        with self._lock:
             for key in [] if self._closed else dict.fromkeys(keys):
-                read = mine.reads.get(key)
+                read = self._reads.get(key)
                 if read is None:
-                    if mine.pool is None:
-                        mine.pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
+                    if self._pool is None:
+                        self._pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
                     try:
-                        read = mine.reads[key] = _Read(key, mine.pool.submit(self._work, mine, key))
+                        read = self._reads[key] = _Read(key, self._pool.submit(self._work, key))
                     except RuntimeError:
                         # Python ends.
                         break
@@ -123,11 +106,10 @@ class Prefetcher:
 
     def wait(self, reads: Sequence[_Read], timeout_s: float | None = None) -> bool:
         """Wait until reads have ended or were cancelled; return whether that is so."""
-        mine = self._mine.reads
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for read in reads:
-            # What is over, or is another process's, is not there.
-            if mine.get(read.key) is read:
+            # What is over is not there.
+            if self._reads.get(read.key) is read:
                 try:
                     read.future.exception(None if until is None else max(until - time.monotonic(), 0))
                 except futures.TimeoutError:
@@ -138,34 +120,31 @@ class Prefetcher:
 
     def let_go(self, reads: Iterable[_Read]) -> None:
         """Read no further chunk of those that only this caller wants."""
-        mine = self._mine
-        with mine.lock:
+        with self._lock:
             for read in reads:
                 read.holders -= 1
-                if not read.holders and mine.reads.get(read.key) is read and read.future.cancel():
-                    del mine.reads[read.key]
+                if not read.holders and self._reads.get(read.key) is read and read.future.cancel():
+                    del self._reads[read.key]
 
     def claim(self, keys: Iterable[str]) -> None:
         """Make way for a prompt with these keys: reads that have not begun are its own business, others are waited for."""
-        if not self._process.reads:
+        if not self._reads:
             return
-        mine = self._mine
-        with mine.lock:
-            claimed = [mine.reads[key] for key in keys if key in mine.reads]
+        with self._lock:
+            claimed = [self._reads[key] for key in keys if key in self._reads]
             for read in claimed:
                 if read.future.cancel():
-                    mine.reads.pop(read.key, None)
+                    self._reads.pop(read.key, None)
         self.wait(claimed)
 
     def close(self) -> None:
         """Stop after what is being read."""
-        mine = self._mine
-        with mine.lock:
+        with self._lock:
             self._closed = True
-        if mine.pool is not None:
-            mine.pool.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
-    def _work(self, mine: _Process, key: str) -> None:
+    def _work(self, key: str) -> None:
         try:
             reader = self._store.open(key)
             if reader is not None and (reader.tier not in ("ram", "device") or reader.promotes_to_device):
@@ -176,5 +155,5 @@ class Prefetcher:
             # The prompt itself will meet it, and encode the chunk anew.
             logger.warning("a chunk could not be prefetched: %s", error)
         finally:
-            with mine.lock:
-                mine.reads.pop(key, None)
+            with self._lock:
+                self._reads.pop(key, None)

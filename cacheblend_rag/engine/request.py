@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,8 +14,9 @@ import torch
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.conversation import Resumption, Turn
+from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
-from cacheblend_rag.engine.scheduling import Patience
+from cacheblend_rag.engine.scheduler import Patience
 from cacheblend_rag.fuse.plan import Plan
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
@@ -21,7 +24,7 @@ from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate, NamedTarget
 from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
-__all__ = ["ChunkSupply", "Order", "PromptRun", "Request", "Timings", "make_report", "why_missed"]
+__all__ = ["Order", "Request", "make_report", "why_missed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,18 +43,20 @@ class Order:
     action: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """What was asked.
+    """A prompt on its way through the engine: what was asked, what is done, and what it cost.
 
     Attributes
     ----------
-    prompt : BlendPrompt
-        The prompt.
+    asked : BlendPrompt
+        The prompt as it was given.
+    prompt : AssembledPrompt
+        The prompt as it is answered: of chunks that would keep it waiting, some are text by then.
     blend : BlendConfig
         The settings in force.
     started : float
-        When the call came, by `time.perf_counter`.
+        When the call came. All moments are those of `time.perf_counter`.
     patience : Patience
         How long it waits for the model; the prompts of one call share it.
     turn : Turn or None
@@ -64,32 +69,18 @@ class Request:
         Maximum tokens to generate; None for the model's own setting.
     options : dict
         Further options of ``generate``, checked by `checked_options`.
-    """
-
-    prompt: BlendPrompt
-    blend: BlendConfig
-    started: float
-    patience: Patience = field(default_factory=Patience)
-    turn: Turn | None = None
-    order: Order | None = None
-    sets_ratio: bool = False
-    max_new_tokens: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def action(self) -> str | None:
-        """What an attachment changed in the settings, and why."""
-        return self.order.action if self.order is not None and self.blend is self.order.blend else None
-
-
-@dataclass(slots=True)
-class ChunkSupply:
-    """Where the KV of a prompt's chunks comes from, by their keys.
-
-    Attributes
-    ----------
+    stop : threading.Event
+        Ends the answer at the next token.
+    streamer : PieceStreamer or None
+        Shows the answer as it comes.
+    answer : Future
+        The answer, where another request's thread computes it; None where that thread was interrupted.
+    plan : Plan or None
+        What is done, once that is decided.
+    resumed : Resumption or None
+        What it takes over: its fixed head, and what its conversation has.
     hits : dict of (str, bool)
-        Whether it was stored when the call came.
+        Whether the KV of each chunk, by its key as below, was stored when the call came.
     tiers : dict of (str, str or None)
         Where it is read from; None for a miss.
     unreadable : dict of (str, bool)
@@ -100,68 +91,14 @@ class ChunkSupply:
         KV of misses that was computed before the prompt's turn came.
     contexts : dict of (str, NamedTarget)
         How KV is computed that was not stored when the prompt's turn came.
-    """
-
-    hits: dict[str, bool] = field(default_factory=dict)
-    tiers: dict[str, str | None] = field(default_factory=dict)
-    unreadable: dict[str, bool] = field(default_factory=dict)
-    fates: dict[str, Fate | Literal["unsupported"] | None] = field(default_factory=dict)
-    encoded: dict[str, ChunkKV] = field(default_factory=dict)
-    contexts: dict[str, NamedTarget] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Timings:
-    """What answering took.
-
-    Attributes
-    ----------
     queue_s, encode_s, open_s, wait_s : float
         Seconds spent on waiting for the model, on encoding misses, on opening stored KV, and, in the forward, on waiting for it.
-    ready : float
-        When the prompt was in tokens, by `time.perf_counter`.
-    forward_started : float
-        When the forward began, by `time.perf_counter`.
+    ready, forward_started : float
+        When the prompt was in tokens, and when the forward began.
     forward_ended : float or None
         When the prefill ended, where other prompts were prefilled before the first output; None where that follows at once.
     waits : list of Span
         When that was that came before the forward.
-    """
-
-    queue_s: float = 0.0
-    encode_s: float = 0.0
-    open_s: float = 0.0
-    wait_s: float = 0.0
-    ready: float = field(default_factory=time.perf_counter)
-    forward_started: float = 0.0
-    forward_ended: float | None = None
-    waits: list[Span] = field(default_factory=list)
-
-    def note(self, what: str, began: float) -> float:
-        """Note what has just ended, and when it began; return the seconds that it took."""
-        ended = time.perf_counter()
-        self.waits.append(Span(what, began, ended))
-        return ended - began
-
-
-@dataclass(slots=True)
-class PromptRun:
-    """A request on its way.
-
-    Attributes
-    ----------
-    request : Request
-        What was asked.
-    prompt : AssembledPrompt
-        The prompt as it is answered: of chunks that would keep it waiting, some are text by then.
-    plan : Plan or None
-        What is done, once that is decided.
-    resumed : Resumption or None
-        What it takes over: its fixed head, and what its conversation has.
-    kv : ChunkSupply
-        Where the KV of its chunks comes from.
-    timings : Timings
-        What it took.
     recomputed : torch.Tensor or None
         The chunk rows recomputed by the prefill; None when the whole prompt was computed.
     charge : float
@@ -178,12 +115,35 @@ class PromptRun:
         When the layers of its stored KV were loaded and handed over; None where none was read.
     """
 
-    request: Request
+    asked: BlendPrompt
     prompt: AssembledPrompt
+    blend: BlendConfig
+    started: float
+    patience: Patience = field(default_factory=Patience)
+    turn: Turn | None = None
+    order: Order | None = None
+    sets_ratio: bool = False
+    max_new_tokens: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+    streamer: PieceStreamer | None = None
+    answer: Future[GenerationResult | None] = field(default_factory=Future)
     plan: Plan | None = None
     resumed: Resumption | None = None
-    kv: ChunkSupply = field(default_factory=ChunkSupply)
-    timings: Timings = field(default_factory=Timings)
+    hits: dict[str, bool] = field(default_factory=dict)
+    tiers: dict[str, str | None] = field(default_factory=dict)
+    unreadable: dict[str, bool] = field(default_factory=dict)
+    fates: dict[str, Fate | Literal["unsupported"] | None] = field(default_factory=dict)
+    encoded: dict[str, ChunkKV] = field(default_factory=dict)
+    contexts: dict[str, NamedTarget] = field(default_factory=dict)
+    queue_s: float = 0.0
+    encode_s: float = 0.0
+    open_s: float = 0.0
+    wait_s: float = 0.0
+    ready: float = field(default_factory=time.perf_counter)
+    forward_started: float = 0.0
+    forward_ended: float | None = None
+    waits: list[Span] = field(default_factory=list)
     recomputed: torch.Tensor | None = None
     charge: float = 0.0
     attention: Callable[[ChunkSpan], float] | None = None
@@ -191,6 +151,28 @@ class PromptRun:
     notes: dict[object, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     layers: LayerTimes | None = None
+
+    @property
+    def action(self) -> str | None:
+        """What an attachment changed in the settings, and why."""
+        return self.order.action if self.order is not None and self.blend is self.order.blend else None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether its answer is wanted no more."""
+        # The interpreter waits for a stream's thread when it ends.
+        return self.stop.is_set() or (self.streamer is not None and not threading.main_thread().is_alive())
+
+    @property
+    def has_shown(self) -> bool:
+        """Whether anything of its answer was read, which cannot be begun anew then."""
+        return self.streamer is not None and self.streamer.has_shown
+
+    def note(self, what: str, began: float) -> float:
+        """Note what has just ended, and when it began; return the seconds that it took."""
+        ended = time.perf_counter()
+        self.waits.append(Span(what, began, ended))
+        return ended - began
 
     @property
     def layout(self) -> PromptLayout:
@@ -204,7 +186,7 @@ class PromptRun:
 
 
 def make_report(
-    run: PromptRun,
+    request: Request,
     num_layers: int,
     first_output: float,
     output_ids: tuple[int, ...] = (),
@@ -215,7 +197,7 @@ def make_report(
 
     Parameters
     ----------
-    run : PromptRun
+    request : Request
         The request, answered.
     num_layers : int
         Decoder layers of the model.
@@ -228,53 +210,53 @@ def make_report(
     tpot_s : float, optional
         Seconds per token after the first.
     """
-    assert run.plan is not None
-    layout, timings = run.prompt.layout, run.timings
+    assert request.plan is not None
+    layout = request.prompt.layout
     context = layout.context_tokens
-    if run.recomputed is None:
-        rows = layout.context_rows[layout.context_rows >= run.layout.resumed_rows]
+    if request.recomputed is None:
+        rows = layout.context_rows[layout.context_rows >= request.layout.resumed_rows]
         charged = rows.numel() / max(context, 1)
     else:
         # What was moved within a conversation is blended as chunks are.
-        blended = context + (0 if run.resumed is None else run.resumed.moved)
-        rows, charged = run.recomputed, run.charge / max(blended * num_layers, 1)
+        blended = context + (0 if request.resumed is None else request.resumed.moved)
+        rows, charged = request.recomputed, request.charge / max(blended * num_layers, 1)
     in_chunks = rows[torch.isin(rows, layout.context_rows)]
-    parts = [(chunk, _chunk_report(run, chunk, rows)) for chunk in _all_chunks(run)]
-    chunks, misses = _chunk_reports(run, parts)
-    ended = timings.forward_ended or first_output
-    ttft_s, load_s = first_output - run.request.started, timings.open_s + timings.wait_s
-    recompute_s = ended - timings.forward_started - timings.wait_s
+    parts = [(chunk, _chunk_report(request, chunk, rows)) for chunk in _all_chunks(request)]
+    chunks, misses = _chunk_reports(request, parts)
+    ended = request.forward_ended or first_output
+    ttft_s, load_s = first_output - request.started, request.open_s + request.wait_s
+    recompute_s = ended - request.forward_started - request.wait_s
     # Between its prefill and its first token the model had the other prompts of a batch.
-    queue_s = timings.queue_s + first_output - ended
+    queue_s = request.queue_s + first_output - ended
     return BlendReport(
         ttft_s=ttft_s,
         load_s=load_s,
-        encode_s=timings.encode_s,
+        encode_s=request.encode_s,
         recompute_s=recompute_s,
         prompt_tokens=len(layout),
         context_tokens=context,
         recomputed_tokens=in_chunks.numel(),
-        recompute_ratio=1.0 if run.recomputed is None else run.plan.ratio,
+        recompute_ratio=1.0 if request.recomputed is None else request.plan.ratio,
         charged_ratio=charged if context else 0.0,
         hits=sum(chunk.hit for chunk in chunks),
         misses=misses,
-        selector=run.plan.selector,
-        fallback_reason=_fallback_reason(run),
+        selector=request.plan.selector,
+        fallback_reason=_fallback_reason(request),
         chunks=chunks,
         output_tokens=len(output_ids),
-        guard=run.request.action,
+        guard=request.action,
         tpot_s=tpot_s,
-        conversation_tokens=0 if run.resumed is None else run.resumed.tokens,
+        conversation_tokens=0 if request.resumed is None else request.resumed.tokens,
         conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
         queue_s=queue_s,
-        overhead_s=max(ttft_s - queue_s - load_s - timings.encode_s - recompute_s, 0.0),
-        **run.figures,
-        trace=_trace(run, parts, rows, ended, output_ids, token_times),
+        overhead_s=max(ttft_s - queue_s - load_s - request.encode_s - recompute_s, 0.0),
+        **request.figures,
+        trace=_trace(request, parts, rows, ended, output_ids, token_times),
     )
 
 
 def _trace(
-    run: PromptRun,
+    request: Request,
     parts: Sequence[tuple[PromptChunk, ChunkReport]],
     recomputed: torch.Tensor,
     ended: float,
@@ -282,7 +264,7 @@ def _trace(
     token_times: Sequence[float],
 ) -> Trace:
     return Trace(
-        run.prompt.layout.token_ids,
+        request.prompt.layout.token_ids,
         output_ids,
         tuple(
             TracedChunk(
@@ -297,31 +279,31 @@ def _trace(
             )
             for chunk, report in parts
         ),
-        tuple(_reused(run)),
-        () if run.recomputed is None else tuple(recomputed.tolist()),
-        run.request.started,
-        run.timings.forward_started,
+        tuple(_reused(request)),
+        () if request.recomputed is None else tuple(recomputed.tolist()),
+        request.started,
+        request.forward_started,
         ended,
-        tuple(run.timings.waits),
-        run.layers,
+        tuple(request.waits),
+        request.layers,
         tuple(token_times[: len(output_ids)]),
     )
 
 
-def _all_chunks(run: PromptRun) -> list[PromptChunk]:
+def _all_chunks(request: Request) -> list[PromptChunk]:
     """Return the chunks of a prompt in its order, those that are computed like text included."""
-    return sorted((*run.prompt.chunks, *run.prompt.computed), key=lambda each: each.start)
+    return sorted((*request.prompt.chunks, *request.prompt.computed), key=lambda each: each.start)
 
 
-def _reused(run: PromptRun) -> Iterator[Span]:
+def _reused(request: Request) -> Iterator[Span]:
     """Yield the rows whose KV was not computed in the prompt's forward; where two have a row, the later one holds."""
-    resumed = run.resumed
-    if run.recomputed is not None:
-        for chunk in run.waiting:
-            yield Span(run.kv.tiers.get(chunk.key) or "encoded", chunk.start, chunk.stop)
+    resumed = request.resumed
+    if request.recomputed is not None:
+        for chunk in request.waiting:
+            yield Span(request.tiers.get(chunk.key) or "encoded", chunk.start, chunk.stop)
     if resumed is not None:
         if resumed.head:
-            yield Span("head" if run.figures.get("head_tokens") else "encoded", 0, resumed.head)
+            yield Span("head" if request.figures.get("head_tokens") else "encoded", 0, resumed.head)
         if resumed.continued:
             yield Span("conversation", resumed.head, resumed.layout.resumed_rows)
         for moved in resumed.runs:
@@ -329,7 +311,7 @@ def _reused(run: PromptRun) -> Iterator[Span]:
 
 
 def _chunk_reports(
-    run: PromptRun, parts: Sequence[tuple[PromptChunk, ChunkReport]]
+    request: Request, parts: Sequence[tuple[PromptChunk, ChunkReport]]
 ) -> tuple[tuple[ChunkReport, ...], int]:
     """Return a report of each chunk in prompt order, its parts put together, then of those left out, and how many were missed."""
     reports: dict[object, ChunkReport] = {}
@@ -352,26 +334,26 @@ def _chunk_reports(
             )
         reports[name] = report
     reason = "no chunk has this id any more, so it was left out of the prompt"
-    skipped = [ChunkReport(id, 0, False, reason=reason) for id in run.prompt.skipped]
+    skipped = [ChunkReport(id, 0, False, reason=reason) for id in request.prompt.skipped]
     return (*reports.values(), *skipped), len(missed)
 
 
-def _chunk_report(run: PromptRun, chunk: PromptChunk, recomputed: torch.Tensor) -> ChunkReport:
-    attention = None if run.attention is None else run.attention(chunk)
+def _chunk_report(request: Request, chunk: PromptChunk, recomputed: torch.Tensor) -> ChunkReport:
+    attention = None if request.attention is None else request.attention(chunk)
     if chunk.computed is not None:
-        reason = f"{why_missed(run, chunk)}; {chunk.note}" if chunk.computed == "missing" else chunk.note
+        reason = f"{why_missed(request, chunk)}; {chunk.note}" if chunk.computed == "missing" else chunk.note
         return ChunkReport(chunk.id, len(chunk), False, len(chunk), reason, attention=attention)
     rows = int(((recomputed >= chunk.start) & (recomputed < chunk.stop)).sum())
-    if chunk.stop <= run.layout.resumed_rows:
+    if chunk.stop <= request.layout.resumed_rows:
         return ChunkReport(chunk.id, len(chunk), True, rows, None, "conversation", attention)
-    hit = run.kv.hits[chunk.key] and chunk.key not in run.kv.unreadable
-    reason = None if hit else why_missed(run, chunk)
-    return ChunkReport(chunk.id, len(chunk), hit, rows, reason, run.kv.tiers.get(chunk.key), attention)
+    hit = request.hits[chunk.key] and chunk.key not in request.unreadable
+    reason = None if hit else why_missed(request, chunk)
+    return ChunkReport(chunk.id, len(chunk), hit, rows, reason, request.tiers.get(chunk.key), attention)
 
 
-def why_missed(run: PromptRun, chunk: PromptChunk) -> str:
+def why_missed(request: Request, chunk: PromptChunk) -> str:
     """Return why a chunk was not served from stored KV."""
-    fate = "damaged" if chunk.key in run.kv.unreadable else run.kv.fates.get(chunk.key)
+    fate = "damaged" if chunk.key in request.unreadable else request.fates.get(chunk.key)
     note = None if chunk.computed else chunk.note
     # Of a text that no name leads to it says more that it was not added than what became of its KV.
     if fate is not None and (fate != "evicted" or note is None):
@@ -389,12 +371,12 @@ _FATES = {
 }
 
 
-def _fallback_reason(run: PromptRun) -> str | None:
-    assert run.plan is not None
-    reason, computed = run.plan.fallback_reason, run.prompt.computed
-    if run.request.action is not None and not run.request.blend.enabled:
-        return run.request.action
-    if reason is None or not computed or run.prompt.chunks:
+def _fallback_reason(request: Request) -> str | None:
+    assert request.plan is not None
+    reason, computed = request.plan.fallback_reason, request.prompt.computed
+    if request.action is not None and not request.blend.enabled:
+        return request.action
+    if reason is None or not computed or request.prompt.chunks:
         return reason
     why = {chunk.computed for chunk in computed}
     if "first use" in why:
@@ -403,6 +385,6 @@ def _fallback_reason(run: PromptRun) -> str | None:
         return "the names in the store cannot be read now"
     if "moved" in why:
         return "none of its chunks is where it was encoded, and the KV of this model cannot be moved"
-    if run.kv.contexts:
+    if request.contexts:
         return f"none of its chunks is served: {computed[0].note}"
     return reason

@@ -17,7 +17,7 @@ from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.engine.conversation import Resumption
 from cacheblend_rag.engine.kept import Making
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.fuse import BlendCache, Steering
@@ -46,7 +46,7 @@ class Runner:
 
     Attributes
     ----------
-    lock : SchedulerLock
+    scheduler : Scheduler
         Lets one computation at a time have the model.
     attachments : list of Attachment
         What takes part in the forwards.
@@ -68,15 +68,15 @@ class Runner:
         self._config, self._tuning = config, tuning
         self._num_layers = num_decoder_layers(model)
         self._threads = tuning.threads if tuning.pipeline else 0
-        self.lock = supply.lock
+        self.scheduler = supply.scheduler
         self.attachments: list[Attachment] = []
 
-    def run(self, run: PromptRun, headroom: int, forward: Forward) -> torch.Tensor:
+    def run(self, request: Request, headroom: int, forward: Forward) -> torch.Tensor:
         """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
 
         Parameters
         ----------
-        run : PromptRun
+        request : Request
             The prompt; its figures are filled in.
         headroom : int
             Tokens that will be generated at most, for which the cache keeps room.
@@ -95,42 +95,42 @@ class Runner:
         AnswerTimeoutError
             If others had the model for longer than it waits.
         """
-        ids = torch.tensor([run.prompt.layout.token_ids], device=self._model.device)
-        with self.lock.within(run.request.patience), torch.no_grad():
+        ids = torch.tensor([request.prompt.layout.token_ids], device=self._model.device)
+        with self.scheduler.within(request.patience), torch.no_grad():
             if self._supply.is_closed:
                 raise ConfigError("this engine was closed before the prompt's turn came; make a new one")
             # Its misses may have been encoded by now, with those of other prompts.
-            run.timings.queue_s += run.timings.note("queue", run.timings.ready) - run.timings.encode_s
+            request.queue_s += request.note("queue", request.ready) - request.encode_s
             while True:
                 try:
-                    if run.request.turn is not None:
-                        run.request.turn.begin(run.prompt, self._store, self._config.ttl_s)
-                    readers = self._prepare(run)
-                    run.timings.forward_started = time.perf_counter()
+                    if request.turn is not None:
+                        request.turn.begin(request.prompt, self._store, self._config.ttl_s)
+                    readers = self._prepare(request)
+                    request.forward_started = time.perf_counter()
                     if self._decoder is None:
                         # Its cache may hold states that ours has no place for.
-                        return forward(None, {"input_ids": ids, **self._unblended(run.prompt.places)})
-                    return self._forward(run, self._decoder, readers, headroom, ids, forward)
+                        return forward(None, {"input_ids": ids, **self._unblended(request.prompt.places)})
+                    return self._forward(request, self._decoder, readers, headroom, ids, forward)
                 except ChunkReadError as error:
                     # What cannot be read is a miss: the next round encodes the chunk anew.
                     logger.warning("%s", error)
-                    run.kv.unreadable[error.key] = error.damaged
+                    request.unreadable[error.key] = error.damaged
                     if error.damaged:
                         self._store.discard(error.key)
 
-    def encode_misses(self, runs: Sequence[PromptRun]) -> None:
+    def encode_misses(self, requests: Sequence[Request]) -> None:
         """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
 
         Parameters
         ----------
-        runs : sequence of PromptRun
+        requests : sequence of Request
             The prompts, before their prefill. Of those that are prefilled in full nothing is encoded.
         """
-        self._supply.encode_misses([run for run in runs if self._whole_plan(run)[1] is None])
+        self._supply.encode_misses([request for request in requests if self._whole_plan(request)[1] is None])
 
-    def alone_reason(self, run: PromptRun) -> str | None:
+    def alone_reason(self, request: Request) -> str | None:
         """Return why a prompt must be answered alone, as what is attached says, or None."""
-        return next(filter(None, (each.alone_reason(run) for each in (*self.attachments,))), None)
+        return next(filter(None, (each.alone_reason(request) for each in (*self.attachments,))), None)
 
     def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
         """Return what a model that cannot be blended is called with to put its tokens into their places.
@@ -148,60 +148,60 @@ class Runner:
             )
         return {"position_ids": torch.tensor([list(places)], device=self._model.device)}
 
-    def _prepare(self, run: PromptRun) -> dict[int, KVReader] | None:
+    def _prepare(self, request: Request) -> dict[int, KVReader] | None:
         """Decide how a prompt is prefilled; return readers of what it takes over, by rows; None for nothing."""
-        blend = run.request.blend
+        blend = request.blend
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
-        run.resumed = None
-        run.figures["head_tokens"] = 0
-        ratio, run.plan = self._whole_plan(run)
+        request.resumed = None
+        request.figures["head_tokens"] = 0
+        ratio, request.plan = self._whole_plan(request)
         found: dict[str, KVReader | None] = {}
-        if run.plan is None:
+        if request.plan is None:
             if ratio is not None:
-                self._resume(run, ratio)
-            found = self._supply.open_all(run)
+                self._resume(request, ratio)
+            found = self._supply.open_all(request)
             missing = [key for key, reader in found.items() if reader is None]
-            if missing and self._supply.limit_misses(run, missing):
-                return self._prepare(run)
+            if missing and self._supply.limit_misses(request, missing):
+                return self._prepare(request)
             if ratio is None:
-                opened = [found[chunk.key] for chunk in run.prompt.chunks]
-                choice = self._choice(run, [each for each in opened if each is not None])
-                ratio, run.plan = choice or (blend.recompute_ratio, None)
-                if run.plan is None:
-                    self._resume(run, ratio)
-        if run.plan is not None:
-            self._resume(run, None)
-            keys = [chunk.key for chunk in run.waiting if chunk.key not in run.kv.hits]
-            run.kv.hits.update(zip(keys, self._store.holds(keys), strict=True))
-            self._supply.note_fates(run, [key for key in keys if not run.kv.hits[key]])
-            return None if run.resumed is None else dict(run.resumed.readers)
-        readers = self._supply.readers(run, found)
+                opened = [found[chunk.key] for chunk in request.prompt.chunks]
+                choice = self._choice(request, [each for each in opened if each is not None])
+                ratio, request.plan = choice or (blend.recompute_ratio, None)
+                if request.plan is None:
+                    self._resume(request, ratio)
+        if request.plan is not None:
+            self._resume(request, None)
+            keys = [chunk.key for chunk in request.waiting if chunk.key not in request.hits]
+            request.hits.update(zip(keys, self._store.holds(keys), strict=True))
+            self._supply.note_fates(request, [key for key in keys if not request.hits[key]])
+            return None if request.resumed is None else dict(request.resumed.readers)
+        readers = self._supply.readers(request, found)
         assert ratio is not None
-        run.plan = make_plan(blend, run.layout, self._num_layers, ratio)
-        return readers if run.resumed is None else {**readers, **run.resumed.readers}
+        request.plan = make_plan(blend, request.layout, self._num_layers, ratio)
+        return readers if request.resumed is None else {**readers, **request.resumed.readers}
 
-    def _whole_plan(self, run: PromptRun) -> tuple[float | None, Plan | None]:
+    def _whole_plan(self, request: Request) -> tuple[float | None, Plan | None]:
         """Return the ratio of a prompt, and its plan if it is prefilled in full, as far as that is known before its KV is opened.
 
         The ratio is None where an attachment is to choose it then.
         """
-        ratio, layout = run.request.blend.recompute_ratio, run.prompt.layout
-        plan = whole_plan(run.request.blend, layout, self._refusal(layout), ratio)
-        asks = plan is None and self.attachments and not run.request.sets_ratio
-        choice = self._choice(run, None) if asks else None
+        ratio, layout = request.blend.recompute_ratio, request.prompt.layout
+        plan = whole_plan(request.blend, layout, self._refusal(layout), ratio)
+        asks = plan is None and self.attachments and not request.sets_ratio
+        choice = self._choice(request, None) if asks else None
         return (ratio, plan) if choice is None else (None, choice[1])
 
-    def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None] | None:
+    def _choice(self, request: Request, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None] | None:
         """Return the ratio that an attachment chooses, and the plan if the prompt is prefilled in full; None where none does."""
         for each in reversed((*self.attachments,)):
-            if (choice := each.choose(run, readers)) is not None:
+            if (choice := each.choose(request, readers)) is not None:
                 ratio, reason = choice
                 return ratio, None if reason is None else Plan(None, "full", fallback_reason=reason)
         return None
 
     def _forward(
         self,
-        run: PromptRun,
+        request: Request,
         decoder: Decoder,
         readers: Mapping[int, KVReader] | None,
         headroom: int,
@@ -215,21 +215,21 @@ class Runner:
         ChunkReadError
             Out of the forward, if stored KV turns out damaged.
         """
-        assert run.plan is not None
+        assert request.plan is not None
         tuning, room = self._tuning, min(headroom, ROOM_FOR_OUTPUT)
         cache = BlendCache(self._num_layers)
         steering = loader = None
-        run.charge, run.recomputed, run.layers = 0.0, None, None
+        request.charge, request.recomputed, request.layers = 0.0, None, None
         with ExitStack() as stack:
             if readers is not None:
                 # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
-                selection = run.plan.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
-                loaded, first_layer = run.layout, min(selection.check_layers, default=0)
+                selection = request.plan.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
+                loaded, first_layer = request.layout, min(selection.check_layers, default=0)
                 if loaded.resumed_rows:
                     # They are loaded as chunks are, and nothing else of them is like a chunk.
                     loaded = replace(loaded, chunks=(ChunkSpan(0, loaded.resumed_rows, 0), *loaded.chunks))
                     first_layer = 0
-                run.layers = LayerTimes()
+                request.layers = LayerTimes()
                 loader = LayerLoader(
                     decoder,
                     loaded,
@@ -239,75 +239,75 @@ class Runner:
                     tuning.prefetch_layers,
                     self._threads,
                     tuning.reposition,
-                    run.layers,
+                    request.layers,
                 )
                 stack.enter_context(loader)
-                if _goes_on(run, selection) and self.alone_reason(run) is None:
+                if _goes_on(request, selection) and self.alone_reason(request) is None:
                     # Nothing has to be steered: the model goes on behind its cache, as it does when it decodes.
-                    run.recomputed = None if run.plan.selection is None else torch.empty(0, dtype=torch.int64)
-                    cache.expect(int(run.layout.text_rows[0]), decoder.num_kv_layers, loader.synchronize)
+                    request.recomputed = None if request.plan.selection is None else torch.empty(0, dtype=torch.int64)
+                    cache.expect(int(request.layout.text_rows[0]), decoder.num_kv_layers, loader.synchronize)
                 else:
-                    steering = Steering(decoder, cache, run.layout, selection, loader.synchronize)
+                    steering = Steering(decoder, cache, request.layout, selection, loader.synchronize)
                     stack.enter_context(steering())
-            running = RunningForward(run, decoder, cache, steering, headroom, room)
+            running = RunningForward(request, decoder, cache, steering, headroom, room)
             for each in (*self.attachments,):
                 stack.enter_context(each.around(running))
-            more = stack.enter_context(decoder.placing(cache, run.prompt.places))
+            more = stack.enter_context(decoder.placing(cache, request.prompt.places))
             output = forward(cache, {"input_ids": ids, **more})
         if loader is not None:
-            run.timings.wait_s, run.figures["load_bytes"] = loader.wait_s, loader.load_bytes
-        if steering is not None and run.plan.selection is not None:
-            run.charge += steering.charge
-            run.recomputed = steering.recomputed_rows.cpu()
-        self._note_bytes(run, cache)
-        self._remember(run, cache)
+            request.wait_s, request.figures["load_bytes"] = loader.wait_s, loader.load_bytes
+        if steering is not None and request.plan.selection is not None:
+            request.charge += steering.charge
+            request.recomputed = steering.recomputed_rows.cpu()
+        self._note_bytes(request, cache)
+        self._remember(request, cache)
         return output
 
-    def _note_bytes(self, run: PromptRun, cache: BlendCache) -> None:
+    def _note_bytes(self, request: Request, cache: BlendCache) -> None:
         """Note what the cache holds of the prompt, which an attachment may have cut."""
-        length = len(run.prompt.layout)
+        length = len(request.prompt.layout)
         # What was generated is in the cache too.
         sizes = [(layer.nbytes // max(layer.held_tokens, 1), layer.evicted_tokens) for layer in cache.kv_layers]
-        run.figures["evicted_tokens"] = max(evicted for _, evicted in sizes)
-        run.figures["kv_bytes"] = sum(token_bytes * (length - evicted) for token_bytes, evicted in sizes)
-        run.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
+        request.figures["evicted_tokens"] = max(evicted for _, evicted in sizes)
+        request.figures["kv_bytes"] = sum(token_bytes * (length - evicted) for token_bytes, evicted in sizes)
+        request.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
 
-    def _resume(self, run: PromptRun, ratio: float | None) -> None:
+    def _resume(self, request: Request, ratio: float | None) -> None:
         """Take over the fixed head, and what the conversation has computed if this is a turn of one, where blending is on.
 
         Parameters
         ----------
-        run : PromptRun
+        request : Request
             The prompt.
         ratio : float or None
             The ratio at which it is blended; None where it is prefilled in full.
         """
-        blend, layout, head = run.request.blend, run.prompt.layout, run.prompt.head
+        blend, layout, head = request.blend, request.prompt.layout, request.prompt.head
         if not blend.enabled or self._refusal(layout) is not None:
             return
         assert self._decoder is not None
         rows = 0 if head is None else head.rows
-        if run.request.turn is not None:
+        if request.turn is not None:
             asked = None if ratio is None else Making.of(blend, ratio)
             moves = asked is not None and self._decoder.is_movable
-            run.resumed = run.request.turn.resume(run.prompt, asked, moves=moves, head=rows)
-        if head is not None and (run.resumed is None or run.resumed.head):
-            if run.resumed is None:
+            request.resumed = request.turn.resume(request.prompt, asked, moves=moves, head=rows)
+        if head is not None and (request.resumed is None or request.resumed.head):
+            if request.resumed is None:
                 own = layout if ratio is not None else replace(layout, chunks=(), exact_chunks=0)
-                run.resumed = Resumption(replace(own, resumed_rows=rows), rows)
-            run.resumed.readers[0] = self._supply.head(run, head)
+                request.resumed = Resumption(replace(own, resumed_rows=rows), rows)
+            request.resumed.readers[0] = self._supply.head(request, head)
 
-    def _remember(self, run: PromptRun, cache: BlendCache) -> None:
+    def _remember(self, request: Request, cache: BlendCache) -> None:
         """Let the conversation keep what was computed, if it is whole."""
-        turn, plan = run.request.turn, run.plan
+        turn, plan = request.turn, request.plan
         if turn is None or plan is None:
             return
         # Nothing was computed for a stream that was closed before its turn came.
         layers = cache.kv_layers[: self._supply.num_kv_layers]
         is_whole = all(layer.held_tokens and not layer.evicted_tokens for layer in layers)
-        if is_whole and self._refusal(run.prompt.layout, len(run.output_ids)) is None:
-            making = None if plan.selection is None else Making.of(run.request.blend, plan.ratio)
-            turn.keep(run.prompt, run.output_ids, cache.kv(), run.resumed, making)
+        if is_whole and self._refusal(request.prompt.layout, len(request.output_ids)) is None:
+            making = None if plan.selection is None else Making.of(request.blend, plan.ratio)
+            turn.keep(request.prompt, request.output_ids, cache.kv(), request.resumed, making)
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
         """Return why this model cannot be blended, or not on this prompt and an answer of that many tokens."""
@@ -320,12 +320,12 @@ class Runner:
         return self._unsupported
 
 
-def _goes_on(run: PromptRun, selection: Selection) -> bool:
+def _goes_on(request: Request, selection: Selection) -> bool:
     """Return whether all that is computed of a prompt stands behind all that is stored."""
-    text = run.layout.text_rows
+    text = request.layout.text_rows
     return (
         isinstance(selection, FixedSelection)
         and not selection.rows().numel()
-        and 0 < int(text[0]) == len(run.layout) - text.numel()
-        and run.prompt.places is None
+        and 0 < int(text[0]) == len(request.layout) - text.numel()
+        and request.prompt.places is None
     )

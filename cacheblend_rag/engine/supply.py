@@ -14,8 +14,8 @@ from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
-from cacheblend_rag.engine.request import PromptRun, why_missed
-from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
+from cacheblend_rag.engine.request import Request, why_missed
+from cacheblend_rag.engine.scheduler import Patience, Scheduler
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.keys import head_key
 from cacheblend_rag.kv import ChunkKV
@@ -38,7 +38,7 @@ class KVSupply:
         Computes KV; None if the model cannot be blended: there is no KV then.
     num_kv_layers : int
         Layers of the model that have KV of their own.
-    lock : SchedulerLock
+    scheduler : Scheduler
         Lets one computation at a time have the model.
     store : AnsweringStore
         Where KV is kept.
@@ -51,10 +51,10 @@ class KVSupply:
 
     Attributes
     ----------
-    lock, num_kv_layers
+    scheduler, num_kv_layers
         As given.
     is_closed : bool
-        Whether its engine was closed; set under `lock`.
+        Whether its engine was closed; set under `scheduler`.
     on_late : callable or None
         Called with the ids of chunks that no answer waits for, to have them encoded in the background.
     """
@@ -63,7 +63,7 @@ class KVSupply:
         self,
         encoder: ChunkEncoder | None,
         num_kv_layers: int,
-        lock: SchedulerLock,
+        scheduler: Scheduler,
         store: AnsweringStore,
         assembler: Assembler,
         config: EngineConfig,
@@ -79,7 +79,7 @@ class KVSupply:
         self._miss_tokens = tuning.miss_tokens
         self.num_kv_layers = num_kv_layers
         self._warned_of_no_hit = False
-        self.lock = lock
+        self.scheduler = scheduler
         self.is_closed = False
 
     def plan(self, targets: Sequence[Target]) -> list[list[int]]:
@@ -110,45 +110,45 @@ class KVSupply:
         patience = patience or Patience()
         batches = self._encoder.encode(targets)
         while True:
-            with self.lock.after_others() if patient else self.lock.within(patience):
+            with self.scheduler.after_others() if patient else self.scheduler.within(patience):
                 batch = next(batches, None)
             if batch is None:
                 return
             yield batch
             del batch
 
-    def encode_misses(self, runs: Sequence[PromptRun]) -> None:
+    def encode_misses(self, requests: Sequence[Request]) -> None:
         """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
 
         Parameters
         ----------
-        runs : sequence of PromptRun
+        requests : sequence of Request
             The prompts, before their prefill, all of which will be blended.
         """
-        missing: dict[str, list[tuple[PromptRun, PromptChunk]]] = {}
-        for run in runs:
-            keys = [chunk.key for chunk in run.prompt.chunks]
+        missing: dict[str, list[tuple[Request, PromptChunk]]] = {}
+        for request in requests:
+            keys = [chunk.key for chunk in request.prompt.chunks]
             held = dict(zip(keys, self._store.holds(keys), strict=True))
-            self.limit_misses(run, [key for key, there in held.items() if not there])
-            run.kv.hits = held
-            self.note_fates(run, [key for key, there in held.items() if not there])
-            for chunk in run.prompt.chunks:
+            self.limit_misses(request, [key for key, there in held.items() if not there])
+            request.hits = held
+            self.note_fates(request, [key for key, there in held.items() if not there])
+            for chunk in request.prompt.chunks:
                 if not held[chunk.key]:
-                    missing.setdefault(chunk.key, []).append((run, chunk))
+                    missing.setdefault(chunk.key, []).append((request, chunk))
         started = time.perf_counter()
         chunks_of = {key: [chunk for _, chunk in wanted] for key, wanted in missing.items()}
-        contexts = {key: target for run in runs for key, target in run.kv.contexts.items()}
+        contexts = {key: target for request in requests for key, target in request.contexts.items()}
         # Those of one call share it, and where several calls are answered together, the model is had already.
-        patience = runs[0].request.patience if runs else None
+        patience = requests[0].patience if requests else None
         for key, kv in self._encode_missing(chunks_of, contexts, patience):
-            for run, _ in missing[key]:
-                run.kv.encoded[key] = kv
+            for request, _ in missing[key]:
+                request.encoded[key] = kv
         elapsed = time.perf_counter() - started
         tokens = sum(len(chunk.token_ids) for wanted in missing.values() for _, chunk in wanted)
-        for run, chunk in (each for wanted in missing.values() for each in wanted):
-            run.timings.encode_s += elapsed * len(chunk.token_ids) / tokens
+        for request, chunk in (each for wanted in missing.values() for each in wanted):
+            request.encode_s += elapsed * len(chunk.token_ids) / tokens
 
-    def limit_misses(self, run: PromptRun, keys: Sequence[str]) -> bool:
+    def limit_misses(self, request: Request, keys: Sequence[str]) -> bool:
         """Have chunks that would keep a prompt waiting for too long computed like text, and encoded in the background.
 
         That is, of chunks without stored KV, those whose documents would take more than `miss_tokens` to be read, and those whose
@@ -156,7 +156,7 @@ class KVSupply:
 
         Parameters
         ----------
-        run : PromptRun
+        request : Request
             The prompt, before its prefill; how its misses are encoded is noted.
         keys : sequence of str
             The keys of its chunks that have no stored KV.
@@ -166,10 +166,12 @@ class KVSupply:
         bool
             Whether there are such chunks, and the prompt is another now.
         """
-        missing = {chunk.key: chunk for chunk in run.prompt.chunks if chunk.key in set(keys) - run.kv.encoded.keys()}
+        missing = {
+            chunk.key: chunk for chunk in request.prompt.chunks if chunk.key in set(keys) - request.encoded.keys()
+        }
         if not missing or self._encoder is None:
             return False
-        run.kv.contexts = found = self._contexts(missing.values())
+        request.contexts = found = self._contexts(missing.values())
         moved = missing.keys() - found.keys()
         documents: dict[str, list[str]] = {}
         for key, target in found.items():
@@ -184,8 +186,10 @@ class KVSupply:
                 late += each
         if not moved and not late:
             return False
-        run.prompt = run.prompt.computing(moved, "its document was changed just now, so it is computed like text")
-        run.prompt = run.prompt.computing(
+        request.prompt = request.prompt.computing(
+            moved, "its document was changed just now, so it is computed like text"
+        )
+        request.prompt = request.prompt.computing(
             late,
             f"reading its document would take more than miss_tokens={self._miss_tokens}, so it is computed like text and encoded "
             "in the background",
@@ -248,12 +252,12 @@ class KVSupply:
                 self._keep(missing[key], kv, found[key].lives_s)
                 yield key, kv
 
-    def open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
+    def open_all(self, request: Request) -> dict[str, KVReader | None]:
         """Open the stored KV of every chunk of a prompt that no conversation has; its hits, tiers and times are filled in.
 
         Parameters
         ----------
-        run : PromptRun
+        request : Request
             The prompt.
 
         Returns
@@ -263,13 +267,13 @@ class KVSupply:
         """
         opening = time.perf_counter()
         found: dict[str, KVReader | None] = {}
-        for chunk in {chunk.key: chunk for chunk in run.waiting}.values():
-            computed = run.kv.encoded.get(chunk.key)
+        for chunk in {chunk.key: chunk for chunk in request.waiting}.values():
+            computed = request.encoded.get(chunk.key)
             reader: KVReader | None
             if computed is not None:
                 reader, tier = RamReader(computed), None
             else:
-                reader = self._open(run, chunk.key)
+                reader = self._open(request, chunk.key)
                 if reader is not None and (
                     reader.num_layers != self.num_kv_layers or not self._assembler.is_of(reader, chunk)
                 ):
@@ -278,31 +282,31 @@ class KVSupply:
                         chunk.key[:12],
                     )
                     self._store.discard(chunk.key)
-                    run.kv.unreadable[chunk.key] = True
+                    request.unreadable[chunk.key] = True
                     reader = None
                 tier = None if reader is None else reader.tier
-            found[chunk.key], run.kv.tiers[chunk.key] = reader, tier
+            found[chunk.key], request.tiers[chunk.key] = reader, tier
             # After damaged KV the prompt is run again; what was a miss when the call came stays one in the report.
-            run.kv.hits[chunk.key] = run.kv.hits.get(chunk.key, True) and reader is not None
+            request.hits[chunk.key] = request.hits.get(chunk.key, True) and reader is not None
         if missing := [key for key, reader in found.items() if reader is None]:
-            self.note_fates(run, missing)
-        run.timings.open_s += run.timings.note("open", opening)
+            self.note_fates(request, missing)
+        request.open_s += request.note("open", opening)
         return found
 
-    def note_fates(self, run: PromptRun, keys: Sequence[str]) -> None:
+    def note_fates(self, request: Request, keys: Sequence[str]) -> None:
         """Note what became of KV that is not stored, before it is computed."""
-        new = [key for key in keys if key not in run.kv.fates]
+        new = [key for key in keys if key not in request.fates]
         if self._encoder is None:
-            run.kv.fates |= dict.fromkeys(new, "unsupported")
+            request.fates |= dict.fromkeys(new, "unsupported")
         elif new:
-            run.kv.fates |= {**dict.fromkeys(new), **self._store.fates(new)}
+            request.fates |= {**dict.fromkeys(new), **self._store.fates(new)}
 
-    def readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
+    def readers(self, request: Request, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
         """Return a reader for every chunk that no conversation has, encoding in one go those that have no stored KV.
 
         Parameters
         ----------
-        run : PromptRun
+        request : Request
             The prompt.
         found : dict of str to (KVReader or None)
             What `open_all` returned for it; completed.
@@ -312,23 +316,23 @@ class KVSupply:
         dict of int to KVReader
             The readers, by the rows that the chunks begin at; of a chunk that stands there in part, of that part.
         """
-        chunks = run.waiting
+        chunks = request.waiting
         missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()
             wanted = {key: [chunk for chunk in chunks if chunk.key == key] for key in missing}
-            for key, kv in self._encode_missing(wanted, run.kv.contexts):
+            for key, kv in self._encode_missing(wanted, request.contexts):
                 found[key] = RamReader(kv)
-            run.timings.encode_s += run.timings.note("encode", started)
+            request.encode_s += request.note("encode", started)
         # Where chunks are encoded when they are used the second time, that is as it should be.
-        expected = self._config.encode_on == "second_use" or len(chunks) < len(run.prompt.chunks)
-        if not any(run.kv.hits.values()) and not expected and not self._warned_of_no_hit:
+        expected = self._config.encode_on == "second_use" or len(chunks) < len(request.prompt.chunks)
+        if not any(request.hits.values()) and not expected and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
             logger.warning(
                 "none of the %d chunks of this prompt was served from the store, so all of them were encoded first; of the first "
                 "one, %s (this warning is not repeated)",
                 len(chunks),
-                why_missed(run, chunks[0]),
+                why_missed(request, chunks[0]),
             )
         return {
             chunk.start: reader
@@ -338,19 +342,19 @@ class KVSupply:
             if (reader := found[chunk.key]) is not None
         }
 
-    def head(self, run: PromptRun, head: PromptHead) -> KVReader:
+    def head(self, request: Request, head: PromptHead) -> KVReader:
         """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept.
 
         Parameters
         ----------
-        run : PromptRun
+        request : Request
             The prompt; its times are filled in, and how many of these rows were stored.
         head : PromptHead
             Its head.
         """
         started = time.perf_counter()
-        computed = run.kv.encoded.get(head.key)
-        reader: KVReader | None = RamReader(computed) if computed is not None else self._open(run, head.key)
+        computed = request.encoded.get(head.key)
+        reader: KVReader | None = RamReader(computed) if computed is not None else self._open(request, head.key)
         if reader is not None and (reader.num_layers, reader.start, reader.token_ids) != (
             self.num_kv_layers,
             0,
@@ -358,16 +362,16 @@ class KVSupply:
         ):
             self._store.discard(head.key)
             reader = None
-        run.timings.open_s += run.timings.note("open", started)
-        run.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
+        request.open_s += request.note("open", started)
+        request.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
         if reader is None:
             assert self._encoder is not None
             started = time.perf_counter()
-            with self.lock:
-                kv = run.kv.encoded[head.key] = self._encoder.head(head.token_ids)
+            with self.scheduler:
+                kv = request.encoded[head.key] = self._encoder.head(head.token_ids)
             self._keep_head(head, kv)
             reader = RamReader(kv)
-            run.timings.encode_s += run.timings.note("encode", started)
+            request.encode_s += request.note("encode", started)
         return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
 
     def store_head(self, token_ids: tuple[int, ...]) -> str:
@@ -375,7 +379,7 @@ class KVSupply:
         head = PromptHead(head_key(self._namespace, token_ids), token_ids, len(token_ids))
         if not self._store.store.holds([head.key], durable=True)[0]:
             assert self._encoder is not None
-            with self.lock:
+            with self.scheduler:
                 kv = self._encoder.head(token_ids)
             self._keep_head(head, kv)
             self._store.store.settle()
@@ -387,8 +391,8 @@ class KVSupply:
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
         self._store.put_later(head.key, exactly, self._namespace, [head.record], **owner)
 
-    def _open(self, run: PromptRun, key: str) -> KVReader | None:
-        return None if run.kv.unreadable.get(key) is False else self._store.open(key)
+    def _open(self, request: Request, key: str) -> KVReader | None:
+        return None if request.unreadable.get(key) is False else self._store.open(key)
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.

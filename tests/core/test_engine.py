@@ -17,8 +17,8 @@ from transformers import StoppingCriteria
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
-from cacheblend_rag.errors import AnswerTimeoutError, ConfigError, PromptError
+from cacheblend_rag.engine.scheduler import Patience, Scheduler
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import open_store
 from tests.engines import MakeEngine
@@ -260,7 +260,7 @@ def test_a_call_waits_for_the_model_as_long_as_it_was_told(engine: BlendEngine) 
 
 
 def test_a_turn_given_up_leaves_the_line_as_it_was() -> None:
-    turn = SchedulerLock()
+    turn = Scheduler()
     order: list[str] = []
 
     def take(name: str, until: float | None) -> None:
@@ -278,7 +278,7 @@ def test_a_turn_given_up_leaves_the_line_as_it_was() -> None:
         threads = [threading.Thread(target=take, args=each) for each in (("a", now), ("b", None), ("c", now + 60))]
         for number, thread in enumerate(threads):
             thread.start()
-            while (len(turn._line.waiting) if number else len(order)) < (number or 1):
+            while (len(turn.line()) if number else len(order)) < (number or 1):
                 time.sleep(0.001)
         assert order == ["a gave up"]
     for thread in threads:
@@ -355,11 +355,11 @@ def test_half_precision_blends_and_stores(
 
 
 def test_a_stream_closed_before_its_turn_computes_nothing(engine: BlendEngine) -> None:
-    with engine._runner.lock:
+    with engine._runner.scheduler:
         stream = engine.stream(_prompt(CHUNKS), 50, do_sample=False)
         stream.close()
-    assert list(stream) == []
-    assert stream.result().token_ids == ()
+    with pytest.raises(CacheBlendError, match="ended before it began"):
+        list(stream)
 
 
 def test_a_chunk_deleted_while_it_is_encoded_is_not_kept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.engine.background import Feed
-from cacheblend_rag.engine.scheduling import SchedulerLock
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError
 from tests.core.test_many import engine_of, some_prompts
 from tests.store.kit import start_with_pipe
@@ -142,7 +142,7 @@ def _threads() -> int:
 
 def _count(pipe: Connection) -> None:
     torch.set_num_threads(3)
-    lock, counts, before = SchedulerLock(), list[int](), _threads()
+    lock, counts, before = Scheduler(), list[int](), _threads()
 
     def compute() -> None:
         with lock, lock:

@@ -20,7 +20,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.codec import codec_names, make_codec, pack_kv
 from cacheblend_rag.engine import AddJob
 from cacheblend_rag.engine.cost import _first, _total
-from cacheblend_rag.engine.scheduling import SchedulerLock
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.chunkfile import encode_chunk
@@ -50,7 +50,7 @@ def held(engine: BlendEngine) -> dict[str, bool]:
 def test_a_job_tells_how_far_it_is_and_what_it_did(engine: BlendEngine) -> None:
     engine.add(CHUNKS[:1])
     seen: list[tuple[int, int]] = []
-    with engine._runner.lock:
+    with engine._runner.scheduler:
         job = engine.add(CHUNKS, background=True, progress=lambda done, total: seen.append((done, total)))
         assert isinstance(job, AddJob)
         assert (job.done(), job.progress) == (False, (1, 6))
@@ -110,10 +110,10 @@ def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> N
     answer = threading.Thread(target=engine.prefill, args=(BlendPrompt("t5", [], "t6 t7"),))
     hook = engine.model.register_forward_pre_hook(note)
     engine._supply._encoder.encode = slow  # type: ignore[method-assign, union-attr, assignment]
-    with engine._runner.lock:
+    with engine._runner.scheduler:
         engine.add(CHUNKS, background=True)
         answer.start()
-        while not engine._runner.lock.wanted:
+        while not engine._runner.scheduler.wanted:
             pass
     assert started.wait(30)
     go_on.set()
@@ -125,7 +125,7 @@ def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> N
 
 
 def test_a_chunk_that_is_asked_for_before_its_turn_is_a_miss_and_is_encoded_once(engine: BlendEngine) -> None:
-    with engine._runner.lock:
+    with engine._runner.scheduler:
         job = engine.add(CHUNKS, background=True)
         assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.misses == 1
     assert job.result().encoded == 5
@@ -133,7 +133,7 @@ def test_a_chunk_that_is_asked_for_before_its_turn_is_a_miss_and_is_encoded_once
 
 
 def test_of_two_adds_of_one_id_the_last_counts(engine: BlendEngine) -> None:
-    with engine._runner.lock:
+    with engine._runner.scheduler:
         old = engine.add(CHUNKS[:2], background=True)
         new = engine.add([Chunk(words(9, 70), "n0")], background=True)
         before = threading.Thread(target=engine.add, args=([Chunk(words(7, 71), "n1")],))
@@ -368,7 +368,7 @@ def test_when_chunks_are_encoded_is_settled_with_the_engine() -> None:
 
 
 def test_turns_are_taken_in_the_order_of_coming() -> None:
-    turn, order = SchedulerLock(), []
+    turn, order = Scheduler(), []
 
     def take(number: int) -> None:
         with turn, turn:
@@ -384,7 +384,7 @@ def test_turns_are_taken_in_the_order_of_coming() -> None:
         for number in range(5):
             threads.append(threading.Thread(target=take, args=(number,)))
             threads[-1].start()
-            while len(turn._line.waiting) <= number:
+            while len(turn.line()) <= number:
                 pass
     for thread in threads:
         thread.join()

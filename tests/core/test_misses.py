@@ -176,7 +176,7 @@ def test_a_prompt_says_how_long_it_waited_for_the_model(engine: BlendEngine) -> 
     taken, leave = threading.Event(), threading.Event()
 
     def compute() -> None:
-        with engine._runner.lock:
+        with engine._runner.scheduler:
             taken.set()
             leave.wait(10)
 

@@ -13,7 +13,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ChunkFile
 from tests.engines import MakeEngine
 from tests.families import words
-from tests.limits import status_of_child
 
 CHUNKS = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
 NAMES = [str(chunk.id) for chunk in CHUNKS]
@@ -156,31 +155,7 @@ def test_nothing_is_kept_of_what_was_read_or_let_go(open_engine: MakeEngine) -> 
         assert engine.prefetch([name]).wait(60)
     engine.prefetch(NAMES).cancel()
     assert engine.prefetch(NAMES).wait(60)
-    assert not engine._prefetcher._process.reads
-
-
-def test_a_forked_child_reads_by_itself(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = open_engine(load_threads=1)
-    assert engine.prefetch(["n3"]).wait(60)
-    gate = _Gate(monkeypatch)
-    begun = engine.prefetch(["n0", "n1"])
-    assert gate.reached.wait(60)
-
-    def work() -> None:
-        gate.open = threading.Event()
-        gate.open.set()
-        # What the parent reads is not waited for, here or by a prompt.
-        assert begun.wait(10)
-        engine._prefetcher.claim(record.key for record in engine.records(NAMES) if record is not None)
-        assert engine.prefetch(["n1", "n2"]).wait(10)
-        assert len(gate.keys) == 3
-        begun.cancel()
-        engine._prefetcher.close()
-
-    assert status_of_child(work) == 0
-    gate.open.set()
-    assert begun.wait(60)
-    assert _tiers(engine) == ["ram", "ram", "disk", "ram"]
+    assert not engine._prefetcher._reads
 
 
 def test_closing_stops_it(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.scheduling import SchedulerLock, scheduler_lock
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
@@ -21,7 +21,6 @@ from cacheblend_rag.model import KVCache, PaddedBatch, inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import own_kv, random_ids, span_layout
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.limits import status_of_child
 
 SETTINGS = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15)
 PROMPT = BlendPrompt(words(4, 50), [Chunk(words(20, seed), f"n{seed}") for seed in range(3)], words(6, 51))
@@ -53,8 +52,8 @@ def test_engines_on_one_model_have_one_turn() -> None:
     model = tiny_model("llama")
     lora = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
     around = [model, torch.compile(model, backend="eager"), lora, torch.compile(lora, backend="eager")]
-    assert {scheduler_lock(each) for each in around} == {scheduler_lock(model)}
-    assert scheduler_lock(tiny_model("llama")) is not scheduler_lock(model)
+    assert {scheduler_of(each) for each in around} == {scheduler_of(model)}
+    assert scheduler_of(tiny_model("llama")) is not scheduler_of(model)
 
 
 def test_engines_on_one_model_wait_for_each_other() -> None:
@@ -65,9 +64,9 @@ def test_engines_on_one_model_wait_for_each_other() -> None:
         asking = threading.Thread(target=lambda: found.append(second.generate(PROMPT, 6).token_ids))
         making = threading.Thread(target=lambda: _make(model).close())
         for thread in (asking, making):
-            with first._runner.lock:
+            with first._runner.scheduler:
                 thread.start()
-                while not first._runner.lock.wanted:
+                while not first._runner.scheduler.wanted:
                     assert thread.is_alive()
             thread.join(60)
         assert found == [wanted]
@@ -153,51 +152,3 @@ def test_a_forward_that_was_replaced_meanwhile_stays() -> None:
     assert vars(model)["forward"] is replacement
     plain = tiny_model("llama")
     assert _logits(model, torch.tensor([[3, 4, 5]])).equal(_logits(plain, torch.tensor([[3, 4, 5]])))
-
-
-def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
-    turn, taken, end = SchedulerLock(), threading.Event(), threading.Event()
-
-    def take() -> None:
-        with turn:
-            taken.set()
-            end.wait()
-
-    def work() -> None:
-        assert not turn.wanted
-        with turn, turn:
-            pass
-        with turn.after_others():
-            pass
-
-    threads = [threading.Thread(target=take) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert taken.wait(60)
-    while not turn.wanted:
-        pass
-    assert status_of_child(work) == 0
-    end.set()
-    for thread in threads:
-        thread.join()
-
-
-def test_the_thread_that_forks_keeps_its_turn_in_the_child() -> None:
-    turn, others = SchedulerLock(), list[int]()
-
-    def work() -> None:
-        waiting = threading.Thread(target=lambda: take(), daemon=True)
-        waiting.start()
-        while not turn.wanted:
-            pass
-        assert not others
-        turn.__exit__(None, None, None)
-        waiting.join()
-        assert others == [1]
-
-    def take() -> None:
-        with turn:
-            others.append(1)
-
-    with turn:
-        assert status_of_child(work) == 0

@@ -24,7 +24,7 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
-from cacheblend_rag.engine.request import Order, PromptRun
+from cacheblend_rag.engine.request import Order, Request
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.model import watch_forward
 from cacheblend_rag.selection import make_selector
@@ -202,17 +202,17 @@ class Guard(Attachment, Collector):
             return self._changed.wait_for(lambda: not self._queue, timeout_s)
 
     def around(self, forward: RunningForward) -> AbstractContextManager[object]:
-        model, run = self._engine.model, forward.run
+        model, request = self._engine.model, forward.request
         if threading.current_thread() is self._thread:
             return first_logits(model, self._full)
-        if run.request.order is self._order and run.request.blend.enabled and self not in run.notes:
-            run.notes[self] = [] if self._random.random() < self._share else None
-        noted = run.notes.get(self)
+        if request.order is self._order and request.blend.enabled and self not in request.notes:
+            request.notes[self] = [] if self._random.random() < self._share else None
+        noted = request.notes.get(self)
         return nullcontext() if noted is None else first_logits(model, noted)
 
-    def answered(self, run: PromptRun, result: GenerationResult) -> None:
-        noted, request, options = run.notes.get(self), run.request, run.request.options
-        if not noted or run.recomputed is None:
+    def answered(self, request: Request, result: GenerationResult) -> None:
+        noted, options = request.notes.get(self), request.options
+        if not noted or request.recomputed is None:
             # It was not drawn, or not answered, or prefilled in full.
             return
         sampling = options.get("do_sample")
@@ -221,7 +221,7 @@ class Guard(Attachment, Collector):
         text = None if sampling or not _is_plain(options) else result.text
         first: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
         asked = first if text is None else {**options, "max_new_tokens": request.max_new_tokens}
-        sample = _Sample(request.prompt, result.prompt_ids, run.prompt.layout.remembers, text, noted[0], asked)
+        sample = _Sample(request.asked, result.prompt_ids, request.prompt.layout.remembers, text, noted[0], asked)
         with self._changed:
             self._counts["sampled"] += 1
             if self._closed or len(self._queue) >= _MOST_PENDING or request.order is not self._order:

@@ -83,11 +83,11 @@ class Repair(Watching):
         if forward.steering is None:
             yield
             return
-        repairing = Repairing(self, forward.decoder, forward.cache, forward.run.layout, forward.steering)
+        repairing = Repairing(self, forward.decoder, forward.cache, forward.request.layout, forward.steering)
         with repairing():
             yield
-        forward.run.charge += repairing.charge
-        forward.run.figures["repaired_tokens"] = repairing.repaired_rows
+        forward.request.charge += repairing.charge
+        forward.request.figures["repaired_tokens"] = repairing.repaired_rows
 
     def for_tenant(self) -> Repair:
         return Repair(self.budget, limit=self.limit, look_layers=self.look_layers, stop_layer=self.stop_layer)

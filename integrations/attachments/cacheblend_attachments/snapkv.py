@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from cacheblend_attachments.watching import Watching
 from cacheblend_rag.engine.attachment import RunningForward
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import (
     REACHES,
@@ -80,9 +80,9 @@ class SnapKV(Watching):
         eviction = Eviction(self, forward)
         with eviction():
             yield
-        forward.run.figures["kept_reason"] = eviction.kept_reason
+        forward.request.figures["kept_reason"] = eviction.kept_reason
 
-    def alone_reason(self, run: PromptRun) -> str | None:
+    def alone_reason(self, request: Request) -> str | None:
         return f"eviction after prefill (kv_capacity={self.kv_capacity}) keeps other tokens of each prompt"
 
     def for_tenant(self) -> SnapKV:
@@ -108,7 +108,7 @@ class Eviction:
     """
 
     def __init__(self, asked: SnapKV, forward: RunningForward) -> None:
-        plan, prompt = forward.run.plan, forward.run.prompt
+        plan, prompt = forward.request.plan, forward.request.prompt
         self._model = forward.decoder.model
         self._cache = forward.cache
         self._prompt_tokens = len(prompt.layout)

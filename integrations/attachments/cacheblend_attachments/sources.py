@@ -32,7 +32,7 @@ class SourceAttention(Watching):
 
     @contextmanager
     def around(self, forward: RunningForward) -> Iterator[None]:
-        length = len(forward.run.prompt.layout)
+        length = len(forward.request.prompt.layout)
         mass: dict[int, torch.Tensor] = {}
         steps, seen = Counter[int](), Counter[int]()
 
@@ -50,7 +50,7 @@ class SourceAttention(Watching):
             shares = [float(mass[layer][span.start : span.stop].sum()) / steps[layer] for layer in mass]
             return sum(shares) / len(shares) if shares else 0.0
 
-        forward.run.attention = share
+        forward.request.attention = share
         with watching(forward.decoder.model, forward.cache, self._layers, note):
             yield
 

@@ -14,7 +14,7 @@ from cacheblend_rag.chunk import BlendPrompt, FixedText
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, PrefillResult
 from cacheblend_rag.engine.attachment import RunningForward
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
@@ -93,10 +93,12 @@ def watch_prefill(
         blend = blend.replace(selector=_Given(given=tuple(rows.tolist())), recompute_ratio=share)
     with closing(engine.attach(_Watch(watcher))) as watch:
         result = engine.prefill(prompt, blend=blend)
-    run = watch.run
+    request = watch.request
     # Chunks whose documents were changed meanwhile are text now.
-    layout = run.prompt.layout
-    return WatchedPrefill(result, layout, layout.context_rows if run.recomputed is None else run.recomputed, watch.kv)
+    layout = request.prompt.layout
+    return WatchedPrefill(
+        result, layout, layout.context_rows if request.recomputed is None else request.recomputed, watch.kv
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class _Given(Selector):
 class _Watch(Watching):
     """Shows each layer of the prefills of this thread to a watcher as it attends."""
 
-    run: PromptRun
+    request: Request
     kv: list[LayerKV]
 
     def __init__(self, watcher: LayerWatcher) -> None:
@@ -139,4 +141,4 @@ class _Watch(Watching):
         if waiting:
             layers = ", ".join(map(str, waiting))
             raise UnsupportedModelError(f"{type(model).__name__}: the attention of layers {layers} cannot be watched")
-        self.run, self.kv = forward.run, cache.kv()
+        self.request, self.kv = forward.request, cache.kv()

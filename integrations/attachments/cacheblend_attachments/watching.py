@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import Attachment
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import AttentionCall, KVCache, uncompiled, watch_attention
 
@@ -51,7 +51,7 @@ class Watching(Attachment):
                     f"{name} does not go with the {type(other).__name__} that is attached to this engine: close that first"
                 )
 
-    def alone_reason(self, run: PromptRun) -> str | None:
+    def alone_reason(self, request: Request) -> str | None:
         return f"{type(self).__name__} watches one answer at a time"
 
 

@@ -23,8 +23,8 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.attachment import Attachment
-from cacheblend_rag.engine.scheduling import scheduler_lock
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from tests.families import tiny_model, tiny_tokenizer, words
 
 THREAD = "cacheblend-guard"
@@ -182,7 +182,7 @@ def test_an_attachment_has_answers_decoded_alone_and_tenants_get_another(engine:
 
 
 def test_an_answer_whose_chunks_changed_is_not_compared(engine: BlendEngine, guard: Guard) -> None:
-    with scheduler_lock(engine.model):
+    with scheduler_of(engine.model):
         engine.generate_many([prompt(), prompt(1)], 2)
         engine.add([Chunk(id="b", text=words(9, 30))])
     assert guard.wait(120)
@@ -216,7 +216,7 @@ def test_concurrent_queries_keep_their_answers() -> None:
 
 def test_too_many_samples_are_dropped_and_closing_does_not_wait_for_them(engine: BlendEngine, guard: Guard) -> None:
     # Whoever has the model may take it again, and the guard waits.
-    with scheduler_lock(engine.model):
+    with scheduler_of(engine.model):
         for number in range(11):
             engine.generate(prompt(number), 2)
         status = guard.status()
@@ -236,7 +236,7 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, guard: Guard) -> None:
 
     def hold(*_: Any) -> None:
         if threading.current_thread().name == THREAD:
-            attempts.append(scheduler_lock(engine.model).wanted)
+            attempts.append(scheduler_of(engine.model).wanted)
             begun.set()
             assert go_on.wait(120)
 
@@ -245,7 +245,7 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, guard: Guard) -> None:
     assert begun.wait(120)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(engine.generate, prompt(1), 2, blend=engine.blend.replace())
-        while not scheduler_lock(engine.model).wanted:
+        while not scheduler_of(engine.model).wanted:
             pass
         go_on.set()
         assert answer.result(120).token_ids
@@ -260,10 +260,11 @@ def test_streams_are_compared_and_cancelled_ones_are_not(engine: BlendEngine, gu
     assert "".join(stream) and stream.result()
     assert guard.wait(120)
     assert guard.status().compared == 1
-    with scheduler_lock(engine.model):
+    with scheduler_of(engine.model):
         cancelled = engine.stream(prompt(1), 4)
         cancelled.close()
-    assert cancelled.result().token_ids == ()
+    with pytest.raises(CacheBlendError, match="ended before it began"):
+        cancelled.result()
     assert guard.wait(120)
     assert guard.status().sampled == 1
 

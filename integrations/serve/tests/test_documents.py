@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt
-from cacheblend_rag.engine.scheduling import scheduler_lock
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import StoreError
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.server import Server
@@ -103,7 +103,7 @@ def test_what_cannot_be_stored_leaves_the_document_as_it_was(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_does_not_end_what_is_stored(engine: BlendEngine, serve: Serve, stream: bool) -> None:
     client = serve(engine, requests=1)
-    with scheduler_lock(engine.model):
+    with scheduler_of(engine.model):
         with pytest.raises(httpx.ReadTimeout):
             client.put("/v1/documents/mara", json={"text": TEXT, "chunk_tokens": 20, "stream": stream}, timeout=0.5)
         # It is counted until it is done.
@@ -147,7 +147,7 @@ def test_what_takes_long_gives_signs_of_life(
 ) -> None:
     client = serve(engine)
     monkeypatch.setattr("cacheblend_serve.responses._LIFE_S", 0.01)
-    with scheduler_lock(engine.model):
+    with scheduler_of(engine.model):
         body = {"chunks": [{"id": "mara", "text": CHUNKS["mara"]}], "stream": True}
         with client.stream("POST", "/v1/chunks", json=body) as reply:
             lines = (line for line in reply.iter_lines() if line)

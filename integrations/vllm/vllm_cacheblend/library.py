@@ -10,7 +10,7 @@ from typing import Any
 
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
+from cacheblend_rag.engine.scheduler import Patience, Scheduler
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.tuning import Tuning
@@ -19,7 +19,7 @@ from vllm_cacheblend.encoding import VLLMEncoder, Warm
 __all__ = ["VLLMLibrary"]
 
 
-class _NoLock(SchedulerLock):
+class _NoLock(Scheduler):
     """Lets everybody in: vLLM orders what it is asked for, and an answer is not to wait for what nobody waits for."""
 
     def __enter__(self) -> None:

@@ -45,7 +45,7 @@ def test_a_stream_that_is_closed_before_its_turn_leaves_the_conversation_alone(m
     engine = make_engine()
     conversation = engine.conversation()
     first_turn(engine, conversation)
-    with engine._runner.lock:
+    with engine._runner.scheduler:
         stream = engine.stream(chat_prompt(CHUNKS[2:], [], words(5, 1)), conversation=conversation)
         stream.close()
     stream.result()
@@ -69,7 +69,7 @@ def test_a_reset_forgets_also_what_waits_for_the_model(make_engine: MakeEngine) 
     engine = make_engine()
     conversation = engine.conversation()
     prompt = chat_prompt(CHUNKS[:2], [], words(6, 2))
-    with engine._runner.lock:
+    with engine._runner.scheduler:
         stream = engine.stream(prompt, 4, conversation=conversation)
         conversation.reset()
     stream.result()

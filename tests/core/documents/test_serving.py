@@ -120,7 +120,7 @@ def test_a_document_that_is_deleted_while_it_waits_is_not_stored(open_engine: Ma
     engine = open_engine(miss_tokens=0)
     engine.add(TEXT.chunks)
     evict(engine, *IDS)
-    with engine._supply.lock:
+    with engine._supply.scheduler:
         ask(engine, "d-2")
         engine.delete(["d-1"])
     engine.flush()
@@ -151,7 +151,7 @@ def test_second_use_stores_the_slices_of_what_was_retrieved_twice(open_engine: M
 
 def test_in_the_background(open_engine: MakeEngine) -> None:
     engine = open_engine()
-    with engine._supply.lock:
+    with engine._supply.scheduler:
         first = engine.add([TEXT.chunk(0), TEXT.chunk(2), TEXT.chunk(3)], background=True)
         second = engine.add([TEXT.chunk(1)], background=True)
         # The names are there at once, and none leads to KV that does not know of the chunk between.

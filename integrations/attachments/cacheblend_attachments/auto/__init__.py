@@ -28,8 +28,8 @@ from cacheblend_attachments.auto.policy import (
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import Attachment
-from cacheblend_rag.engine.request import PromptRun
-from cacheblend_rag.engine.scheduling import scheduler_lock
+from cacheblend_rag.engine.request import Request
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.fuse.plan import check_layers
@@ -142,15 +142,15 @@ class AutoRatio(Attachment):
             raise ConfigError(
                 f"a time limit of {budget} s leaves no time to measure; give a few seconds, for example 5"
             )
-        with scheduler_lock(self._engine.model):
+        with scheduler_of(self._engine.model):
             return self._measure(self._engine.decoder, budget, progress)
 
-    def choose(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, str | None]:
-        blend, layout, decoder = run.request.blend, run.prompt.layout, self._engine.decoder
+    def choose(self, request: Request, readers: Sequence[KVReader] | None) -> tuple[float, str | None]:
+        blend, layout, decoder = request.blend, request.prompt.layout, self._engine.decoder
         # Only what can be blended is to be chosen for.
         assert decoder is not None
         least = max(self.quality_ratio, blend.recompute_ratio)
-        with scheduler_lock(self._engine.model).within(run.request.patience):
+        with scheduler_of(self._engine.model).within(request.patience):
             profile = self._known(decoder)
         if profile is None:
             return 0.0 if layout.remembers else least, None

@@ -1,4 +1,4 @@
-"""The lock that lets one computation at a time have a model."""
+"""Who has a model: one computation at a time, and prompts that wait for it together."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError
 from cacheblend_rag.model import Decoder, uncompiled, unwrapped
 
-__all__ = ["GaveWayError", "Patience", "SchedulerLock", "aside", "scheduler_lock"]
-
+__all__ = ["GaveWayError", "Patience", "Scheduler", "aside", "scheduler_of"]
 
 _OMP_PAUSE_SOFT = 1
+# Seconds after which a call that waits looks whether its answer is still wanted.
+_GLANCE_S = 0.2
 
 
 def _omp_pause() -> Callable[[int], int] | None:
@@ -95,124 +96,151 @@ class Patience:
         )
 
 
-class _Line:
-    """The threads of one process that have or want a lock."""
+class Scheduler:
+    """Lets one computation at a time have a model; threads have it in the order in which they came, and may take it again.
 
-    def __init__(self, owner: int | None = None, depth: int = 0) -> None:
-        self.changed = threading.Condition()
-        self.owner = owner
-        self.depth = depth
-        self.waiting: deque[object] = deque()
-
-
-class SchedulerLock:
-    """A lock on the model that threads get in the order in which they came; a thread that has it may take it again.
-
-    A loop that encodes batch after batch would take an ordinary lock again before any prompt that waits for it woke up. In a
-    forked child it is free, unless the thread that forked has it.
+    A loop that encodes batch after batch would take an ordinary lock again before any prompt that waits for it woke up. A thread
+    that answers a prompt may take other prompts out of the line, to answer them with its own.
     """
 
     def __init__(self) -> None:
-        self._lines = {os.getpid(): _Line()}
-
-    @property
-    def _line(self) -> _Line:
-        """The line of this process."""
-        pid = os.getpid()
-        if pid not in self._lines:
-            # The parent's other threads are gone; the one that forked is the main thread here. `setdefault` is one step.
-            before, main = next(reversed(self._lines.values())), threading.main_thread().ident
-            mine = _Line(before.owner, before.depth) if before.owner == main else _Line()
-            self._lines.setdefault(pid, mine)
-        return self._lines[pid]
+        self.process = os.getpid()
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._depth = 0
+        self._line: deque[object] = deque()
 
     def __enter__(self) -> None:
-        self._take(Patience())
+        self.take(Patience())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave()
+        self.leave()
 
     @contextmanager
     def within(self, patience: Patience) -> Iterator[None]:
         """Take the model, unless that takes longer than a call may wait.
-
-        Parameters
-        ----------
-        patience : Patience
-            How long.
 
         Raises
         ------
         AnswerTimeoutError
             If others have the model, or are before this thread in the line, for as long as that.
         """
-        self._take(patience)
+        self.take(patience)
         try:
             yield
         finally:
-            self._leave()
+            self.leave()
 
     @contextmanager
     def after_others(self) -> Iterator[None]:
-        """Take the model when nobody else waits for it."""
-        line = self._line
-        with line.changed:
-            if line.owner != threading.get_ident():
-                line.changed.wait_for(lambda: line.owner is None and not line.waiting)
-                line.owner = threading.get_ident()
-            line.depth += 1
+        """Take the model when no other thread waits for it."""
+        with self._changed:
+            if not self.is_mine:
+                self._changed.wait_for(lambda: self._owner is None and not self._line)
+                self._owner = threading.get_ident()
+            self._depth += 1
         try:
             yield
         finally:
-            self._leave()
+            self.leave()
 
     @property
     def is_mine(self) -> bool:
         """Whether this thread has the model."""
-        return self._line.owner == threading.get_ident()
+        return self._owner == threading.get_ident()
 
     @property
     def wanted(self) -> bool:
         """Whether a thread waits in line."""
-        return bool(self._line.waiting)
+        return bool(self._line)
 
-    def _take(self, patience: Patience) -> None:
-        line = self._line
-        with line.changed:
-            if line.owner != threading.get_ident():
-                place = object()
-                line.waiting.append(place)
+    def take(self, patience: Patience, place: object = None, is_given_up: Callable[[], bool] | None = None) -> bool:
+        """Wait for the model and take it.
+
+        Parameters
+        ----------
+        patience : Patience
+            How long.
+        place : object, optional
+            What stands in the line meanwhile, for `pick` to find.
+        is_given_up : callable, optional
+            Whether to wait no more; asked several times a second.
+
+        Returns
+        -------
+        bool
+            Whether this thread has it; else another thread has picked `place`.
+
+        Raises
+        ------
+        AnswerTimeoutError
+            If it takes longer than that.
+        CacheBlendError
+            If it is given up.
+        """
+        place = object() if place is None else place
+        with self._changed:
+            if not self.is_mine:
+                self._line.append(place)
                 try:
-                    left_s = min(patience.left_s, threading.TIMEOUT_MAX)
-                    if not line.changed.wait_for(lambda: line.owner is None and line.waiting[0] is place, left_s):
-                        raise patience.error()
-                    line.owner = threading.get_ident()
+                    while self._owner is not None or self._line[0] is not place:
+                        left_s = patience.left_s
+                        if left_s <= 0:
+                            raise patience.error()
+                        if is_given_up is not None:
+                            left_s = min(left_s, _GLANCE_S)
+                        self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+                        if place not in self._line:
+                            return False
+                        if is_given_up is not None and is_given_up():
+                            raise CacheBlendError("the answer was ended before it began; ask again")
+                    self._owner = threading.get_ident()
                 finally:
-                    line.waiting.remove(place)
-                    line.changed.notify_all()
-            line.depth += 1
+                    if place in self._line:
+                        self._line.remove(place)
+                    self._changed.notify_all()
+            self._depth += 1
         patience.until = None
+        return True
 
-    def _leave(self) -> None:
-        line = self._line
-        if line.depth == 1:
+    def leave(self) -> None:
+        """Let the next in line have the model, once this thread has left it as often as it took it."""
+        if self._depth == 1:
             _end_workers()
-        with line.changed:
-            line.depth -= 1
-            if not line.depth:
-                line.owner = None
-                line.changed.notify_all()
+        with self._changed:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+                self._changed.notify_all()
+
+    def line(self) -> list[object]:
+        """Return what stands in the line, the oldest first."""
+        with self._changed:
+            return list(self._line)
+
+    def pick(self, place: object) -> bool:
+        """Take out of the line what another thread waits with; return whether it was still there."""
+        with self._changed:
+            if place not in self._line:
+                return False
+            self._line.remove(place)
+            self._changed.notify_all()
+            return True
 
 
-_locks: WeakKeyDictionary[PreTrainedModel, SchedulerLock] = WeakKeyDictionary()
+_schedulers: WeakKeyDictionary[PreTrainedModel, Scheduler] = WeakKeyDictionary()
 
 
-def scheduler_lock(model: PreTrainedModel) -> SchedulerLock:
-    """Return the lock on a model: one for all engines that are made on it, and on what PEFT or torch.compile put around it."""
+def scheduler_of(model: PreTrainedModel) -> Scheduler:
+    """Return a model's scheduler: one for all engines that are made on it, and on what PEFT or torch.compile put around it."""
     # One call, which threads cannot get between.
-    return _locks.setdefault(unwrapped(model), SchedulerLock())
+    found = _schedulers.setdefault(unwrapped(model), Scheduler())
+    if found.process != os.getpid():
+        # Of a process that this one was forked from, whose threads may have had the model.
+        found = _schedulers[unwrapped(model)] = Scheduler()
+    return found
 
 
 class GaveWayError(Exception):
@@ -220,7 +248,7 @@ class GaveWayError(Exception):
 
 
 @contextmanager
-def aside(lock: SchedulerLock, decoder: Decoder, is_over: Callable[[], bool]) -> Iterator[None]:
+def aside(scheduler: Scheduler, decoder: Decoder, is_over: Callable[[], bool]) -> Iterator[None]:
     """Take a model when nobody waits for it, and leave this thread's forwards between two layers when somebody does or `is_over`.
 
     Raises
@@ -236,10 +264,10 @@ def aside(lock: SchedulerLock, decoder: Decoder, is_over: Callable[[], bool]) ->
         if device.type == "cuda":
             # Otherwise all layers would be under way before the first is computed.
             torch.cuda.current_stream(device).synchronize()
-        if lock.wanted or is_over():
+        if scheduler.wanted or is_over():
             raise GaveWayError
 
-    with lock.after_others():
+    with scheduler.after_others():
         check()
         hooks = [layer.register_forward_pre_hook(check) for layer in decoder.layers]
         try:

@@ -1,7 +1,6 @@
 """Calls that come at the same time are answered as if each had come alone, those that had to wait in one batch."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ from transformers import StoppingCriteria
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -40,21 +39,18 @@ def busy(engine: BlendEngine) -> Iterator[Callable[[int], None]]:
     """Keep the model from the calls made within the block; yields what waits until so many of them stand in line."""
 
     def until(count: int) -> None:
-        line = engine._gathering._line
-        while len(line.waiting) < count:
+        while len(engine._runner.scheduler.line()) < count:
             time.sleep(0.001)
 
-    with engine._runner.lock:
+    with engine._runner.scheduler:
         yield until
 
 
 def together(engine: BlendEngine, calls: Sequence[Callable[[], Any]], pool: ThreadPoolExecutor) -> list[Future[Any]]:
-    """Make calls at the same time: the first has the model before it knows of the others, which wait."""
+    """Make calls that wait for the model in this order."""
+    made = []
     with busy(engine) as until:
-        made = [pool.submit(calls[0])]
-        while not engine._gathering._line.is_served:
-            time.sleep(0.001)
-        for number, call in enumerate(calls[1:], 1):
+        for number, call in enumerate(calls, 1):
             made.append(pool.submit(call))
             until(number)
     return made
@@ -76,11 +72,11 @@ def test_calls_that_wait_are_one_batch(engine: BlendEngine, pool: ThreadPoolExec
     found = [each.result() for each in together(engine, [answer(engine, prompt) for prompt in PROMPTS], pool)]
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
     assert [each.text for each in found] == [each.text for each in wanted]
-    assert [each.report.batch_size for each in found] == [1, 6, 6, 6, 6, 6, 6]
+    assert [each.report.batch_size for each in found] == [7] * 7
     assert [each.report.hits for each in found] == [each.report.hits for each in wanted]
-    # Afterwards there is nobody, and a call is answered in its own thread again.
+    # A call that finds the model free is answered alone again.
     assert answer(engine, PROMPTS[0])().report.batch_size == 1
-    assert not engine._gathering._line.is_served
+    assert not engine._runner.scheduler.line()
 
 
 def test_streams_are_part_of_it(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
@@ -95,7 +91,7 @@ def test_streams_are_part_of_it(engine: BlendEngine, pool: ThreadPoolExecutor) -
     for (pieces, result), alone in zip(found, wanted, strict=True):
         assert result.token_ids == alone.token_ids
         assert "".join(pieces) == alone.text and len(pieces) > 1
-    assert [result.report.batch_size for _, result in found] == [1, 6, 6, 6, 6, 6, 6]
+    assert [result.report.batch_size for _, result in found] == [7] * 7
 
 
 def test_only_what_is_decoded_alike_is_decoded_together(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
@@ -112,7 +108,7 @@ def test_only_what_is_decoded_alike_is_decoded_together(engine: BlendEngine, poo
     wanted = [call().token_ids for call in calls]
     found = [each.result() for each in together(engine, calls, pool)]
     assert [each.token_ids for each in found] == wanted
-    assert [each.report.batch_size for each in found] == [1, 3, 2, 3, 3, 2, 1]
+    assert [each.report.batch_size for each in found] == [4, 4, 2, 4, 4, 2, 1]
 
 
 def test_a_batch_keeps_the_budget(make_engine: MakeEngine, pool: ThreadPoolExecutor) -> None:
@@ -120,7 +116,7 @@ def test_a_batch_keeps_the_budget(make_engine: MakeEngine, pool: ThreadPoolExecu
     calls = [answer(engine, BlendPrompt(words(40, number)), 10) for number in range(8)]
     found = [each.result() for each in together(engine, calls, pool)]
     # Three of 51 tokens with their answers are more than 150.
-    assert [each.report.batch_size for each in found] == [1, 2, 2, 2, 2, 2, 2, 1]
+    assert [each.report.batch_size for each in found] == [2] * 8
 
 
 def test_who_waits_too_long_is_told_and_who_is_being_answered_is_not(
@@ -128,13 +124,11 @@ def test_who_waits_too_long_is_told_and_who_is_being_answered_is_not(
 ) -> None:
     with busy(engine) as until:
         first = pool.submit(answer(engine, PROMPTS[0]))
-        while not engine._gathering._line.is_served:
-            time.sleep(0.001)
-        late = pool.submit(answer(engine, PROMPTS[1], wait_s=0.05))
         until(1)
+        late = pool.submit(answer(engine, PROMPTS[1], wait_s=0.05))
         with pytest.raises(AnswerTimeoutError, match="other calls held the model"):
             late.result()
-        assert not engine._gathering._line.waiting
+        assert len(engine._runner.scheduler.line()) == 1
     assert first.result().report.batch_size == 1
 
     class Slow(StoppingCriteria):
@@ -149,15 +143,12 @@ def test_who_waits_too_long_is_told_and_who_is_being_answered_is_not(
 def test_what_waits_when_the_engine_is_closed_is_refused(pool: ThreadPoolExecutor) -> None:
     engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False))
     with busy(engine) as until:
-        calls = [pool.submit(answer(engine, PROMPTS[number])) for number in range(3)]
-        until(2)
         closing = pool.submit(engine.close)
-        # Behind the call that was there first.
-        while len(engine._runner.lock._line.waiting) < 2:
-            time.sleep(0.001)
+        until(1)
+        calls = [pool.submit(answer(engine, PROMPTS[number])) for number in range(3)]
+        until(4)
     closing.result()
-    refused = [str(call.exception()) for call in calls if call.exception() is not None]
-    assert len(refused) == 2 and all("closed before the prompt's turn came" in each for each in refused)
+    assert all("closed before the prompt's turn came" in str(call.exception()) for call in calls)
 
 
 def test_a_stream_that_is_closed_ends_alone(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
@@ -176,21 +167,20 @@ def test_a_stream_that_is_closed_ends_alone(engine: BlendEngine, pool: ThreadPoo
     assert [each.token_ids for each in found] == [wanted[number].token_ids for number in (0, 1, 3)]
     assert 1 <= len(closed.token_ids) < 60
     assert closed.token_ids == wanted[2].token_ids[: len(closed.token_ids)]
-    assert closed.report.batch_size == 3
+    assert closed.report.batch_size == 4
 
 
 def test_a_call_that_is_given_up_while_it_waits_is_not_computed(engine: BlendEngine) -> None:
     with busy(engine) as until:
         first = engine.stream(PROMPTS[0], 5, do_sample=False)
-        while not engine._gathering._line.is_served:
-            time.sleep(0.001)
+        until(1)
         streams = [engine.stream(PROMPTS[1], 5, do_sample=False) for _ in range(3)]
-        until(3)
+        until(4)
         streams[1].close()
         # Its thread does not wait for the model any longer.
         with pytest.raises(CacheBlendError, match="ended before it began"):
             streams[1].result()
-        assert len(engine._gathering._line.waiting) == 2
+        assert len(engine._runner.scheduler.line()) == 3
     assert [len(stream.result().token_ids) for stream in (first, streams[0], streams[2])] == [5, 5, 5]
 
 
@@ -211,16 +201,25 @@ def test_what_fails_fails_alone(engine: BlendEngine, pool: ThreadPoolExecutor, m
     assert [each.result().token_ids for each in made] == [wanted[number] for number in (0, 1, 3)]
 
 
-def test_a_batch_that_fails_is_told_to_all_who_wait(
+def test_a_batch_that_fails_is_begun_anew_without_its_first(
     engine: BlendEngine, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._many, "together", lambda calls: 1 / 0)
-        made = together(engine, [answer(engine, prompt) for prompt in PROMPTS[:4]], pool)
-        for each in made[1:]:
-            with pytest.raises(ZeroDivisionError):
-                each.result()
-    assert answer(engine, PROMPTS[1])().report.batch_size == 1
+    calls = [answer(engine, prompt) for prompt in PROMPTS[:4]]
+    wanted = [call().token_ids for call in calls]
+    own, failed = engine._many.together, []
+
+    def failing(requests: Any) -> Any:
+        if not failed:
+            failed.append(len(requests))
+            raise KeyboardInterrupt
+        return own(requests)
+
+    monkeypatch.setattr(engine._many, "together", failing)
+    made = together(engine, calls, pool)
+    with pytest.raises(KeyboardInterrupt):
+        made[0].result()
+    assert [each.result().token_ids for each in made[1:]] == wanted[1:]
+    assert failed == [4]
 
 
 def test_an_answer_may_ask_something_itself(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
@@ -260,25 +259,21 @@ def test_any_company_changes_no_answer(drawn: list[tuple[int, int, float, bool]]
         wanted = [ask(*each) for each in drawn]
         with ThreadPoolExecutor(len(drawn)) as pool:
             assert list(pool.map(lambda each: ask(*each), drawn)) == wanted
-        assert not engine._gathering._line.is_served
-        for thread in threading.enumerate():
-            if thread.name in ("cacheblend-gathering", "cacheblend-stream"):
-                thread.join(20)
-                assert not thread.is_alive()
+        assert not engine._runner.scheduler.line()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_does_not_wait_for_its_parents_answers(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
-    # Threads of torch's own would be missing in the child.
+def test_a_forked_child_makes_an_engine_of_its_own(engine: BlendEngine) -> None:
     wanted = answer(engine, PROMPTS[1])().token_ids
     with busy(engine):
-        first = pool.submit(answer(engine, PROMPTS[0]))
-        while not engine._gathering._line.is_served:
-            time.sleep(0.001)
         child = os.fork()
         if not child:
             torch.set_num_threads(1)
-            os._exit(0 if answer(engine, PROMPTS[1])().token_ids == wanted else 1)
+            try:
+                answer(engine, PROMPTS[1])()
+            except ConfigError as error:
+                with BlendEngine(engine.model, engine.tokenizer, **engine_settings(self_check=False)) as own:
+                    os._exit("forked" not in str(error) or answer(own, PROMPTS[1])().token_ids != wanted)
+            os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
-    first.result()
