@@ -237,6 +237,8 @@ class Rounds:
         The answer so far.
     report : dict
         What ``response.metadata["blend"]`` will be.
+    streams : bool
+        Whether the answer comes piece by piece.
     earlier_calls : list of CallReport
         The reports of the calls before the last.
     dropped : list of Chunk
@@ -254,6 +256,7 @@ class Rounds:
     values: dict[str, Any]
     answer: str | None
     report: dict[str, Any]
+    streams: bool
     earlier_calls: list[CallReport] = field(default_factory=list)
     dropped: list[Chunk] = field(default_factory=list)
     last: str | BaseModel | None = None

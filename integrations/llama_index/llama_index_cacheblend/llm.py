@@ -149,8 +149,7 @@ class BlendLLM(JSONAnswers):
             )
         if unknown:
             raise ConfigError(_no_arguments(unknown))
-        stops = _stop_list(stop)
-        _decoding_options(temperature, stops, generation_kwargs or {})
+        _, stops = _decoding_options(temperature, stop, generation_kwargs or {})
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number from 1 upwards")
         computing = _make_engine(
@@ -227,7 +226,8 @@ class BlendLLM(JSONAnswers):
             messages = self._extend_messages(template.format_messages(llm=self, **values))
         else:
             messages = self._get_messages(template, **values)
-        return self._written(messages), messages
+        assert self.messages_to_prompt is not None
+        return self.messages_to_prompt(messages), messages
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -271,10 +271,6 @@ class BlendLLM(JSONAnswers):
         """Do what `stream_chat` does."""
         return aresponses(*await asyncio.to_thread(self._stream, messages, kwargs, as_chat))
 
-    def _written(self, messages: Sequence[ChatMessage]) -> str:
-        assert self.messages_to_prompt is not None
-        return self.messages_to_prompt(messages)
-
     def _worded(self, prompt: str, formatted: bool) -> str:
         return prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
 
@@ -290,11 +286,12 @@ class BlendLLM(JSONAnswers):
         if prompt is None and (carried := carried_prompt(given)) is not None:
             prompt = carried.blend(self.engine)
         elif prompt is None:
-            prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
-        stops = _stop_list(others.pop("stop", self.stop))
+            assert self.messages_to_prompt is not None
+            prompt = BlendPrompt(segments=[given if isinstance(given, str) else self.messages_to_prompt(given)])
         asked = {"prompt": prompt, "blend": others.pop("blend_config", None), "conversation": self._conversation}
         asked["max_new_tokens"] = others.pop("max_new_tokens", self.max_new_tokens)
-        asked |= _decoding_options(others.pop("temperature", self.temperature), stops, others)
+        temperature, stop = others.pop("temperature", self.temperature), others.pop("stop", self.stop)
+        options, stops = _decoding_options(temperature, stop, others)
         watchers = watching.get()
         for each in watchers:
             each.made.append(ModelCall(self.engine, prompt, asked["blend"]))
@@ -305,7 +302,7 @@ class BlendLLM(JSONAnswers):
                     each.end(result.report)
             return make(text, delta, result)
 
-        return asked, stops, made
+        return asked | options, stops, made
 
     def _answer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
         arguments, stops, make = self._request(given, kwargs, make)
@@ -328,16 +325,14 @@ class BlendLLM(JSONAnswers):
         return self.engine.stream(**arguments), stops, make
 
 
-def _stop_list(stop: str | Sequence[str] | None) -> list[str]:
+def _decoding_options(
+    temperature: float, stop: str | Sequence[str] | None, others: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return options of transformers' ``generate``, and the stop strings; `others`, by their own names, win."""
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     for each in stops:
         if not isinstance(each, str) or not each:
             raise ConfigError(f"stop={stop!r} holds {each!r}; give non-empty strings")
-    return stops
-
-
-def _decoding_options(temperature: float, stops: Sequence[str], others: dict[str, Any]) -> dict[str, Any]:
-    """Return options of transformers' ``generate``; `others`, by their own names, win."""
     if foreign := _ELSEWHERE.keys() & others.keys():
         raise ConfigError(_no_arguments(sorted(foreign)))
     if not math.isfinite(temperature) or temperature < 0:
@@ -346,8 +341,8 @@ def _decoding_options(temperature: float, stops: Sequence[str], others: dict[str
     # Greedy decoding has no use for the sampling settings that many checkpoints bring along.
     options |= {"temperature": temperature} if temperature > 0 else {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
     if stops:
-        options["stop_strings"] = list(stops)
-    return options | others
+        options["stop_strings"] = stops
+    return options | others, stops
 
 
 def _no_arguments(names: Iterable[str]) -> str:

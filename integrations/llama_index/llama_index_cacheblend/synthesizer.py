@@ -237,8 +237,8 @@ class BlendSynthesizer(BaseSynthesizer):
         answer: str | BaseModel | Generator[str, None, None]
         if prompt is None:
             given = self._given_up(rounds)
-            answer = _in_one_piece(given) if self._streams else given
-        elif self._streams:
+            answer = _in_one_piece(given) if rounds.streams else given
+        elif rounds.streams:
             # The model begins at once, and errors appear here and not when the first piece is read.
             answer = self._pieces(rounds, prompt, self._call(prompt, "stream_"))
         else:
@@ -263,18 +263,13 @@ class BlendSynthesizer(BaseSynthesizer):
         answer: str | BaseModel | AsyncGenerator[str, None]
         if prompt is None:
             given = self._given_up(rounds)
-            answer = _ain_one_piece(given) if self._streams else given
-        elif self._streams:
+            answer = _ain_one_piece(given) if rounds.streams else given
+        elif rounds.streams:
             answer = self._apieces(rounds, prompt, await self._call(prompt, "astream_"))
         else:
             answer = self._end(rounds, prompt, await self._call(prompt, "a"))
         dispatcher.event(GetResponseEndEvent())
         return answer
-
-    @property
-    def _streams(self) -> bool:
-        # An object is there when it is whole, as in compact mode. Chat engines of LlamaIndex change `_streaming` for one call.
-        return self._streaming and self._output_cls is None
 
     def _rounds(
         self,
@@ -287,7 +282,9 @@ class BlendSynthesizer(BaseSynthesizer):
         **values: Any,
     ) -> Rounds:
         parsers = (self._model.output_parser, self._text_qa_template.output_parser, self._refine_template.output_parser)
-        if self._streams and any(parsers):
+        # An object is there when it is whole, as in compact mode. Chat engines of LlamaIndex change `_streaming` for one call.
+        streams = self._streaming and self._output_cls is None
+        if streams and any(parsers):
             raise ConfigError("an output parser needs the whole answer; leave it out, or set streaming=False")
         chunks = (
             [Chunk(text.strip()) for text in text_chunks if text.strip()]
@@ -295,9 +292,8 @@ class BlendSynthesizer(BaseSynthesizer):
             else node_chunks(each.node for each in blend_nodes)
         )
         report = {} if blend_report is None else blend_report
-        return Rounds(
-            query_str, chunks, values, prev_response, report, sources=blend_sources, engine=self._model.engine
-        )
+        engine = self._model.engine
+        return Rounds(query_str, chunks, values, prev_response, report, streams, sources=blend_sources, engine=engine)
 
     def _prompt(self, rounds: Rounds) -> ContextPrompt | None:
         """Return the prompt of the next call; None where the answer so far leaves no room for any chunk that is left.

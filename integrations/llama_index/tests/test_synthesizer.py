@@ -351,7 +351,7 @@ def test_an_object_is_the_answer_where_refining_gives_up(nodes: list[NodeWithSco
     class Place(BaseModel):
         name: str
 
-    rounds = Rounds("?", node_chunks(each.node for each in nodes), {}, None, {})
+    rounds = Rounds("?", node_chunks(each.node for each in nodes), {}, None, {}, False)
     prompt = ContextPrompt("", None, "", BlendPrompt(segments=[""]), left_over=tuple(rounds.chunks[2:]))
     rounds.refine(prompt, CompletionResponse(text="", raw={"blend": {"hits": 2}}), Place(name="Oslo"))
     assert rounds.answer == '{"name":"Oslo"}'
