@@ -9,7 +9,7 @@ import threading
 import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
@@ -68,19 +68,21 @@ class ChunkCatalog:
         return segments
 
     def prompt(
-        self, engine: Library, parts: Iterable[Segment], min_chars: int = HEAD_CHARS, tail: str = ""
+        self, engine: Library, parts: Sequence[Segment], min_chars: int = HEAD_CHARS, asked: str | None = None
     ) -> BlendPrompt:
         """Return the prompt of these parts, with the stored chunks told apart that stand in its text.
 
-        What stands by itself at the end, before nothing but `tail`, is what is asked: it is text, though it may be stored too.
+        What ends `asked`, what was said last, is text, though it may be stored too. By default the last part is what was said.
         """
+        if asked is None:
+            asked = parts[-1] if parts and isinstance(parts[-1], str) else ""
         self.follow(engine)
         segments: list[Segment] = []
         begin = 0
         for part in parts:
             begin = len(segments)
             segments += self.split(engine, part, min_chars) if isinstance(part, str) else [part]
-        segments = _with_question(segments, begin, tail)
+        segments = _with_question(segments, begin, asked)
         if not any(isinstance(segment, Chunk) for segment in segments):
             self._look_closer(engine, "".join(part for part in segments if isinstance(part, str)), min_chars)
         return BlendPrompt(segments=segments)
@@ -183,19 +185,19 @@ def _unescaped(escaped: re.Match[str]) -> str:
     return str(json.loads(f'"{escaped[0]}"'))
 
 
-def _with_question(segments: list[Segment], begin: int, tail: str) -> list[Segment]:
-    """Return segments with the last one that is a chunk as text, if it was found from `begin` on and is what is asked.
+def _with_question(segments: list[Segment], begin: int, asked: str) -> list[Segment]:
+    """Return segments with the last one that is a chunk as text, if it was found from `begin` on and is the end of `asked`.
 
     What stands behind another chunk, with nothing but blanks between, is one more passage, and what stands alone is all there is.
     """
     place = max((n for n in range(begin, len(segments)) if isinstance(segments[n], Chunk)), default=0)
+    before, found = segments[place - 1 : place + 1] if place else ("", "")
+    if not isinstance(found, Chunk) or not asked.rstrip().endswith(found.text.rstrip()):
+        return segments
+    if not isinstance(before, str) or (place > 1 and not before.strip()):
+        return segments
     behind = "".join(each for each in segments[place + 1 :] if isinstance(each, str))
-    if place == 0 or behind.strip() != tail.strip():
-        return segments
-    before, asked = segments[place - 1], segments[place]
-    if not isinstance(asked, Chunk) or not isinstance(before, str) or (place > 1 and not before.strip()):
-        return segments
-    return [*segments[: place - 1], f"{before}{asked.text}{behind}"]
+    return [*segments[: place - 1], f"{before}{found.text}{behind}"]
 
 
 def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:

@@ -14,7 +14,6 @@ from cacheblend_rag.errors import ConfigError, PromptError
 __all__ = [
     "Holes",
     "Passage",
-    "answer_head",
     "apply_template",
     "around_context",
     "around_question",
@@ -173,14 +172,6 @@ def around_context(tokenizer: Any, head: str, tail: str) -> tuple[str, str]:
     message = {"role": "user", "content": f"{head}{_PROBE}{tail}"}
     before, _, behind = apply_template(tokenizer, [message]).partition(_PROBE)
     return before, behind
-
-
-def answer_head(tokenizer: Any) -> str:
-    """Return what a tokenizer's chat template writes behind the last words of the user; nothing where it cannot be told."""
-    try:
-        return apply_template(tokenizer, [{"role": "user", "content": _PROBE}]).partition(_PROBE)[2]
-    except PromptError:
-        return ""
 
 
 def _one_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

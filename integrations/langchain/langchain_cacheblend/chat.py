@@ -21,7 +21,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema
-from cacheblend_rag.chat.render import answer_head, knows_tools, render_chat
+from cacheblend_rag.chat.render import knows_tools, render_chat
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.chunk import carried_prompt
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -83,11 +83,13 @@ class ChatBlend(BlendModel, BaseChatModel):
         if prompt is not None:
             return prompt.blend(self.engine)
         shown = as_functions(tools) if tools else []
+        turns = turns_of(messages)
         parts = render_chat(
-            self.engine.tokenizer, turns_of(messages), tools=shown, documents=passages(documents) if documents else ()
+            self.engine.tokenizer, turns, tools=shown, documents=passages(documents) if documents else ()
         )
-        segments, tail = fixed_head(messages, parts, documents), answer_head(self.engine.tokenizer)
-        return self._catalog.prompt(self.engine, segments, self.min_chunk_chars, tail)
+        said = turns[-1]["content"] if turns and turns[-1]["role"] == "user" else []
+        asked = "".join(part for part in said if isinstance(part, str))
+        return self._catalog.prompt(self.engine, fixed_head(messages, parts, documents), self.min_chunk_chars, asked)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return how many tokens the model is given for a conversation, template included.

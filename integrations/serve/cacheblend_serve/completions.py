@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
-from cacheblend_rag.chat.render import Passage, answer_head, around_question, render_chat
+from cacheblend_rag.chat.render import Passage, around_question, render_chat
 from cacheblend_rag.chat.tools import ToolGate, call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
@@ -180,7 +180,8 @@ def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig)
         grammar = call_grammar(tools, str(library.tokenizer.get_chat_template(tools=tools)))
     documents = _passages(library, request.documents)
     parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents)
-    prompt = catalog_of(library).prompt(library, parts, tail=answer_head(library.tokenizer))
+    asked = [part for part in turns[-1]["content"] if isinstance(part, str)] if turns[-1]["role"] == "user" else []
+    prompt = catalog_of(library).prompt(library, parts, asked="".join(asked))
     return _asked(prompt, request, config, grammar, tools, must_call)
 
 
