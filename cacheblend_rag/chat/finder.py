@@ -77,9 +77,6 @@ class ChunkFinder:
         self._heads = np.zeros(1 << _FILTER_BITS, np.bool_)
         self._wholes = np.zeros(1 << _FILTER_BITS, np.bool_)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def add(self, texts: Iterable[tuple[str, str]]) -> None:
         """Make texts known, as pairs of id and text; an id that is known is replaced."""
         pairs = [(id, text) for id, text in dict(texts).items() if len(text) >= HEAD_CHARS]

@@ -390,32 +390,21 @@ def test_warming_encodes_what_a_store_has(store: BlendVectorStore, chunks: dict[
     assert [record and record.text_hash for record in records] == [text_hash(f"<{text}>") for text in chunks.values()]
 
 
-@pytest.mark.parametrize("codec", ["native", "int8"])
-def test_an_estimate_says_what_an_ingestion_takes(
-    tiny: Any, tokenizer: Any, embedding: Embeddings, chunks: dict[str, str], tmp_path: Path, codec: str
-) -> None:
-    documents = [
-        Document(" ".join(list(chunks.values())[:size] * size), metadata={"source": source})
-        for source in "abcde"
-        for size in range(1, 5)
-    ]
-    settings = engine_settings(self_check=False, disk_codec=codec)
-    with BlendEngine(tiny, tokenizer, store=tmp_path / "kv", **settings) as engine:
-        store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
-        # One that the model cannot take is left out, as it is when it is added.
-        before = estimate(store, [*documents, Document("word " * 3000), Document(" ")])
-        assert estimate(store, documents).tokens == before.tokens
-        assert (engine.ids(), engine.store.stats().entries) == ([], 0)
-        assert estimate(store).chunks == 0
-        store.add_documents(documents)
-        held = engine.store.stats()
-        assert before.chunks == held.entries
-        assert before.disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
-        assert before.ram_bytes == pytest.approx(held.ram_bytes, rel=0.01)
-        assert before.seconds > 0
-        assert estimate(store) == WarmEstimate(0, 0)
-        engine.delete(engine.ids())
-        assert estimate(store).disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
+def test_an_estimate_says_what_an_ingestion_takes(embedding: Embeddings, engine: BlendEngine) -> None:
+    documents = [Document(" ".join([*CHUNKS.values()][:size]), metadata={"source": "a"}) for size in range(1, 5)]
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    # One that the model cannot take is left out, as it is when it is added.
+    before = estimate(store, [*documents, Document("word " * 3000), Document(" ")])
+    assert estimate(store, documents).tokens == before.tokens
+    assert (engine.ids(), engine.store.stats().entries) == ([], 0)
+    assert estimate(store).chunks == 0
+    store.add_documents(documents)
+    held = engine.store.stats()
+    assert before.chunks == held.entries
+    assert before.ram_bytes == pytest.approx(held.ram_bytes, rel=0.01)
+    assert estimate(store) == WarmEstimate(0, 0)
+    engine.delete(engine.ids())
+    assert estimate(store).ram_bytes == pytest.approx(held.ram_bytes, rel=0.01)
     with pytest.raises(ConfigError, match="estimate takes a BlendVectorStore, and this is a InMemoryVectorStore"):
         estimate(store.inner)  # type: ignore[arg-type]
 

@@ -14,6 +14,8 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from pydantic import Field
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -125,6 +127,11 @@ def chroma() -> Iterator[ChromaVectorStore]:
     name = f"test-{uuid.uuid4().hex}"
     yield ChromaVectorStore(chroma_collection=client.create_collection(name))
     client.delete_collection(name)
+
+
+@pytest.fixture(params=["chroma", "simple"])
+def inner(request: pytest.FixtureRequest, chroma: ChromaVectorStore) -> BasePydanticVectorStore:
+    return chroma if request.param == "chroma" else SimpleVectorStore()
 
 
 class WordEmbedding(BaseEmbedding):

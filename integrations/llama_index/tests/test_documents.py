@@ -64,11 +64,6 @@ def make_engine(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[MakeEngi
         engine.close()
 
 
-@pytest.fixture(params=["chroma", "simple"])
-def inner(request: pytest.FixtureRequest, chroma: ChromaVectorStore) -> BasePydanticVectorStore:
-    return chroma if request.param == "chroma" else SimpleVectorStore()
-
-
 def index_over(store: BlendVectorStore, nodes: Sequence[BaseNode], embedding: WordEmbedding) -> VectorStoreIndex:
     context = StorageContext.from_defaults(vector_store=store)
     return VectorStoreIndex(
@@ -164,8 +159,12 @@ def test_a_changed_document_is_read_again_and_no_other(
     assert engine._store.stats().entries == len(rest)
 
 
+# Forks of asynchronous pipelines: from Python 3.12 on they are warned of in a process with threads, which is LlamaIndex's choice.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_pipelines_with_workers_and_a_docstore(chroma: ChromaVectorStore, make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+async def test_pipelines_with_workers_and_a_docstore(
+    chroma: ChromaVectorStore, make_engine: MakeEngine, asynchronous: bool
+) -> None:
     engine = make_engine()
     store = BlendVectorStore(chroma, engine=engine)
     # Neither needs what a process of its own would have to fetch.
@@ -184,7 +183,10 @@ def test_pipelines_with_workers_and_a_docstore(chroma: ChromaVectorStore, make_e
     changed = {name: text if name != "d3" else f"# Day none\n\n{text}" for name, text in texts.items() if name != "d0"}
     for now in (texts, changed):
         documents = [Document(text=text, id_=name) for name, text in now.items()]
-        pipeline.run(documents=documents, num_workers=2)
+        if asynchronous:
+            await pipeline.arun(documents=documents, num_workers=2)
+        else:
+            pipeline.run(documents=documents, num_workers=2)
         assert keys(engine, nodes_in(index)) == at_once(make_engine(), documents, parser)
         assert engine._store.stats().entries == len(set(keys(engine, nodes_in(index)).values()))
 
@@ -297,34 +299,29 @@ def test_no_traces_are_left_across_a_boundary(make_engine: MakeEngine, options: 
     assert (seen[0] == seen[1]) == bool(options)
 
 
-def test_filters_that_are_no_boundary_are_warned_of_once(
-    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+async def test_filters_that_are_no_boundary_are_warned_of_once(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, asynchronous: bool
 ) -> None:
-    def asked(store: BlendVectorStore, *names: str) -> list[str]:
+    async def asked(store: BlendVectorStore, *names: str) -> list[str]:
         caplog.clear()
         for filters in (MetadataFilters(filters=[MetadataFilter(key=name, value="x") for name in names]), None):
-            store.query(VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1, filters=filters))
+            query = VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1, filters=filters)
+            await store.aquery(query) if asynchronous else store.query(query)
         return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
 
     engine = make_engine()
     store = BlendVectorStore(SimpleVectorStore(), engine=engine, boundary=["reader"])
     store.add(two_readers("Mara sleeps."))
-    assert asked(store, "reader", "ref_doc_id", "document_id") == []
-    [first] = asked(store, "reader", "page")
+    assert await asked(store, "reader", "ref_doc_id", "document_id") == []
+    [first] = await asked(store, "reader", "page")
     assert "filtered by 'page'" in first and "boundary=['page']" in first and "context='none'" in first
-    assert len(asked(store, "page", "year")) == 1
+    assert len(await asked(store, "page", "year")) == 1
     for other in (
         BlendVectorStore(SimpleVectorStore(), engine=engine, context="none"),
         BlendVectorStore(SimpleVectorStore(), engine=make_engine(context="none")),
     ):
-        assert asked(other, "page") == []
-
-
-async def test_asynchronous_queries_are_watched_too(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
-    store = BlendVectorStore(SimpleVectorStore(), engine=make_engine())
-    filters = MetadataFilters(filters=[MetadataFilter(key="page", value=1)])
-    await store.aquery(VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1, filters=filters))
-    assert "filtered by 'page'" in caplog.text
+        assert await asked(other, "page") == []
 
 
 def test_options_that_mean_nothing(make_engine: MakeEngine) -> None:
@@ -401,10 +398,11 @@ def test_it_is_said_once_and_the_line_that_is_said_mends_it(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("text_of", [POSTPROCESSOR, lambda node: f"title: People\n\n{node.metadata['window']}"])
 def test_windows_are_stored_as_their_postprocessor_shows_them(
-    llm: BlendLLM, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture
+    llm: BlendLLM, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture, text_of: Any
 ) -> None:
-    store = BlendVectorStore(SimpleVectorStore(stores_text=True), engine=llm.engine, text_of=POSTPROCESSOR)
+    store = BlendVectorStore(SimpleVectorStore(stores_text=True), engine=llm.engine, text_of=text_of)
     index = make_index(store, embedding)
     report = ask(llm, index)
     assert (report["hits"], report["misses"]) == (3, 0) and not caplog.records

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
-from llama_index.core.node_parser import MarkdownNodeParser, SentenceSplitter, SentenceWindowNodeParser
-from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
@@ -211,24 +210,6 @@ async def test_pipeline(
     assert store.engine._store.stats().entries == len(live)
 
 
-# Forks of asynchronous pipelines: from Python 3.12 on they are warned of in a process with threads, which is LlamaIndex's choice.
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_pipeline_with_workers(llm: BlendLLM, asynchronous: bool, call: Callable[..., Any]) -> None:
-    store = BlendVectorStore(make_inner("chroma", asynchronous), engine=llm.engine)
-    # A parser that needs nothing which a process of its own would have to fetch.
-    pipeline = IngestionPipeline(
-        transformations=[MarkdownNodeParser(), MockEmbedding(embed_dim=64)], vector_store=store
-    )
-    documents = [
-        Document(text="\n\n".join(f"# {fact}\n\n{fact}" for fact in FACTS[number:]), id_=f"d{number}")
-        for number in range(3)
-    ]
-    nodes = await call(pipeline, "run", documents=documents, num_workers=2)
-    assert len(nodes) == 5 + 4 + 3
-    assert await held(store, asynchronous) == known(llm.engine) == {node.node_id for node in nodes}
-
-
 def test_a_store_is_not_sent_to_another_process(llm: BlendLLM) -> None:
     with pytest.raises(ConfigError, match="holds the model"):
         pickle.dumps(BlendVectorStore(SimpleVectorStore(), engine=llm.engine))
@@ -317,25 +298,6 @@ def test_what_is_encoded_is_what_is_retrieved(llm: BlendLLM, **parts: Any) -> No
         assert record is None or record.text_hash == text_hash(shown)
         store.clear()
         assert llm.engine.ids() == []
-
-
-def test_what_a_postprocessor_will_show_can_be_encoded(llm: BlendLLM, embedding: WordEmbedding) -> None:
-    window = MetadataReplacementPostProcessor(target_metadata_key="window")
-
-    def shown(node: Any) -> str:
-        return str(node.metadata["window"])
-
-    store = BlendVectorStore(make_inner("chroma", False), engine=llm.engine, text_of=shown)
-    index = VectorStoreIndex.from_documents(
-        [Document(text=" ".join(FACTS))],
-        storage_context=StorageContext.from_defaults(vector_store=store),
-        transformations=[SentenceWindowNodeParser.from_defaults(window_size=1)],
-        embed_model=embedding,
-    )
-    nodes = window.postprocess_nodes(index.as_retriever(similarity_top_k=2).retrieve("Otto Brandt"))
-    report = BlendSynthesizer(llm=llm).synthesize("Where?", nodes).metadata["blend"]
-    assert any(len(each.text) > len(FACTS[2]) for each in nodes)
-    assert report["hits"] == 2
 
 
 def test_kv_stays_while_another_node_or_tenant_has_the_text(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llama_index.core import Settings, StorageContext, VectorStoreIndex
 from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
-from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, VectorStoreQuery
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryResult
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from pydantic import Field
@@ -40,11 +40,6 @@ def some_nodes(
 @pytest.fixture
 def engine(llm: BlendLLM) -> BlendEngine:
     return llm.engine
-
-
-@pytest.fixture(params=["chroma", "simple"])
-def inner(request: pytest.FixtureRequest, chroma: ChromaVectorStore) -> BasePydanticVectorStore:
-    return chroma if request.param == "chroma" else SimpleVectorStore()
 
 
 @pytest.fixture

@@ -30,11 +30,6 @@ class Unwilling(WordEmbedding):
         return WordEmbedding._get_text_embedding(self, query)
 
 
-@pytest.fixture(params=["chroma", "simple"])
-def inner(request: pytest.FixtureRequest, chroma: ChromaVectorStore) -> BasePydanticVectorStore:
-    return chroma if request.param == "chroma" else SimpleVectorStore()
-
-
 @pytest.fixture
 def index(inner: BasePydanticVectorStore, embedding: WordEmbedding) -> VectorStoreIndex:
     """An index that somebody made without us."""
