@@ -124,6 +124,9 @@ def test_an_engine_answers_under_the_name_of_its_own_model_only(kind: Kind, engi
         assert kind(engine=engine, model=model).model == engine.model_name
     with pytest.raises(ConfigError, match=r"model='another' is not .* configurable_alternatives"):
         kind(engine=engine, model="another")
+    assert text_of(llm.invoke("Who?", model=engine.model_name)) == text_of(llm.invoke("Who?"))
+    with pytest.raises(ConfigError, match="make another"):
+        llm.invoke("Who?", model="other")
     configurable = llm.configurable_fields(model=ConfigurableField(id="model"))
     assert text_of(configurable.invoke("Who?")) == text_of(llm.invoke("Who?"))
     with pytest.raises(ConfigError, match="configurable_alternatives"):
@@ -156,12 +159,14 @@ def test_a_model_with_a_name_can_be_written_down(
     tokenizer.save_pretrained(tmp_path / "model")
     blend = BlendConfig(recompute_ratio=0.4)
     options = {"max_tokens": TOKENS, "stop": ["never"], "generation_kwargs": {"repetition_penalty": 1.1}}
+    options["model_kwargs"] = {"dtype": torch.bfloat16}
     llm = kind(model=tmp_path / "model", store=tmp_path / "kv", blend_config=blend, **options)
     written = dumpd(llm)
     assert written["type"] == "constructor"
     again = load(written, **trusting(kind))
     assert again._identifying_params == llm._identifying_params
     assert again.engine is not llm.engine
+    assert again.engine.model.dtype == llm.engine.model.dtype == torch.bfloat16
     assert again.engine.config == llm.engine.config == EngineConfig(separator="\n\n")
     assert again.engine.blend == llm.engine.blend == blend
     assert text_of(again.invoke("Who?")) == text_of(llm.invoke("Who?"))
@@ -177,17 +182,6 @@ def test_what_cannot_be_written_down_says_so(kind: Kind, engine: BlendEngine) ->
     assert written["type"] == "not_implemented"
     with pytest.raises(NotImplementedError):
         load(written, **trusting(kind))
-
-
-@LOAD_IS_BETA
-def test_a_dtype_is_written_by_its_name(tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Path) -> None:
-    tiny.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    llm = BlendLLM(model=tmp_path, model_kwargs={"dtype": torch.bfloat16})
-    again = load(dumpd(llm), **trusting(BlendLLM))
-    assert again.engine.model.dtype == llm.engine.model.dtype == torch.bfloat16
-    for each in (llm, again):
-        each.engine.close()
 
 
 # Events, time and cancellation
@@ -297,11 +291,3 @@ async def test_a_cancelled_stream_frees_the_engine(kind: Kind, engine: BlendEngi
     while any(thread.name == "cacheblend-stream" for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "a stream that nobody reads goes on"
         await asyncio.sleep(0.02)
-
-
-@KINDS
-def test_another_model_is_another_object(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine, max_tokens=1)
-    assert text_of(llm.invoke("Who?", model=engine.model_name))
-    with pytest.raises(ConfigError, match="make another"):
-        llm.invoke("Who?", model="other")

@@ -36,13 +36,14 @@ def greedy(model: LlamaForCausalLM, ids: list[int], length: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def test_metadata(llm: BlendLLM) -> None:
+def test_metadata(llm: BlendLLM, make_llm: MakeLLM) -> None:
     assert llm.metadata.context_window == 1024
     assert llm.metadata.num_output == 12
     assert llm.metadata.is_chat_model
     assert llm.metadata.model_name == "LlamaForCausalLM"
     assert llm.class_name() == "BlendLLM"
-    assert llm.to_payload()["class_name"] == "BlendLLM"
+    assert llm.to_payload()["class_name"] == llm.to_dict()["class_name"] == "BlendLLM"
+    assert make_llm(model_name="tiny").to_payload()["model_name"] == "tiny"
 
 
 def test_complete_is_the_models_own_generate(
@@ -234,12 +235,6 @@ def test_the_prompt_is_given_once(llm: BlendLLM) -> None:
             call("Mara", prompt="Mara")
         with pytest.raises(ValueError, match="prompt"):
             call()
-
-
-def test_what_listeners_are_told_of_the_model(make_llm: MakeLLM) -> None:
-    llm = make_llm(model_name="tiny")
-    assert llm.to_payload()["model_name"] == "tiny"
-    assert llm.to_dict()["class_name"] == "BlendLLM"
 
 
 def test_images_are_refused(llm: BlendLLM) -> None:

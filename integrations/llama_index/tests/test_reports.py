@@ -32,7 +32,6 @@ ASKING = [
     mode if mode in SAMPLED else pytest.param(mode, marks=pytest.mark.full)
     for mode in (*(each.value for each in ResponseMode if each.value not in ("no_text", "context_only")), "blend")
 ]
-STREAMING = [mode for mode in ASKING if "accumulate" not in str(mode)]
 
 
 @pytest.fixture(autouse=True)
@@ -60,29 +59,18 @@ def check(report: Any, events: EventLog) -> None:
     assert json.loads(json.dumps(report)) == report
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("mode", ASKING)
 async def test_every_response_mode(
-    index: VectorStoreIndex, llm: BlendLLM, events: EventLog, mode: str, asynchronous: bool
+    index: VectorStoreIndex, llm: BlendLLM, events: EventLog, mode: str, asynchronous: bool, streaming: bool
 ) -> None:
-    engine = index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3)
+    streaming = streaming and "accumulate" not in mode
+    engine = index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3, streaming=streaming)
     response = await engine.aquery(QUESTION) if asynchronous else await asyncio.to_thread(engine.query, QUESTION)
-    check(response.metadata["blend"], events)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("mode", STREAMING)
-async def test_every_streamed_response_mode(
-    index: VectorStoreIndex, llm: BlendLLM, events: EventLog, mode: str, asynchronous: bool
-) -> None:
-    engine = index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3, streaming=True)
-    if asynchronous:
-        response = await engine.aquery(QUESTION)
-        text = await read(response)
-    else:
-        response = await asyncio.to_thread(engine.query, QUESTION)
-        text = await asyncio.to_thread(lambda: "".join(response.response_gen))
-    assert text
+    if streaming:
+        read_it = read(response) if asynchronous else asyncio.to_thread(lambda: "".join(response.response_gen))
+        assert await read_it
     check(response.metadata["blend"], events)
 
 

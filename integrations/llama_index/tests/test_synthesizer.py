@@ -1,5 +1,3 @@
-import asyncio
-import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -108,8 +106,9 @@ def test_the_prompt_is_compacts_prompt_id_for_id(llm: BlendLLM, nodes: list[Node
     assert llm.engine.prompt_ids(ours.additional_kwargs["blend_prompt"]) == llm.engine.prompt_ids(whole)
 
 
-async def test_all_four_forms_answer_alike(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
-    llm = make_llm(recompute_ratio=0.3)
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
+async def test_all_four_forms_answer_alike(make_llm: MakeLLM, nodes: list[NodeWithScore], chat: bool) -> None:
+    llm = make_llm(recompute_ratio=0.3, is_chat_model=chat)
     add(llm, nodes)
     plain, streaming = BlendSynthesizer(llm=llm), BlendSynthesizer(llm=llm, streaming=True)
     sync = plain.synthesize(QUESTION, nodes)
@@ -133,13 +132,6 @@ async def test_all_four_forms_answer_alike(make_llm: MakeLLM, nodes: list[NodeWi
         assert 0 < report["charged_ratio"] < 1
         assert [chunk["id"] for chunk in report["chunks"]] == [each.node.node_id for each in nodes]
         assert response.source_nodes == nodes
-
-
-def test_text_form_streams_too(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
-    llm = make_llm(is_chat_model=False)
-    whole = BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes)
-    stream = BlendSynthesizer(llm=llm, streaming=True).synthesize(QUESTION, nodes)
-    assert str(stream) == str(whole)
 
 
 async def test_events_are_compacts(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
@@ -493,19 +485,3 @@ def test_output_parsers(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
     assert str(blend).isupper()
     with pytest.raises(ConfigError, match="streaming=False"):
         BlendSynthesizer(llm=llm, streaming=True).synthesize(QUESTION, nodes)
-
-
-async def test_concurrent_questions_answer_as_one_by_one(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
-    llm = make_llm(recompute_ratio=0.2)
-    synthesizer = BlendSynthesizer(llm=llm, streaming=False)
-    stream = BlendSynthesizer(llm=llm, streaming=True)
-    orders = [nodes[start:] + nodes[:start] for start in range(4)]
-    alone = [str(synthesizer.synthesize(QUESTION, order)) for order in orders]
-    unread = [stream.synthesize(QUESTION, order) for order in orders[:2]]
-    unread.append(await stream.asynthesize(QUESTION, nodes))
-    together = await asyncio.wait_for(
-        asyncio.gather(*(synthesizer.asynthesize(QUESTION, order) for order in orders * 2)), 60
-    )
-    assert [str(each) for each in together] == alone * 2
-    del unread
-    gc.collect()
