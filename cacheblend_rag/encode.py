@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -39,33 +41,13 @@ class Target:
     context: tuple[int, ...] = ()
     positions: tuple[int, ...] | None = None
 
-    @property
-    def sequence(self) -> tuple[int, ...]:
-        """All that is read for it, without the preamble."""
-        return self.context + self.token_ids
 
+Reading: TypeAlias = "list[tuple[tuple[int, ...], list[int]]]"
+"""Targets that are encoded in one pass, because each begins with what the one before it has read, or most of that.
 
-@dataclass(slots=True)
-class Reading:
-    """Targets that are encoded in one pass, because each begins with what the one before it has read, or most of that.
-
-    Attributes
-    ----------
-    steps : list of (sequence, targets)
-        What is read in one forward, and the indices of the targets in it. A step goes on where it parts from the one before.
-    """
-
-    steps: list[tuple[tuple[int, ...], list[int]]]
-
-    @property
-    def length(self) -> int:
-        """Tokens of its longest step."""
-        return max(len(sequence) for sequence, _ in self.steps)
-
-    @property
-    def targets(self) -> list[int]:
-        """The indices of all its targets."""
-        return [index for _, indices in self.steps for index in indices]
+Each step is what is read in one forward, without the preamble, and the indices of the targets in it. A step goes on where it
+parts from the one before.
+"""
 
 
 def plan_batches(lengths: Sequence[int], preamble_len: int, batch_tokens: int) -> list[list[int]]:
@@ -149,14 +131,17 @@ class ChunkEncoder(ABC):
 
     def plan(self, targets: Sequence[Target]) -> list[list[int]]:
         """Return the batches in which targets are encoded, as indices into `targets`."""
-        return [[index for reading in batch for index in reading.targets] for batch in self.batches(targets)]
+        return [
+            [index for reading in batch for _, indices in reading for index in indices]
+            for batch in self.batches(targets)
+        ]
 
     def num_tokens(self, targets: Sequence[Target]) -> int:
         """Return how many tokens are computed to encode targets, the preamble and padding not counted."""
         count = 0
         for reading in _readings(targets, range(len(targets))):
             read: tuple[int, ...] = ()
-            for sequence, _ in reading.steps:
+            for sequence, _ in reading:
                 count += len(sequence) - _shared(read, sequence)
                 read = sequence
         return count
@@ -164,20 +149,19 @@ class ChunkEncoder(ABC):
     def batches(self, targets: Sequence[Target]) -> list[list[Reading]]:
         """Return what is read together; a placed target, and a document whose parts part from each other, is read alone."""
         preamble_len, reach = len(self.preamble), self._form.rope_reach
-        batches = [
-            [Reading([(target.token_ids, [index])])]
-            for index, target in enumerate(targets)
-            if target.positions is not None
+        batches: list[list[Reading]] = [
+            [[(target.token_ids, [index])]] for index, target in enumerate(targets) if target.positions is not None
         ]
         readings = _readings(targets, [index for index, target in enumerate(targets) if target.positions is None])
-        batches += [[reading] for reading in readings if len(reading.steps) > 1]
-        single = [reading for reading in readings if len(reading.steps) == 1]
+        batches += [[reading] for reading in readings if len(reading) > 1]
+        single = [reading for reading in readings if len(reading) == 1]
+        lengths = [len(sequence) for [(sequence, _)] in single]
         # The longest row of a batch decides on the frequencies of all of it.
-        far = [reach is not None and preamble_len + reading.length >= reach for reading in single]
+        far = [reach is not None and preamble_len + length >= reach for length in lengths]
         for is_far in (True, False):
-            alike = [reading for reading, each in zip(single, far, strict=True) if each == is_far]
-            for batch in plan_batches([reading.length for reading in alike], preamble_len, self._batch_tokens):
-                batches.append([alike[place] for place in batch])
+            alike = [number for number, each in enumerate(far) if each == is_far]
+            for batch in plan_batches([lengths[number] for number in alike], preamble_len, self._batch_tokens):
+                batches.append([single[alike[place]] for place in batch])
         return batches
 
     def cut_out(self, layers: Sequence[LayerKV], target: Target) -> ChunkKV:
@@ -236,16 +220,17 @@ class Encoder(ChunkEncoder):
 
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         for batch in self.batches(targets):
-            if len(batch) == 1 and len(batch[0].steps) > 1:
+            if len(batch) == 1 and len(batch[0]) > 1:
                 yield list(self._step_by_step(batch[0], targets))
                 continue
-            sequences, places = [reading.steps[0][0] for reading in batch], targets[batch[0].targets[0]].positions
+            steps = [step for [step] in batch]
+            sequences, places = [sequence for sequence, _ in steps], targets[steps[0][1][0]].positions
             # A placed target is a batch of its own.
             layers = self._run(sequences) if places is None else self._placed(sequences[0], places)
             yield [
                 (index, self.cut_out(_row(layers, row), targets[index]))
-                for row, reading in enumerate(batch)
-                for index in reading.targets
+                for row, (_, indices) in enumerate(steps)
+                for index in indices
             ]
 
     @torch.no_grad()
@@ -261,9 +246,9 @@ class Encoder(ChunkEncoder):
     def _step_by_step(self, reading: Reading, targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
         """Yield the targets of a reading whose steps part from each other."""
         start = len(self.preamble)
-        ahead, cache = self._begin(1, reading.length)
+        ahead, cache = self._begin(1, max(len(sequence) for sequence, _ in reading))
         read: tuple[int, ...] = ()
-        for sequence, indices in reading.steps:
+        for sequence, indices in reading:
             known = min(_shared(read, sequence), len(sequence) - 1)
             cache.cut(start + known)
             layers = self._forward([sequence[known:] if read else ahead + sequence], cache)
@@ -315,20 +300,21 @@ class Encoder(ChunkEncoder):
 def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[Reading]:
     """Chain targets of which one begins with what another has read."""
     readings: list[Reading] = []
+    sequences = {index: targets[index].context + targets[index].token_ids for index in indices}
     # In this order what begins alike stands together, the shorter first.
-    for index in sorted(indices, key=lambda index: targets[index].sequence):
-        target, sequence = targets[index], targets[index].sequence
+    for index, sequence in sorted(sequences.items(), key=itemgetter(1)):
+        target = targets[index]
         if target.context and readings:
-            read, inside = readings[-1].steps[-1]
+            read, inside = readings[-1][-1]
             known = _shared(read, sequence)
             if known == len(read):
                 # Nothing parts the two: one forward reads both.
-                readings[-1].steps[-1] = sequence, [*inside, index]
+                readings[-1][-1] = sequence, [*inside, index]
                 continue
             if 2 * known >= min(len(read), len(target.context)):
-                readings[-1].steps.append((sequence, [index]))
+                readings[-1].append((sequence, [index]))
                 continue
-        readings.append(Reading([(sequence, [index])]))
+        readings.append([(sequence, [index])])
     return readings
 
 

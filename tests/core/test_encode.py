@@ -79,7 +79,7 @@ def test_a_document_whose_parts_differ_is_read_behind_a_shared_prefix_as_behind_
     first, second, third = (tuple(some_ids(length, seed)) for seed, length in enumerate((10, 8, 7)))
     targets = [Target(first), Target(second, first), Target(third, first + second[:5])]
     [[reading]] = Encoder(decoder, some_ids(20, 9), 4096).batches(targets)
-    assert len(reading.steps) == 2
+    assert len(reading) == 2
     shared, own = (
         dict(
             pair

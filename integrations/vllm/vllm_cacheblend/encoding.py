@@ -68,7 +68,7 @@ class VLLMEncoder(ChunkEncoder):
                 "them through an engine in this process"
             )
         for batch in self.batches(targets):
-            steps = [step for reading in batch for step in reading.steps]
+            steps = [step for reading in batch for step in reading]
             read = self._read([self.preamble + sequence for sequence, _ in steps])
             yield [
                 (index, self.cut_out(layers, targets[index]))

@@ -167,7 +167,7 @@ def _behind(decoder: Decoder) -> float:
             target = targets[index]
             first, count = len(prefix) + len(target.context), len(target.token_ids)
             cache = KVCache(decoder.num_layers)
-            inputs = torch.tensor([[*prefix, *target.sequence]], device=decoder.device)
+            inputs = torch.tensor([[*prefix, *target.context, *target.token_ids]], device=decoder.device)
             text_decoder(decoder.model)(input_ids=inputs, past_key_values=cache, use_cache=True)
             for rotation, stored, layer in zip(decoder.rotations, encoded.layers, cache.kv(), strict=True):
                 moved = LayerKV(*(part.clone() for part in stored))
