@@ -123,7 +123,7 @@ def make_index(folder: Path, entries: int) -> None:
     """
     tier = DiskTier(folder)
     try:
-        names = Names(tier.index, tier.clock.now)
+        names = Names(tier.index, tier.clock)
         rows = _rows(entries)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             tier.index.add_many([(record.key, entry) for record, entry in batch])
