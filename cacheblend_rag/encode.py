@@ -214,6 +214,7 @@ class Encoder(ChunkEncoder):
     ) -> None:
         super().__init__(decoder, preamble, batch_tokens)
         self._decoder = decoder
+        self._read = text_decoder(decoder.model)
         wanted = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS if share_preamble is None else share_preamble
         self._shares_preamble = wanted and bool(self.preamble)
         self._preamble_kv: list[LayerKV] | None = None
@@ -293,7 +294,7 @@ class Encoder(ChunkEncoder):
     ) -> list[LayerKV]:
         ids = torch.tensor(rows, device=self._decoder.device)
         with self._decoder.placing(cache, positions) as places:
-            text_decoder(self._decoder.model)(input_ids=ids, past_key_values=cache, use_cache=True, **places)
+            self._read(input_ids=ids, past_key_values=cache, use_cache=True, **places)
         return cache.kv()
 
 
