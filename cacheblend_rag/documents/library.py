@@ -55,8 +55,6 @@ _GROUP = 64
 _DELETE_GROUP = 1000
 # A chunk's file holds some words about each layer beside the KV itself.
 _FILE_BYTES_PER_LAYER = 512
-# A character that no tokenizer treats specially and no template contains.
-
 _INSTRUCTION = "Answer the question from the context only.\n\n"
 _SEPARATOR = "\n"
 

@@ -103,9 +103,7 @@ def test_an_argument_takes_the_first_positions_of_its_slot_and_the_others_vanish
         for days in ("", "t5", "t5 t6 t7 t8 t9"):
             layout = engine.prompt_layout(some_prompt(engine, schema, days))
             count = len(days.split())
-            slot = [
-                p for p, i in zip(layout.positions, layout.is_chunk.tolist(), strict=True) if not i and 15 <= p < 20
-            ]
+            slot = [place for row in layout.text_rows if 15 <= (place := layout.positions[row]) < 20]
             assert slot == list(range(15, 15 + count))
             assert 20 in layout.positions
         result = engine.prefill(some_prompt(engine, schema))
