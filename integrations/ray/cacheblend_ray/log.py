@@ -309,7 +309,7 @@ def _piece(
     expires_at: float | None,
 ) -> NamedPiece:
     """Return the chunk that `_row` made a row of; its key is one, since files are called by it."""
-    stands = None if place is None else Place(*place[:-1], ends=tuple(place[-1]))
+    stands = None if place is None else Place(*(*place[:-1], tuple(place[-1])))
     return NamedPiece(NodeRecord(id, valid_key(key), text_hash, tuple(token_ids), tuple(separator), stands), expires_at)
 
 
