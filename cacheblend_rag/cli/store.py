@@ -82,7 +82,7 @@ def check(
     json_file: JsonOption = None,
 ) -> None:
     """Verify every file against the index and its checksums. Exit code 1 if something is wrong and was not repaired."""
-    from cacheblend_rag.store.check import check_store
+    from cacheblend_rag.store import check_store
 
     kv = _kv(store)
     report = check_store(kv, repair=repair)

@@ -12,6 +12,7 @@ from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store.database import DamagedIndexError
 from cacheblend_rag.store.stores import FolderStore
 
 __all__ = ["AnsweringStore", "TenantStore"]
@@ -74,17 +75,18 @@ class AnsweringStore:
     def discard(self, key: str) -> None:
         """Drop stored KV that is damaged or not what it is stored for; it is a miss from now on."""
         try:
-            with self.store.hurrying():
-                self.store.discard(key)
+            self.store.discard(key, wait=False)
         except StoreError as error:
             # It is not opened again; what is put in its place replaces it.
             logger.debug("stored KV %s… is only ignored: %s", key[:12], error)
 
     def _ask(self, nothing: Result, what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Result:
         try:
-            with self.store.hurrying():
-                found: Result = call(*arguments, **options)
+            found: Result = call(*arguments, **options)
         except StoreError as error:
+            if isinstance(error, DamagedIndexError) and error.is_renewed:
+                # It was said already, and works again.
+                return nothing
             with self._lock:
                 is_first = not self._failing
                 self._failing.add(what)

@@ -105,7 +105,6 @@ class ChunkCollection:
         """
         forgotten = 0
         try:
-            self._store.tidy()
             owned = self.ids(sources) if self._is_known else []
             owned = [id for id in owned if id not in spared]
             for start in range(0, len(owned), _BATCH):

@@ -170,7 +170,6 @@ class Ingest:
             result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s, whole=whole))
             # No name that follows a change made by another process since then is valid by now.
             self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
-        self._store.tidy()
         return result
 
     def add_later(
@@ -392,8 +391,7 @@ class Ingest:
     def _put(self, text: _Text, kv: ChunkKV, lives: Sequence[float | None]) -> None:
         """Store KV for as long as any of its names lives."""
         ttl_s = None if None in lives else max(life for life in lives if life is not None)
-        is_owed = all(target.record.id for target in text.names)
-        self._store.put(text.key, kv, tenant=self._tenant, ttl_s=ttl_s, is_owed=is_owed)
+        self._store.put(text.key, kv, tenant=self._tenant, ttl_s=ttl_s)
 
     def _name(self, records: Iterable[NodeRecord], ttl_s: float | None, whole: bool) -> None:
         named = [record for record in records if record.id]

@@ -12,11 +12,10 @@ import torch
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
-from cacheblend_rag.store.check import CheckReport, check_store
-from cacheblend_rag.store.collect import GarbageReport, collect_garbage, pin_chunks
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.kvstore import KVStore
+from cacheblend_rag.store.maintenance import CheckReport, GarbageReport, check_store, collect_garbage, pin_chunks
 from cacheblend_rag.store.names import NamesSource
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote, shown_url
@@ -55,6 +54,7 @@ def open_store(
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     page_locked: bool = False,
     lock_timeout_s: float = 60.0,
+    unnamed_days: float = 30.0,
 ) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
@@ -91,6 +91,9 @@ def open_store(
         Whether RAM holds KV in page-locked memory, from which a CUDA device copies without the processor.
     lock_timeout_s : float
         How long what changes the store waits for another process that writes; after that it is an error. Answers never wait.
+    unnamed_days : float
+        After how many days KV in the folder goes that no name leads to: of chunks that were added without an id, and what is left
+        of an index that was lost.
 
     Returns
     -------
@@ -118,7 +121,7 @@ def open_store(
     source = _names_at(names) if isinstance(names, str) else names
     if location is None:
         return _following(MemoryStore(ram, device, clock or time.time, offsite), source)
-    disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, lock_timeout_s=lock_timeout_s)
+    disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, False, lock_timeout_s, unnamed_days)
     return _following(FolderStore(disk, ram, device, offsite, write_back_bytes), source)
 
 

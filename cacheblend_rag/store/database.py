@@ -1,144 +1,112 @@
-"""The SQLite database behind the index: connections, transactions, and what is done when it is damaged."""
+"""The SQLite database of a store: its connections, its transactions, and what is done when it is damaged or gone."""
 
 from __future__ import annotations
 
-import inspect
+import fcntl
 import os
-import shlex
 import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.locks import ForkSafeLock, tell_before_fork
-from cacheblend_rag.store.mirror import alone_in, attach_mirror, follow, mirror_of, revisions
-from cacheblend_rag.store.restore import BROKEN, Doubt, connect_source, find_rows, heal_index, is_sound_row
-from cacheblend_rag.store.schema import check_version, has_tables, make_tables, restart_sequences
+from cacheblend_rag.errors import ConfigError, StoreError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.store.folder import StoreFolder, let_go, storing
+from cacheblend_rag.store.schema import check_version, make_tables
 
-__all__ = ["DamagedIndexError", "Database", "healing"]
+__all__ = ["DamagedIndexError", "Database"]
 
 _log = getLogger(__name__)
 
 Result = TypeVar("Result")
-Owner = TypeVar("Owner")
 
-# How long a look-up waits, in a hurry or not: a writer is in nobody's way but for moments.
-_HURRY_S, _LOOKUP_S = 0.1, 1.0
+# A reader waits for no writer, but for moments while a log is recovered or shortened.
+_READ_TIMEOUT_S = 1.0
 # Fewer unused pages than this, of 4 KiB each, are left for what is written next.
 _TIDY_PAGES = 256
 # The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
 _READ_CACHE_BYTES = 16 * 1024**2
-
-
-# What SQLite says where a mirror cannot be had: there is no room, or it is another user's.
-_NO_MIRROR = ("full", "readonly", "I/O", "unable to open")
-# How long it is done without a mirror for which there was no room, before it is tried again.
-_MIRROR_AGAIN_S = 60.0
 _ATTEMPTS = 4
-# What SQLite says of a damaged file, or one that has lost a part of it. Constraints hold, so long as nothing is damaged.
+_WHAT_NOW = "KV files are found again when their documents are added or asked for"
+# What SQLite raises: it quotes a damaged schema in its message, which then is not text.
+_ERRORS = (sqlite3.Error, UnicodeError)
+# What it says of a damaged file, or one that has lost a part of it. Constraints hold, so long as nothing is damaged.
 _DAMAGE = ("malformed", "not a database", "no such table", "no such column", "disk I/O error", "Could not decode")
 
 
 class DamagedIndexError(StoreError):
-    """The index is damaged or gone, or does not agree with its mirror: in what is in `doubt`, or in their revisions."""
+    """The index is damaged; it was set aside, with a warning, and is begun anew, unless the folder can only be read."""
 
-    def __init__(self, message: str, doubt: Doubt | None = None) -> None:
+    def __init__(self, message: str, is_renewed: bool) -> None:
         super().__init__(message)
-        self.doubt = doubt
-
-
-class _Hurry(threading.local):
-    """Whether this thread does not wait for those who write, and whether it has asked the mirror in vain."""
-
-    on = False
-    believes = False
+        self.is_renewed = is_renewed
 
 
 class Database:
-    """One connection that reads and one that writes, so that no lookup waits for a commit; in memory where no `path` is given.
+    """One connection that reads and one that writes, so that no look-up waits for a commit; in memory without a folder.
 
-    Both are closed before a fork and opened again when next they are needed, by parent and child. Abandoning them in the child
-    would not do: SQLite keeps one account of file locks for a whole process, so that the child, with this account inherited and
-    the locks not, would lock too little and lose what it writes when the parent closes.
+    A damaged index is set aside, by whichever process finds it so, and a new one takes its place, as one does for an index that
+    is lost. Every transaction looks whether the file is still the one that was opened.
 
-    An index that is found damaged or gone is restored by `heal`, here or in another process, under another inode: every
-    transaction looks whether it is still the one that was opened. `prepare` makes what is missing of the folder first.
+    Parameters
+    ----------
+    folder : StoreFolder, optional
+        Where the index is.
+    read_only : bool
+        Whether it is only read.
+    lock_timeout_s : float
+        How long a transaction waits for another one that writes.
+
+    Attributes
+    ----------
+    on_new : callable
+        Called in the transaction that makes the tables of a new index.
+    on_drop : callable
+        Called in a transaction that is about to end, with the keys whose entries it deleted.
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        read_only: bool = False,
-        lock_timeout_s: float = 60.0,
-        prepare: Callable[[], None] = lambda: None,
+        self, folder: StoreFolder | None = None, read_only: bool = False, lock_timeout_s: float = 60.0
     ) -> None:
-        self._path = path
-        self._prepare = prepare
-        self._lock_timeout_s = lock_timeout_s
-        self._hurry = _Hurry()
+        self.folder = folder
         self.read_only = read_only
-        self._read_lock = ForkSafeLock()
+        self.on_new: Callable[[sqlite3.Connection], None] = lambda connection: None
+        self.on_drop: Callable[[sqlite3.Connection, list[str]], None] = lambda connection, keys: None
+        self._path = None if folder is None else folder.index_path
+        self._lock_timeout_s = lock_timeout_s
+        self._process = os.getpid()
+        self._closed = False
+        self._read_lock = threading.Lock()
         # In memory there is but one connection.
-        self._write_lock = ForkSafeLock() if path else self._read_lock
+        self._write_lock = threading.Lock() if folder else self._read_lock
         self._connections: dict[str, sqlite3.Connection] = {}
         # Which files they have open.
-        self._opened: dict[str, list[tuple[int, int] | None]] = {}
-        # What they were like when one that only reads opened them.
-        self._seen: list[tuple[int, int] | None] = []
-        self._is_mirrored = False
-        self._unmirrored_at = -_MIRROR_AGAIN_S
-        # What was looked into, and could not be mended.
-        self._settled: set[Doubt] = set()
-        self._closed = False
+        self._opened: dict[str, Any] = {}
+        # The keys whose entries the transaction under way has deleted.
+        self._dropped: list[str] = []
         self._finalizer = weakref.finalize(self, _disconnect, self._connections)
-        tell_before_fork(self)
-        if path is None:
-            with self.write() as connection:
-                make_tables(connection)
-        elif not read_only:
-            with alone_in(path.parent):
-                for leftover in (path, mirror_of(path)):
-                    leftover.with_name(leftover.name + ".new").unlink(missing_ok=True)
-                mirror = mirror_of(path)
-                if mirror.exists() and not os.access(mirror, os.R_OK | os.W_OK):
-                    # Another user's, as after maintenance by root: who writes next makes one.
-                    mirror.unlink()
-            self.healing(self._look)
+        if folder is None:
+            self._connections["reader"] = self._connections["writer"] = connection = _connect(":memory:")
+            self._set_up(connection)
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Give the reading connection to one thread at a time."""
-        with self._read_lock, _translated(self._path):
-            connection = self._current("writer" if self._path is None else "reader")
-            if self._path is not None:
-                _set_patience(connection, _HURRY_S if self._hurry.on else _LOOKUP_S)
-            yield connection
-
-    def in_batches(self, query: str, after: Any) -> Iterator[Any]:
-        """Yield the rows of a query that begins after its first column's value `after`, reading a limited number at a time."""
-
-        def read() -> list[Any]:
-            with self.read() as connection:
-                return connection.execute(query, (after,)).fetchall()
-
-        while True:
-            rows = self.healing(read)
-            yield from rows
-            if not rows:
-                return
-            after = rows[-1][0]
+        self.check_open()
+        with self._read_lock:
+            try:
+                yield self._connection("reader")
+            except _ERRORS as error:
+                raise self._translated(error, "reader") from error
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
-        """Do what `read` does; all queries see the database as it is at the first."""
+        """Read as `read` does; all queries see the database as it is at the first."""
         with self.read() as connection:
             connection.execute("BEGIN")
             try:
@@ -147,144 +115,66 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
+    def in_batches(self, query: str, after: Any) -> Iterator[Any]:
+        """Yield the rows of a query that begins after its first column's value `after`, reading a limited number at a time."""
+        while True:
+            with self.read() as connection:
+                rows = connection.execute(query, (after,)).fetchall()
+            yield from rows
+            if not rows:
+                return
+            after = rows[-1][0]
+
     @contextmanager
     def write(self, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        """Run one write transaction, rolled back if it ends by an error.
+        """Run one write transaction, rolled back if it ends by an error; it survives the machine.
 
-        It survives the machine. With `wait` False it is an error if another thread or process is writing.
+        With `wait` False it is an error if another thread or process is writing.
         """
-        if self.read_only:
-            raise StoreReadOnlyError(
-                f"store folder {self._path and self._path.parent} is not writable; it can only be read"
-            )
-        wait = self._path is None or (wait and not self._hurry.on)
-        patience_s = self._lock_timeout_s if wait else 0.0
-        until = time.monotonic() + patience_s
-        if not self._write_lock.acquire(timeout=patience_s):
+        self.check_open()
+        if self.read_only and self.folder is not None:
+            raise StoreReadOnlyError(f"store folder {self.folder.path} is not writable; it can only be read")
+        timeout_s = self._lock_timeout_s if wait or self._path is None else 0.0
+        until = time.monotonic() + timeout_s
+        if not self._write_lock.acquire(timeout=timeout_s):
             raise StoreError(f"index {self._path} is locked: another thread is writing to it")
         try:
-            with _translated(self._path):
-                connection = self._begin(until)
-                try:
-                    revision = self._revision(connection)
-                    yield connection
-                    if revision is not None:
-                        assert self._path is not None
-                        follow(connection, revision, self._path)
-                    connection.execute("COMMIT")
-                except BaseException:
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-                    raise
-        finally:
-            self._write_lock.release()
-
-    @contextmanager
-    def hurrying(self, on: bool = True) -> Iterator[None]:
-        """Have what this thread writes be an error where another process or thread is writing; with `on` False, wait again."""
-        before, self._hurry.on = self._hurry.on, on
-        try:
-            yield
-        finally:
-            self._hurry.on = before
-
-    def transact(self, deed: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run a transaction, and return what it returns."""
-
-        def run() -> Result:
-            with self.write() as connection:
-                return deed(connection)
-
-        return self.healing(run)
-
-    def healing(self, deed: Callable[[], Result]) -> Result:
-        """Return what `deed` returns; it is done again where it met a damaged index, once that has been restored."""
-        for _ in range(_ATTEMPTS):
+            connection = self._begin(until)
             try:
-                return deed()
-            except DamagedIndexError as found:
-                try:
-                    self.heal(found)
-                except StoreError:
-                    if found.doubt is None:
-                        raise
-                    # Others are in the way: what the index says is used for now.
-                    with self._believing():
-                        return deed()
-            except StoreFullError as error:
-                if not self._is_mirrored or not isinstance(error.__cause__, sqlite3.Error):
-                    raise
-                self._give_up_mirror()
-        return deed()
-
-    def heal(self, found: DamagedIndexError) -> None:
-        """Restore the index, or have the mirror made anew, if something is wrong with them as `found` says."""
-        if self._path is None:
-            raise found
-        if self.read_only:
-            how = f"`cacheblend-rag store check --repair --store {shlex.quote(str(self._path.parent))}`"
-            raise StoreError(f"{found}; repair it with {how}") from found
-        patience_s = _HURRY_S if self._hurry.on else self._lock_timeout_s
-        if not self._write_lock.acquire(timeout=patience_s):
-            raise StoreError(f"index {self._path} is locked: another thread is writing to it") from found
-        try:
-            with _translated(self._path):
-                self._disconnect("writer")
-                self._prepare()
-                done = heal_index(self._path, found.doubt, patience_s)
+                yield connection
+                if self._dropped:
+                    self.on_drop(connection, self._dropped)
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                self._dropped.clear()
+        except _ERRORS as error:
+            raise self._translated(error, "writer") from error
         finally:
             self._write_lock.release()
-        with self._read_lock:
-            self._disconnect("reader", "mirror")
-            if found.doubt is not None:
-                self._settled.add(found.doubt)
-        if done is not None:
-            _log.warning("%s: %s", found, done)
 
-    def _give_up_mirror(self) -> None:
-        """Do without the mirror for a while, to have its room on a full disk."""
-        assert self._path is not None
-        with self._write_lock:
-            self._disconnect("writer")
-            self._is_mirrored = False
-            self._unmirrored_at = time.monotonic()
-            mirror_of(self._path).unlink(missing_ok=True)
-        with self._read_lock:
-            self._disconnect("mirror")
+    def transact(self, deed: Callable[[sqlite3.Connection], Result], wait: bool = True) -> Result:
+        """Run a write transaction, and return what it returns."""
+        with self.write(wait) as connection:
+            return deed(connection)
 
-    def _is_mirror_due(self) -> bool:
-        """Return whether a mirror is there, or is to be tried where there was no room for one."""
-        assert self._path is not None
-        is_there = mirror_of(self._path).exists()
-        return is_there or time.monotonic() - self._unmirrored_at >= _MIRROR_AGAIN_S
+    def check_open(self) -> None:
+        """See that it may be used: it is open, and by the process that opened it."""
+        if self._closed:
+            raise StoreError("the store is closed; open it again")
+        if self._process != os.getpid():
+            # SQLite keeps one account of file locks for a whole process, and the locks themselves are not inherited.
+            raise ConfigError(
+                "this store was opened before the process was forked; open it in the child, after the fork"
+            )
 
-    @contextmanager
-    def _believing(self) -> Iterator[None]:
-        self._hurry.believes = True
-        try:
-            yield
-        finally:
-            self._hurry.believes = False
-
-    def doubt(self, table: str, where: str, asked: Iterable[tuple[Any, ...]]) -> None:
-        """Have the index healed if its mirror knows better, where the index says nothing, or nothing sound."""
-        if self._path is None or self.read_only or self._hurry.believes:
-            return
-        for values in asked:
-            doubt = Doubt(table, where, values)
-            with self._read_lock, _translated(self._path):
-                if doubt in self._settled:
-                    continue
-                try:
-                    mirror = self._current("mirror")
-                    _set_patience(mirror, _HURRY_S)
-                    rows = find_rows(mirror, doubt)
-                    is_known = bool(rows) and all(is_sound_row(table, row, mirror) for row in rows)
-                except BROKEN:
-                    # The next who writes makes it anew.
-                    return
-                if is_known and find_rows(self._current("reader"), doubt) != rows:
-                    raise DamagedIndexError(f"index {self._path} has lost what it said of {values[-1]!r}", doubt)
+    def check(self) -> None:
+        """Have SQLite go through the whole index; `DamagedIndexError` for what it finds."""
+        with self.read() as connection:
+            found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok"]
+            if found:
+                raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
 
     def tidy(self) -> None:
         """Give unused room back to the disk, if there is much of it, nobody is in the way and the disk has room for that."""
@@ -299,27 +189,22 @@ class Database:
             return 0
         log = self._path.with_name(self._path.name + "-wal")
         before = _size(log)
-        with self._write_lock, _translated(self._path):
-            connection = self._current("writer")
-            connection.execute("PRAGMA busy_timeout=1000")
+        with self._write_lock:
             try:
+                connection = self._connection("writer")
+                connection.execute("PRAGMA busy_timeout=1000")
                 if vacuum:
                     connection.execute("VACUUM")
-                    if self._is_mirrored:
-                        connection.execute("VACUUM mirror")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            except sqlite3.OperationalError as error:
+            except _ERRORS as error:
                 if not any(word in str(error) for word in ("locked", "busy", "full")):
-                    raise
+                    raise self._translated(error, "writer") from error
         return before - _size(log)
 
-    def before_fork(self) -> None:
-        """Close the connections to a file; what lives in memory is simply copied by the fork."""
-        if self._path is not None:
-            _disconnect(self._connections)
-
     def close(self) -> None:
-        """Close both connections."""
+        """Close both connections; in a forked child they are the parent's."""
+        if self._closed or self._process != os.getpid():
+            return
         with self._read_lock:
             self._closed = True
             if self._path is None:
@@ -328,138 +213,152 @@ class Database:
             with self._write_lock:
                 self._finalizer()
 
+    def _connection(self, kind: str) -> sqlite3.Connection:
+        """Return a connection to what is in the index's place now."""
+        if self._path is not None and (
+            kind not in self._connections or self._opened[kind] != _identity(self._path, self.read_only)
+        ):
+            self._open(kind)
+        return self._connections[kind]
+
     def _begin(self, until: float) -> sqlite3.Connection:
-        """Begin to write; nobody replaces the index from here on, as that takes the mirror's lock."""
         for _ in range(_ATTEMPTS):
-            if self._path and not self._is_mirrored and self._is_mirror_due():
-                self._disconnect("writer")
-            connection = self._current("writer")
-            # Always: its mirror is of the same revision, and must not be ahead of a log whose end was lost with the machine.
-            connection.execute("PRAGMA synchronous=FULL")
-            _set_patience(connection, max(until - time.monotonic(), 0.0))
+            connection = self._connection("writer")
+            connection.execute(f"PRAGMA busy_timeout={int(max(until - time.monotonic(), 0.0) * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
-            if self._path is None or self._files("writer") == self._opened["writer"]:
+            if self._path is None or self._opened["writer"] == _identity(self._path, self.read_only):
                 return connection
             connection.execute("ROLLBACK")
         raise StoreError(f"index {self._path} is replaced whenever it is to be written; see who else writes there")
 
-    def _revision(self, connection: sqlite3.Connection) -> int | None:
-        """Return the revision of an index that has a mirror, which must have the same."""
-        if not self._is_mirrored:
-            return None
-        index, mirror = revisions(connection)
-        if index is None or index != mirror:
-            raise DamagedIndexError(f"index {self._path} is not of the same state as its mirror")
-        return index
-
-    def _current(self, kind: str, patience_s: float = _HURRY_S) -> sqlite3.Connection:
-        """Return a connection to what is in its place now."""
-        if self._closed:
-            raise StoreError("the store is closed; open it again")
-        if self._path is None:
-            return self._connections.get(kind) or self._connect(kind, patience_s)
-        files, seen = self._files(kind), self._states() if self.read_only else []
-        connection = self._connections.get(kind)
-        if connection is None or files != self._opened[kind] or seen != self._seen:
-            self._disconnect(kind)
-            self._seen = seen
-            connection = self._connect(kind, patience_s)
-            # Not what is there by now, which may be another file already; but where it was made just now.
-            self._opened[kind] = [opened or now for opened, now in zip(files, self._files(kind), strict=True)]
-        return connection
-
-    def _files(self, kind: str) -> list[tuple[int, int] | None]:
-        """Return which files are in the place of those that a connection opens; only the mirror may be missing."""
-        assert self._path is not None
-        found: list[tuple[int, int] | None] = []
-        for path in (self._path, mirror_of(self._path)):
-            if (kind, path == self._path) in (("reader", False), ("mirror", True)):
-                continue
-            try:
-                status = os.stat(path)
-            except FileNotFoundError:
-                if path == self._path and not self.read_only:
-                    raise DamagedIndexError(f"index {path} is gone") from None
-                found.append(None)
-            else:
-                found.append((status.st_dev, status.st_ino))
-        return found
-
-    def _states(self) -> list[tuple[int, int] | None]:
-        """Return sizes and times of the index and its log: where this process may not write, it may be all it can go by."""
-        assert self._path is not None
-        found: list[tuple[int, int] | None] = []
-        for path in (self._path, self._path.with_name(self._path.name + "-wal")):
-            try:
-                status = os.stat(path)
-            except FileNotFoundError:
-                found.append(None)
-            else:
-                found.append((status.st_size, status.st_mtime_ns))
-        return found
-
-    def _connect(self, kind: str, patience_s: float) -> sqlite3.Connection:
-        path = self._path
-        if path is None:
-            connection = _connect(None)
-        elif kind == "mirror":
-            connection = connect_source(mirror_of(path), True, patience_s)
-        elif self.read_only:
-            connection = _connect_read_only(path)
-        else:
-            connection = _connect(path)
-            if kind == "writer":
+    def _open(self, kind: str) -> None:
+        assert self.folder is not None and self._path is not None
+        if kind in self._connections:
+            self._connections.pop(kind).close()
+        if self.read_only:
+            self._opened[kind] = _identity(self._path, True)
+            self._connections[kind] = _connect_read_only(self._path)
+            return
+        with self._alone():
+            if self._opened and not self._path.exists():
+                _log.warning("index %s is gone, so it is begun anew; %s", self._path, _WHAT_NOW)
+            self.folder.prepare()
+            for is_last in (False, True):
+                connection = _connect(str(self._path))
                 try:
-                    _set_patience(connection, _HURRY_S if self._hurry.on else self._lock_timeout_s)
-                    self._is_mirrored = self._is_mirror_due() and _mirror(connection, path)
-                    if not self._is_mirrored:
-                        self._unmirrored_at = time.monotonic()
+                    for setting in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
+                        # What is deleted is overwritten: token ids are text.
+                        connection.execute(f"PRAGMA {setting}")
+                    self._set_up(connection)
+                    break
+                except _ERRORS as error:
+                    connection.close()
+                    if is_last or not self._is_damage(error):
+                        raise
+                    self._set_aside(error)
                 except BaseException:
                     connection.close()
                     raise
-        if kind == "reader":
-            connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
+            self._opened[kind] = _identity(self._path, False)
         self._connections[kind] = connection
-        return connection
 
-    def _disconnect(self, *kinds: str) -> None:
-        for kind in kinds:
-            if kind in self._connections:
-                self._connections.pop(kind).close()
-
-    def _make(self, connection: sqlite3.Connection) -> None:
-        """Make the tables that are not there; where all are nothing is written, for others may be writing."""
-        assert self._path is not None
+    def _set_up(self, connection: sqlite3.Connection) -> None:
+        """Make the tables where there are none, and have the connection tell which entries go."""
         check_version(connection, self._path)
-        if has_tables(connection):
-            return
-        _set_patience(connection, self._lock_timeout_s)
-        connection.execute("BEGIN IMMEDIATE")
-        is_new = not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-        make_tables(connection)
-        if is_new:
-            # Another one may have been here.
-            restart_sequences(connection)
-            has_files = any((self._path.parent / "kv").glob("*/*"))
-            connection.execute("UPDATE counters SET value = ? WHERE name = 'adopting'", (has_files,))
-        connection.execute("COMMIT")
+        connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
+        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            connection.execute(f"PRAGMA busy_timeout={int(self._lock_timeout_s * 1000)}")
+            connection.execute("BEGIN IMMEDIATE")
+            if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                make_tables(connection)
+                self.on_new(connection)
+            connection.execute("COMMIT")
+        connection.execute(f"PRAGMA busy_timeout={int(_READ_TIMEOUT_S * 1000)}")
+        # Every table is asked now, so that an index without one is not found out later.
+        connection.execute("SELECT 1 FROM counters, tenants").fetchone()
+        connection.create_function("note_dropped", 1, self._dropped.append)
+        connection.execute(
+            "CREATE TEMP TRIGGER entry_dropped AFTER DELETE ON main.entries BEGIN SELECT note_dropped(old.key); END"
+        )
 
-    def _look(self) -> None:
-        """See at opening whether everything is there, and the index not behind its mirror."""
-        with self.read() as connection:
-            self._make(connection)
-            revision = connection.execute("SELECT value FROM counters WHERE name = 'revision'").fetchone()
-            if self._files("mirror") == [None]:
-                return
-            mirror = self._current("mirror", self._lock_timeout_s)
-            differs = mirror.execute("SELECT value FROM mirrored_revision").fetchone() != revision
-        if differs:
-            # Most likely others have written in between; healing looks while nobody does.
-            self.heal(DamagedIndexError(f"index {self._path} is not of the same state as its mirror"))
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes and threads from opening the index, or setting it aside."""
+        assert self.folder is not None
+        with storing(self.folder.path):
+            self.folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(self.folder.path / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        until = time.monotonic() + self._lock_timeout_s
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise StoreError(
+                            f"another process has been opening the store in {self.folder.path} for more than "
+                            f"{self._lock_timeout_s:g} s; end it"
+                        ) from None
+                    time.sleep(0.005)
+            yield
+        finally:
+            let_go(fd)
 
+    def _set_aside(self, error: Exception) -> None:
+        """Give the index another name; the caller is alone."""
+        assert self.folder is not None and self._path is not None
+        # In this order: what is left of a log would be taken for that of the new one.
+        for ending in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + ending).unlink(missing_ok=True)
+        aside = self._path.with_name(f"{self._path.stem}.damaged{self._path.suffix}")
+        self._path.replace(aside)
+        self.folder.prepare()
+        _log.warning(
+            "index %s is damaged (%s), so it is set aside as %s and begun anew; %s",
+            self._path,
+            _told(error),
+            aside.name,
+            _WHAT_NOW,
+        )
 
-def _set_patience(connection: sqlite3.Connection, patience_s: float) -> None:
-    connection.execute(f"PRAGMA busy_timeout={int(patience_s * 1000)}")
+    def _is_damage(self, error: Exception) -> bool:
+        if isinstance(error, sqlite3.IntegrityError | UnicodeDecodeError):
+            return True
+        text = str(error)
+        return any(sign in text for sign in _DAMAGE) and not ("disk I/O" in text and self._is_full())
+
+    def _is_full(self) -> bool:
+        if self._path is None:
+            return False
+        room = os.statvfs(self._path.parent)
+        return room.f_bavail * room.f_frsize < 64 * 1024
+
+    def _translated(self, error: Exception, kind: str) -> Exception:
+        """Return the store's error for one of SQLite's; an index that is damaged is set aside."""
+        where = "in memory" if self._path is None else str(self._path)
+        if isinstance(error, UnicodeEncodeError):
+            return StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as a name")
+        text = _told(error)
+        if "disk is full" in text or ("disk I/O" in text and self._is_full()):
+            return StoreFullError(
+                f"no space left on the disk of {where}; free some, or give the store a byte budget (disk_bytes)"
+            )
+        if "locked" in text:
+            return StoreError(f"index {where} is locked: another process has been writing to it for too long")
+        if "readonly" in text:
+            return StoreReadOnlyError(f"index {where} is not writable; the store can only be read")
+        if not self._is_damage(error):
+            return StoreError(f"index {where}: {text}")
+        is_renewed = self._path is not None and not self.read_only
+        if self._path is not None and is_renewed:
+            with self._alone():
+                # Another process may have been quicker.
+                if self._opened.get(kind) == _identity(self._path, False):
+                    self._set_aside(error)
+        return DamagedIndexError(
+            f"index {where} is damaged ({text}); add the documents again, which finds their KV files", is_renewed
+        )
 
 
 def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
@@ -467,37 +366,14 @@ def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
         connections.popitem()[1].close()
 
 
-def _connect(path: Path | None) -> sqlite3.Connection:
-    connection = sqlite3.connect(path or ":memory:", timeout=_HURRY_S, isolation_level=None, check_same_thread=False)
-    if path is not None:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            # What is deleted is overwritten: token ids are text.
-            connection.execute("PRAGMA secure_delete=ON")
-        except BaseException:
-            connection.close()
-            raise
-    return connection
-
-
-def _mirror(connection: sqlite3.Connection, path: Path) -> bool:
-    """Have a connection write the mirror too; return False if there is no room for one."""
-    try:
-        with alone_in(path.parent):
-            attach_mirror(connection, path)
-    except (OSError, sqlite3.OperationalError) as error:
-        if isinstance(error, sqlite3.Error) and not any(sign in str(error) for sign in _NO_MIRROR):
-            raise
-        _log.debug("index %s has no mirror: %s", path, error)
-        mirror_of(path).unlink(missing_ok=True)
-        return False
-    return True
+def _connect(path: str, uri: bool = False) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=_READ_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri)
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
     def attempt(options: str) -> sqlite3.Connection:
         uri = f"file:{quote(str(path.absolute()))}?{options}"
-        connection = sqlite3.connect(uri, uri=True, timeout=_HURRY_S, isolation_level=None, check_same_thread=False)
+        connection = _connect(uri, uri=True)
         try:
             connection.execute("SELECT 1 FROM counters").fetchone()
             check_version(connection, path)
@@ -520,54 +396,20 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
         return attempt("immutable=1")
 
 
-@contextmanager
-def _translated(path: Path | None) -> Iterator[None]:
+def _identity(path: Path, read_only: bool) -> Any:
+    """Return what tells the file in a place from another one; where this process may not lock it, also whether it has changed."""
     try:
-        yield
-    except UnicodeEncodeError as error:
-        raise StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as a name") from error
-    except BROKEN as error:
-        where = "in memory" if path is None else str(path)
-        text = "malformed schema" if isinstance(error, UnicodeDecodeError) else str(error)
-        if "disk is full" in text or (path is not None and "disk I/O" in text and _is_full(path)):
-            raise StoreFullError(
-                f"no space left on the disk of {where}; free some, or give the store a byte budget (disk_bytes)"
-            ) from error
-        if "locked" in text:
-            raise StoreError(f"index {where} is locked: another process has been writing to it for too long") from error
-        if "readonly" in text:
-            raise StoreReadOnlyError(f"index {where} is not writable; the store can only be read") from error
-        if isinstance(error, sqlite3.IntegrityError | UnicodeDecodeError) or any(sign in text for sign in _DAMAGE):
-            raise DamagedIndexError(f"index {where} is damaged ({text})") from error
-        raise StoreError(f"index {where}: {text}") from error
+        status = os.stat(path)
+        if not read_only:
+            return status.st_dev, status.st_ino
+        return status.st_ino, status.st_size, status.st_mtime_ns, _size(path.with_name(path.name + "-wal"))
+    except FileNotFoundError:
+        return None
+
+
+def _told(error: Exception) -> str:
+    return "malformed schema" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _is_full(path: Path) -> bool:
-    room = os.statvfs(path.parent)
-    return room.f_bavail * room.f_frsize < 64 * 1024
-
-
-def healing(database: str) -> Callable[[type[Owner]], type[Owner]]:
-    """Have the public methods of a class, each one transaction, done again where they met a damaged index, which is restored.
-
-    `database` is the attribute that has the database.
-    """
-
-    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self, database).healing(lambda: method(self, *args, **kwargs))
-
-        return run
-
-    def decorate(owner: type[Owner]) -> type[Owner]:
-        for name, method in list(vars(owner).items()):
-            if inspect.isfunction(method) and not name.startswith("_"):
-                setattr(owner, name, wrap(method))
-        return owner
-
-    return decorate

@@ -5,32 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from logging import getLogger
 from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.codec import Codec, PackedKV, make_codec, pack_kv
-from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
+from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import Fate, KVReader, OpenProbe
-from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
-from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.folder import (
-    RESERVE_BYTES,
-    Part,
-    StoreFolder,
-    existing_folder,
-    is_out_of_room,
-    storing,
-    valid_key,
-)
-from cacheblend_rag.store.index import Dropped, Entry, Index
-from cacheblend_rag.store.locks import ForkSafeLock
+from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.database import DamagedIndexError, Database
+from cacheblend_rag.store.folder import RESERVE_BYTES, StoreFolder, existing_folder, is_out_of_room, storing, valid_key
+from cacheblend_rag.store.index import Dropped, Entry, Index, drop_entries
 
 __all__ = ["DiskTier", "disk_probe", "existing_store", "forget_pages"]
 
@@ -42,8 +33,7 @@ Result = TypeVar("Result")
 _TOUCHES_KEPT = 256
 _TOUCH_S = 1.0
 # How often room is made for one write: what another program fills is not worth the whole store.
-_ROOM_MADE = 3
-_ADOPTED_AT_ONCE = 100
+_ROOM_MADE = 4
 
 _DAMAGED = (
     "KV in %s is damaged, and computed again: %s (this warning is not repeated; `cacheblend-rag store check` finds all)"
@@ -55,9 +45,10 @@ class DiskTier:
 
     Where the disk itself is full, so much is dropped as is to be written, what no name leads to first.
 
-    A file is written and synced outside its place, given its entry, and then brought to its place; its name is never used again.
-    A file that is dropped loses its entry first, and in the same transaction is noted as one to be removed. Whoever opens the
-    store next finishes what a killed process had begun. `codec` packs what is written; files are read whatever their codec.
+    A file is called by its key. It is written and synced outside its place, and brought there in the transaction that gives it
+    its entry; it is removed in the one that drops the entry. So whatever a killed process leaves is a miss, or replaced by the
+    next file of that key. A new index begins with entries of the files that it finds, which no name leads to yet. `codec` packs
+    what is written; files are read whatever their codec.
     """
 
     def __init__(
@@ -68,6 +59,7 @@ class DiskTier:
         clock: Callable[[], float] | None = None,
         read_only: bool = False,
         lock_timeout_s: float = 60.0,
+        unnamed_days: float = 30.0,
     ) -> None:
         self.codec = codec or make_codec("native")
         self.folder = StoreFolder(path)
@@ -75,62 +67,56 @@ class DiskTier:
         self.limit_bytes = limit_bytes
         self.clock = clock or time.time
         self.evicted: Counter[str] = Counter()
+        self._unnamed_s = unnamed_days * 86400
         self._told: set[str] = set()
-        self._lock = ForkSafeLock()
+        self._lock = threading.Lock()
         self._touched: OrderedDict[str, None] = OrderedDict()
         self._touched_at = time.monotonic()
+        # Whether room is set aside, or need not be.
+        self._has_reserve = True
         # Keys that were discarded where they could not be removed.
         self._discarded: set[str] = set()
         # Those found damaged, until they are written again.
         self._damaged: set[str] = set()
-        if self.read_only:
-            self.database = Database(self.folder.index_path, read_only=True, lock_timeout_s=lock_timeout_s)
-            self.index = Index(self.database)
-        else:
-            with self.folder.opening(lock_timeout_s):
-                try:
-                    self.database = Database(self.folder.index_path, False, lock_timeout_s, self.folder.prepare)
-                except StoreFullError:
-                    if not self.folder.give_up_reserve():
-                        raise
-                    self.database = Database(self.folder.index_path, False, lock_timeout_s, self.folder.prepare)
-                self.index = Index(self.database)
-                with self.database.hurrying():
-                    self._recover()
+        self.database = Database(self.folder, self.read_only, lock_timeout_s)
+        self.database.on_new = self._take_in
+        self.database.on_drop = self._remove_files
+        self.index = Index(self.database)
+        try:
+            self.with_room(self.index.held_bytes)
+        except DamagedIndexError as error:
+            if not error.is_renewed:
+                raise
+        if not self.read_only:
+            self.folder.remove_leftovers()
+            self._has_reserve = self.folder.keep_reserve()
 
     def find(self, key: str) -> tuple[ChunkFile, Entry] | None:
         """Return the file of `key`, its head verified, and its entry; None if it is not held, has expired or is not readable."""
-        if key in self._discarded:
-            return None
         entry = self.index.entry(key)
-        if entry is not None and not entry.is_live(self.clock()):
-            entry = self.index.believed(key)
-        while entry is not None and entry.is_live(self.clock()):
-            try:
-                file = self._verified(key, entry)
-            except (FileNotFoundError, ChunkReadError) as error:
-                if isinstance(error, ChunkReadError) and not error.damaged:
-                    _log.warning("%s", error)
-                    return None
-                # Another process may have dropped it since, or put it anew; or it is the index that is damaged.
-                now = self.index.believed(key)
-                if now == entry:
-                    is_gone = isinstance(error, FileNotFoundError)
-                    self._lose(key, entry, f"file {entry.file} is missing" if is_gone else str(error))
-                    return None
-                entry = now
+        if entry is None or key in self._discarded or not entry.is_live(self.clock()):
+            return None
+        try:
+            file = ChunkFile.open(self.folder.file_path(key), key)
+        except (FileNotFoundError, ChunkReadError) as error:
+            if isinstance(error, ChunkReadError) and not error.damaged:
+                _log.warning("%s", error)
             else:
-                self.touch(key)
-                return file, entry
-        return None
+                self._lose(
+                    key, f"its file {key[:12]}… is missing" if isinstance(error, FileNotFoundError) else str(error)
+                )
+            return None
+        self.touch(key)
+        return file, entry
 
     def put(
         self,
         key: str,
-        kv: ChunkKV | PackedKV | EncodedChunk,
+        kv: ChunkKV | PackedKV,
         tenant: str = "",
         expires_at: float | None = None,
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
+        wait: bool = True,
     ) -> list[str]:
         """Write `kv` under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
 
@@ -140,38 +126,42 @@ class DiskTier:
         now = self.clock()
         held = self.index.entry(valid_key(key))
         if held is not None and key not in self._discarded and held.is_live(now):
-            flaw = self.flaw(key, held)
+            flaw = self.flaw(key)
             if flaw is None:
-                if not self.read_only:
-                    # Whoever gave it its entry may not have come to that yet.
-                    self.folder.settle(held.file)
-                if wanted is None or self.database.transact(wanted):
+                if wanted is None or self.database.transact(wanted, wait):
                     self.index.prolong([key], expires_at)
                     self.touch(key)
                 return []
-            if self.index.has_file(held.file, key):
-                # Otherwise another process or thread has just dropped it.
-                self._warn_once(_DAMAGED, self.folder.path, flaw)
-        encoded = kv if isinstance(kv, EncodedChunk) else encode_chunk(key, pack_kv(kv, self.codec))
+            self._warn_once(_DAMAGED, self.folder.path, flaw)
+        encoded = encode_chunk(key, pack_kv(kv, self.codec))
         limit_bytes = self._share_bytes(encoded.nbytes) if self.limit_bytes is None else self.limit_bytes
         if encoded.nbytes > limit_bytes:
             raise StoreFullError(
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (disk_bytes)"
             )
         self.flush(wait=False)
-        name = self.folder.new_file_name(key)
-        entry = Entry(name, encoded.nbytes, encoded.digest, tenant, now, expires_at)
-        part = self.with_room(lambda: self.folder.write(name, encoded.buffers), encoded.nbytes, key)
+        entry, unnamed_before = Entry(encoded.nbytes, tenant, now, expires_at), now - self._unnamed_s
+        part = self.with_room(lambda: self.folder.write(encoded.buffers), encoded.nbytes, [key])
         try:
-            dropped = self.with_room(lambda: self.index.add(key, entry, held, limit_bytes, now, wanted), spared=key)
-            if name not in dropped.files:
-                try:
-                    self.with_room(lambda: self.folder.settle(name), spared=key)
-                except BaseException:
-                    self.discard(key)
-                    raise
+            dropped = self.with_room(
+                lambda: self.index.add(
+                    key,
+                    entry,
+                    held,
+                    limit_bytes,
+                    unnamed_before,
+                    wanted,
+                    lambda: self.folder.place(part, key),
+                    wait,
+                ),
+                spared=[key],
+            )
+        except BaseException:
+            with suppress(StoreError):
+                self.remove_orphan(key, wait=False)
+            raise
         finally:
-            part.remove()
+            part.unlink(missing_ok=True)
         self._discarded.discard(key)
         self._damaged.discard(key)
         self.evicted.update(dropped.tenants)
@@ -183,7 +173,6 @@ class DiskTier:
                 self.folder.path,
                 limit_bytes,
             )
-        self._unlink(dropped.files)
         return dropped.keys
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
@@ -204,36 +193,50 @@ class DiskTier:
                 fates[key] = "evicted"
         return fates
 
-    def discard(self, key: str) -> None:
-        """Drop the KV under `key`; in a folder that is not writable, never open it again."""
+    def discard(self, key: str, wait: bool = True) -> None:
+        """Drop the KV under `key`; where that cannot be done now, never open it again."""
         # Not opened again even if it cannot be dropped now; what is put in its place replaces it.
         self._discarded.add(key)
         if not self.read_only:
-            self.remove(self.deleting(lambda: self.index.drop([key])))
+            self.with_room(lambda: self.index.drop([key], wait))
             self._discarded.discard(key)
 
-    def with_room(self, write: Callable[[], Result], nbytes: int = 0, spared: str = "") -> Result:
-        """Run what writes so many bytes, and where the disk is full drop other KV than `spared` first; see `drop_for_room`."""
+    def remove_orphan(self, key: str, wait: bool = True) -> bool:
+        """Remove the file of a key without an entry; return whether there was one."""
+        with self.database.write(wait) as connection:
+            is_known = connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is not None
+            is_orphan = not is_known and self.folder.file_path(key).exists()
+            self.folder.unlink([key] if is_orphan else [])
+        return is_orphan
+
+    def with_room(self, write: Callable[[], Result], nbytes: int = 0, spared: Collection[str] = ()) -> Result:
+        """Run what writes so many bytes, and where the disk is full drop other KV than `spared` first; see `Index.oldest`."""
         wanted_bytes = nbytes + RESERVE_BYTES
         for _ in range(_ROOM_MADE):
             try:
-                return write()
+                done = write()
+                if not self._has_reserve:
+                    self._has_reserve = self.folder.keep_reserve()
+                return done
             except StoreFullError as error:
                 if not is_out_of_room(error):
                     raise
-                dropped = Dropped()
-                if self._shorten_log() < wanted_bytes:
-                    dropped = self.deleting(lambda: self.index.drop_for_room(wanted_bytes, spared))
-                    if not dropped.keys:
+                self._has_reserve = False
+                # In this order: to shorten the log takes room.
+                had_reserve = self.folder.give_up_reserve()
+                if self.database.shorten_log() < wanted_bytes and not had_reserve:
+                    victims = self.index.oldest(wanted_bytes, spared)
+                    if not victims:
                         raise
-                    self.evicted.update(dropped.tenants)
+                    # Their files go first: to note in the index that they are gone takes room, too.
+                    self.folder.unlink(victims)
+                    self.evicted.update(self.index.drop(victims).tenants)
                     self._warn_once(
                         "the disk of %s is full, so KV is dropped for room: what no name leads to first, then what was used "
                         "least recently; free some, or give the store a smaller byte budget (disk_bytes) (this warning is not "
                         "repeated; the store's figures count it)",
                         self.folder.path,
                     )
-                self.remove(dropped)
         return write()
 
     def _share_bytes(self, nbytes: int) -> int:
@@ -253,57 +256,17 @@ class DiskTier:
         if is_first:
             _log.warning(message, *values)
 
-    def _shorten_log(self) -> int:
-        """Give up the room set aside, and bring the index's log, which may be most of a small disk, into the index."""
-        self.folder.give_up_reserve()
-        return self.database.shorten_log()
+    def _take_in(self, connection: sqlite3.Connection) -> None:
+        """Give the files that a new index finds their entries; the first to go for room, as nobody is known to use them."""
+        now = self.clock()
+        connection.executemany(
+            "INSERT INTO entries (key, bytes, added_at) VALUES (?, ?, ?)",
+            ((key, status.st_size, now) for key, status in self.folder.files()),
+        )
 
-    def deleting(self, delete: Callable[[], Result]) -> Result:
-        """Run what a full disk must not prevent, deleting above all; it may take the room set aside for that."""
-        try:
-            return delete()
-        except StoreFullError as error:
-            if not is_out_of_room(error):
-                raise
-            self._shorten_log()
-            return delete()
-
-    def remove(self, dropped: Dropped) -> None:
-        """Remove the files that a transaction of the index dropped."""
-        self._unlink(dropped.files)
-        self.folder.keep_reserve()
-
-    def is_orphan(self, path: Path) -> bool:
-        """Return whether a file belongs to no entry, and nobody is about to remove it."""
-        # In this order: a file has its entry before it is in its place, and is noted as one to be removed until it is gone.
-        is_known = self.index.has_file(path.name, path.name.partition(".")[0]) or self.index.is_removed(path.name)
-        return not is_known and path.exists()
-
-    def adopt(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Give files without an entry one, by their own heads, if the index was made without knowing of all there were.
-
-        It ends early once it is not `wanted` any more; whoever opens the store next goes on.
-        """
-        if not self.index.is_adopting():
-            return
-        paths = (path for path in self.folder.files() if self.folder.is_file_name(path.name) and self.is_orphan(path))
-        while batch := list(islice(paths, _ADOPTED_AT_ONCE)):
-            if not wanted():
-                return
-            found = []
-            for path in batch:
-                key = path.name.partition(".")[0]
-                try:
-                    file = ChunkFile.open(path, key)
-                except (ChunkReadError, OSError) as error:
-                    if isinstance(error, ChunkReadError) and error.damaged:
-                        _log.warning("file removed: %s", error)
-                        self.folder.unlink(path.name)
-                    continue
-                found.append((key, Entry(path.name, file.file_bytes, file.digest, "", self.clock())))
-            for name in self.index.add_many(found):
-                self.folder.unlink(name)
-        self.index.end_adopting()
+    def _remove_files(self, connection: sqlite3.Connection, keys: list[str]) -> None:
+        query = "SELECT 1 FROM entries WHERE key = ?"
+        self.folder.unlink(key for key in keys if connection.execute(query, (key,)).fetchone() is None)
 
     def touch(self, key: str) -> None:
         """Mark `key` as used now."""
@@ -339,67 +302,40 @@ class DiskTier:
     def close(self) -> None:
         """Write what is left to write and release files and connections."""
         if not self.read_only:
-            self.flush()
+            self.flush(wait=False)
         self.database.close()
 
-    def _verified(self, key: str, entry: Entry) -> ChunkFile:
+    def flaw(self, key: str, every_byte: bool = False) -> str | None:
+        """Return what is wrong with the file of a key, with its head at least, or None."""
         try:
-            file = self.folder.open(entry.file, lambda path: ChunkFile.open(path, key))
-        except ChunkReadError:
-            raise
-        except StoreError as error:
-            raise ChunkReadError(key, str(error)) from error
-        if file.digest != entry.digest:
-            raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
-        return file
-
-    def flaw(self, key: str, entry: Entry, every_byte: bool = False) -> str | None:
-        """Return what is wrong with an entry's file, with its head at least, or None."""
-        try:
-            file = self._verified(key, entry)
+            file = ChunkFile.open(self.folder.file_path(key), key)
             if every_byte:
                 file.verify()
         except FileNotFoundError:
-            return f"file {entry.file} is missing"
+            return f"its file {key[:12]}… is missing"
         except ChunkReadError as error:
             return str(error)
         return None
 
-    def _lose(self, key: str, entry: Entry, reason: str) -> None:
-        self._warn_once(_DAMAGED, self.folder.path, reason)
-        self._damaged.add(key)
+    def _lose(self, key: str, reason: str) -> None:
+        """Drop the entry of damaged KV, unless another process is about to, or has just replaced it."""
+
+        def drop(connection: sqlite3.Connection) -> bool:
+            known = connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone()
+            is_lost = known is not None and self.flaw(key) is not None
+            drop_entries(connection, [key] if is_lost else [], Dropped())
+            return is_lost
+
         try:
-            self.remove(self.deleting(lambda: self.index.drop([key], entry.file)))
-        except StoreError:
-            # Most likely a folder that is not writable: it must not be met again.
+            if not self.with_room(lambda: self.database.transact(drop, wait=False)):
+                return
+        except StoreReadOnlyError:
+            # It must not be met again.
             self._discarded.add(key)
-
-    def _unlink(self, files: list[str], forgiving: bool = False) -> None:
-        if not files:
+        except StoreError:
             return
-        try:
-            for name in files:
-                self.folder.unlink(name)
-            # That it is done may be noted later.
-            with suppress(StoreFullError):
-                self.index.settle(files)
-        except StoreError as error:
-            if not forgiving:
-                raise
-            _log.debug("files left for the next opening of the store: %s", error)
-
-    def _recover(self) -> None:
-        """Finish what killed processes had begun; nobody else opens the store meanwhile."""
-        for path in self.folder.leftovers():
-            name = path.name.removesuffix(".part")
-            if self.folder.is_file_name(name) and self.index.has_file(name, name.partition(".")[0]):
-                self.folder.settle(name)
-            else:
-                path.unlink(missing_ok=True)
-        files = self.index.removals()
-        if files:
-            _log.info("removing %d files that a killed process left in %s", len(files), self.folder.path)
-            self._unlink(files, forgiving=True)
+        self._damaged.add(key)
+        self._warn_once(_DAMAGED, self.folder.path, reason)
 
 
 @contextmanager
@@ -418,22 +354,21 @@ def existing_store(
 def disk_probe(tier: DiskTier, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
     """Read chunks as the disk tier does, from files that the system's page cache does not hold; see `TierProbe`."""
     key = "0" * 32
-    parts: list[Part] = []
+    parts: list[Path] = []
     try:
         for kv in chunks:
-            buffers = encode_chunk(key, pack_kv(kv, tier.codec)).buffers
-            parts.append(tier.folder.write(tier.folder.new_file_name(key), buffers))
+            parts.append(tier.folder.write(encode_chunk(key, pack_kv(kv, tier.codec)).buffers))
 
         def open_cold() -> list[KVReader]:
             for part in parts:
-                forget_pages(part.path)
-            return [ChunkFile.open(part.path, key) for part in parts]
+                forget_pages(part)
+            return [ChunkFile.open(part, key) for part in parts]
 
         yield open_cold
     finally:
         for part in parts:
             with suppress(OSError):
-                part.remove()
+                part.unlink()
 
 
 def forget_pages(path: str | Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
-import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from logging import getLogger
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,9 +15,7 @@ from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_ord
 from cacheblend_rag.store.base import NamedTarget, NodeRecord, earliest, latest
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 
-__all__ = ["Drafts", "NamedPiece", "document_of", "is_sound", "is_sound_document", "is_sound_place", "record_checksum"]
-
-_log = getLogger(__name__)
+__all__ = ["Drafts", "NamedPiece", "document_of"]
 
 
 @dataclass(slots=True)
@@ -79,9 +75,6 @@ class Drafts:
         self._drafts: dict[str, _Draft] = {}
         # The document that each id that was looked up is in now.
         self._of: dict[str, str | None] = {}
-        self.unknown_documents: list[str] = []
-        self.damaged_documents: list[str] = []
-        self.damaged_names: list[str] = []
 
     def put(self, records: Iterable[NodeRecord], rules: ReadingRules, expires_at: float | None) -> None:
         """Put chunks into their documents, those of none out of the ones that they are in.
@@ -153,17 +146,6 @@ class Drafts:
         for id in ids:
             self._document(id)
 
-    def warn(self) -> None:
-        """Say what of the documents is damaged, once the connection has been given back."""
-        for document in self.damaged_documents:
-            _log.warning(
-                "the stored record of document %r is damaged; its chunks are read anew when it is added again", document
-            )
-        for id in self.damaged_names:
-            _log.warning(
-                "the stored record of name %r is damaged; its document is read without it until it is added again", id
-            )
-
     def text(self, document: str) -> tuple[int, ...]:
         """Return the tokens of a whole document; what overlaps stands there once."""
         draft = self.load(document)
@@ -173,11 +155,6 @@ class Drafts:
         """Return the ids of a document's chunks in reading order."""
         draft = self.load(document)
         return [] if draft is None else [member.id for member in draft.members]
-
-    def rules(self, document: str) -> ReadingRules | None:
-        """Return how a document is read, None where there is no such document."""
-        draft = self.load(document)
-        return None if draft is None or not draft.pieces else draft.rules
 
     def pieces(self, document: str) -> tuple[ReadingRules, list[NamedPiece]]:
         """Return how a document is read, and its chunks in the order in which they came."""
@@ -242,11 +219,9 @@ class Drafts:
                 if id not in recorded and (piece.key, piece.separator) != (record.key, record.separator):
                     if piece.key is not None:
                         replaced.append(piece.key)
-                    tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
-                    name = self._namespace, record.id, record.key, record.text_hash
                     execute(
-                        "UPDATE nodes SET key = ?, separator = ?, checksum = ? WHERE namespace = ? AND id = ?",
-                        (record.key, separator, record_checksum(*name, tokens, separator), self._namespace, id),
+                        "UPDATE nodes SET key = ?, separator = ? WHERE namespace = ? AND id = ?",
+                        (record.key, pack_tokens(record.separator), self._namespace, id),
                     )
         return replaced
 
@@ -263,21 +238,15 @@ class Drafts:
         """Have a document among those that `targets` gives; return it, or None where there is no such document."""
         if document in self._drafts:
             return self._drafts[document]
-        found = _read_document(self._connection, self._namespace, document)
-        if found is None:
-            self.unknown_documents.append(document)
+        query = "SELECT number, tokens, separator FROM documents WHERE namespace = ? AND name = ?"
+        row = self._connection.execute(query, (self._namespace, document)).fetchone()
+        if row is None:
             return None
-        number, rules = found
-        self._drafts[document] = draft = _Draft(document, rules or ReadingRules())
-        if rules is None:
-            draft.is_changed = True
-            self.damaged_documents.append(document)
-        for id, piece in _read_pieces(self._connection, self._namespace, document, number):
-            if piece is None:
-                self.damaged_names.append(id)
-            else:
-                draft.pieces[id] = piece
-                self._of[id] = document
+        number, limit, separator = row
+        self._drafts[document] = draft = _Draft(document, ReadingRules(limit, unpack_tokens(separator)))
+        for id, piece in _read_pieces(self._connection, document, number):
+            draft.pieces[id] = piece
+            self._of[id] = document
         return draft
 
 
@@ -291,99 +260,38 @@ def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str 
     return None if row is None else str(row[0])
 
 
-def _read_document(connection: sqlite3.Connection, namespace: str, name: str) -> tuple[int, ReadingRules | None] | None:
-    """Return a document's number, and how it is read, None where that is damaged; None if there is no such document."""
-    query = "SELECT number, tokens, separator, checksum FROM documents WHERE namespace = ? AND name = ?"
-    row = connection.execute(query, (namespace, name)).fetchone()
-    if row is None:
-        return None
-    number, limit, separator, checksum = row
-    if not is_sound_document(namespace, name, limit, separator, checksum):
-        return number, None
-    return number, ReadingRules(limit, unpack_tokens(separator))
-
-
 def _write_document(connection: sqlite3.Connection, namespace: str, name: str, rules: ReadingRules) -> int:
     """Write how a document is read, and return its number."""
-    separator = pack_tokens(rules.separator)
     row = connection.execute(
-        "INSERT INTO documents (namespace, name, tokens, separator, checksum) VALUES (?, ?, ?, ?, ?) ON CONFLICT "
-        "(namespace, name) DO UPDATE SET tokens = excluded.tokens, separator = excluded.separator, "
-        "checksum = excluded.checksum RETURNING number",
-        (namespace, name, rules.limit, separator, _checksum(namespace, name, rules.limit, separator)),
+        "INSERT INTO documents (namespace, name, tokens, separator) VALUES (?, ?, ?, ?) ON CONFLICT (namespace, name) "
+        "DO UPDATE SET tokens = excluded.tokens, separator = excluded.separator RETURNING number",
+        (namespace, name, rules.limit, pack_tokens(rules.separator)),
     ).fetchone()
     return int(row[0])
 
 
-def _read_pieces(
-    connection: sqlite3.Connection, namespace: str, document: str, number: int
-) -> Iterator[tuple[str, _Piece | None]]:
-    """Yield the id of each chunk of a document, in the order in which they came, and the chunk; None where it is damaged."""
+def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> Iterator[tuple[str, _Piece]]:
+    """Yield the id of each chunk of a document, in the order in which they came, and the chunk."""
     query = (
-        "SELECT nodes.id, nodes.key, nodes.text_hash, nodes.token_ids, nodes.separator, nodes.checksum, arrival, start, "
-        "previous, length, body, ends, expires_at, members.checksum FROM members JOIN nodes USING (seq) "
-        "WHERE document = ? AND namespace = ? ORDER BY arrival"
+        "SELECT id, key, text_hash, token_ids, separator, arrival, start, previous, length, body, ends, expires_at "
+        "FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
     )
-    for id, *row in connection.execute(query, (number, namespace)):
-        yield id, _piece(namespace, document, number, id, row[:5], row[5:])
+    for id, key, text_hash, tokens, separator, arrival, *stands, ends, expires_at in connection.execute(
+        query, (number,)
+    ):
+        start, previous, length, body = stands
+        place = Place(document, start, previous, length, body, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
+        member = Member(id, unpack_tokens(tokens), place)
+        yield id, _Piece(member, text_hash, key, expires_at, False, unpack_tokens(separator), arrival)
 
 
 def _write_piece(connection: sqlite3.Connection, namespace: str, number: int | None, piece: _Piece) -> None:
     """Write the place of a chunk whose name is recorded."""
-    place, id = piece.member.place, piece.member.id
+    place = piece.member.place
     ends = np.asarray(place.ends, dtype="<u4").tobytes()
-    until = None if piece.expires_at is None else float(piece.expires_at)
-    row = (number, piece.arrival, place.start, place.previous, place.length, place.text, ends, until)
+    row = (number, piece.arrival, place.start, place.previous, place.length, place.text, ends, piece.expires_at)
     connection.execute(
-        "INSERT OR REPLACE INTO members (seq, document, arrival, start, previous, length, body, ends, expires_at, checksum) "
-        "SELECT seq, ?, ?, ?, ?, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
-        (*row, _checksum(id, *row), namespace, id),
+        "INSERT OR REPLACE INTO members (seq, document, arrival, start, previous, length, body, ends, expires_at) "
+        "SELECT seq, ?, ?, ?, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
+        (*row, namespace, piece.member.id),
     )
-
-
-def record_checksum(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes) -> int:
-    """Return the checksum of a name's record, whose token ids and separator are packed."""
-    texts = "\0".join((namespace, node, key, text_hash))
-    # Records without a separator have the checksum that they have in every store there is.
-    return zlib.crc32(separator, zlib.crc32(tokens, zlib.crc32(texts.encode("utf-8", "surrogatepass"))))
-
-
-def is_sound(
-    namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
-) -> bool:
-    """Return whether a name's row is what was written."""
-    # In a damaged database a value may even have another type.
-    texts = all(isinstance(text, str) for text in (namespace, node, key, text_hash))
-    if not texts or not isinstance(tokens, bytes) or not isinstance(separator, bytes) or len(separator) % 4:
-        return False
-    return record_checksum(namespace, node, key, text_hash, tokens, separator) == checksum
-
-
-def is_sound_document(namespace: str, name: str, limit: int | None, separator: bytes, checksum: int) -> bool:
-    """Return whether a document's row is what was written."""
-    is_typed = isinstance(limit, int | None) and isinstance(separator, bytes) and len(separator) % 4 == 0
-    return is_typed and checksum == _checksum(namespace, name, limit, separator)
-
-
-def is_sound_place(id: str, *row: Any) -> bool:
-    """Return whether the row of a chunk's place in its document, but for its number, is what was written."""
-    return bool(row[-1] == _checksum(id, *row[:-1]))
-
-
-def _piece(
-    namespace: str, document: str, number: int, id: str, name: Sequence[Any], place: Sequence[Any]
-) -> _Piece | None:
-    """Return a chunk by the columns of its name and of its place, or None if they are not what was written."""
-    *row, _ = place
-    if not is_sound(namespace, id, *name) or not is_sound_place(id, number, *place):
-        return None
-    key, text_hash, tokens, separator, _ = name
-    arrival, start, previous, length, body, ends, expires_at = row
-    ended = tuple(np.frombuffer(ends, dtype="<u4").tolist())
-    member = Member(id, unpack_tokens(tokens), Place(document, start, previous, length, body, ended))
-    return _Piece(member, text_hash, key, expires_at, False, unpack_tokens(separator), arrival)
-
-
-def _checksum(*row: Any) -> int:
-    # What has another type than it was written with is another value.
-    return zlib.crc32(repr(row).encode("utf-8", "surrogatepass"))

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from cacheblend_rag.errors import StoreFullError
-from cacheblend_rag.store.database import Database, healing
+from cacheblend_rag.store.database import Database
 
 __all__ = ["Dropped", "Entry", "Index", "claim", "counter", "drop_entries"]
 
 # Other processes that saw fewer deletions than are kept look through all they hold.
 _DELETIONS_KEPT = 4096
-# Expired entries dropped on the way by one addition; `gc` drops the others.
-_EXPIRED_A_TIME = 64
-_COLUMNS = "file, bytes, digest, tenant, added_at, expires_at"
+# Expired entries dropped on the way by one addition, and as many that nobody has named; `gc` drops the others.
+_OLD_A_TIME = 64
+_COLUMNS = "bytes, tenant, added_at, expires_at"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The KV of one chunk on disk: its file, that file's size and header digest, whose it is, and since and until when."""
+    """The KV of one chunk on disk: its file's size, whose it is, and since and until when."""
 
-    file: str
     nbytes: int
-    digest: bytes
     tenant: str = ""
     added_at: float = 0.0
     expires_at: float | None = None
@@ -37,22 +35,19 @@ class Entry:
 
 @dataclass(slots=True)
 class Dropped:
-    """What a transaction dropped: keys without KV now, whose entries those were, and files to be removed, then settled with
-    `Index.settle`.
+    """What a transaction dropped: keys without KV now, and whose their entries were.
 
     `pinned` are the keys that pinned names lead to since then; `for_room` says whether the byte budget had no room for some.
     """
 
     keys: list[str] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
     pinned: list[str] = field(default_factory=list)
     for_room: bool = False
 
 
-@healing("database")
 class Index:
-    """The entries in a database; each method is one transaction. What is dropped is to be removed by the caller."""
+    """The entries in a database; each method is one transaction, and the files of what it drops go with that."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -61,29 +56,18 @@ class Index:
         """Return the entry of `key`, expired or not, or None."""
         with self.database.read() as connection:
             row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
-        if row is None:
-            self.database.doubt("entries", "key = ?", [(key,)])
-        return None if row is None else _entry(row)
-
-    def believed(self, key: str) -> Entry | None:
-        """Return the entry of `key` once the mirror was asked, too: what it leads to is not what it says."""
-        self.database.doubt("entries", "key = ?", [(key,)])
-        return self.entry(key)
+        return None if row is None else Entry(*row)
 
     def holds(self, keys: Sequence[str], now: float) -> list[bool]:
         """Return for each key whether it has an entry that has not expired."""
         query = "SELECT 1 FROM entries WHERE key = ? AND (expires_at IS NULL OR expires_at > ?)"
         with self.database.read() as connection:
-            held = [connection.execute(query, (key, now)).fetchone() is not None for key in keys]
-        self.database.doubt(
-            "entries", "key = ?", [(key,) for key, is_held in zip(keys, held, strict=True) if not is_held]
-        )
-        return held
+            return [connection.execute(query, (key, now)).fetchone() is not None for key in keys]
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield all keys and entries in the order of their keys, expired ones too."""
         query = f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
-        return ((key, _entry(row)) for key, *row in self.database.in_batches(query, ""))
+        return ((key, Entry(*row)) for key, *row in self.database.in_batches(query, ""))
 
     def pinned_bytes(self, tenant: str | None = None) -> int:
         """Return the size of the files that may not be evicted, or of those of one tenant."""
@@ -120,100 +104,83 @@ class Index:
         entry: Entry,
         replaced: Entry | None,
         limit_bytes: int,
-        now: float = 0.0,
+        unnamed_before: float = -math.inf,
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
+        place: Callable[[], None] = lambda: None,
+        wait: bool = True,
     ) -> Dropped:
-        """Give `key` its entry, and drop expired ones and the least recently used ones for room.
+        """Give `key` its entry, and drop what has expired, what nobody has named, and the least recently used for room.
 
-        The damaged or expired entry that is `replaced` goes. If another process has been quicker, its entry stays, and this
-        one's file is among the dropped; so it is if `wanted`, called in the transaction, returns False.
+        Nothing is added if another process has been quicker than the damaged or expired entry that is `replaced`, or if `wanted`,
+        called in the transaction, returns False. `place` brings the file to its place.
         """
         dropped = Dropped()
-        with self.database.write() as connection:
-            row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
-            is_quicker = row is not None and (replaced is None or row[0] != replaced.file)
+        with self.database.write(wait) as connection:
+            row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
+            is_quicker = row is not None and Entry(*row) != replaced
             if (wanted is not None and not wanted(connection)) or is_quicker:
-                return Dropped(files=[entry.file])
-            if row is not None:
-                drop_entries(connection, [key], dropped)
-                dropped.keys.clear()
-                dropped.tenants.clear()
+                return dropped
+            connection.execute("DELETE FROM entries WHERE key = ?", (key,))
             _insert(connection, key, entry)
-            expired = "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?"
-            old = [row[0] for row in connection.execute(expired, (now, key, _EXPIRED_A_TIME))]
-            drop_entries(connection, old, dropped)
+            for query, moment in (
+                (
+                    "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?",
+                    entry.added_at,
+                ),
+                (
+                    "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pinned AND key != ? LIMIT ?",
+                    unnamed_before,
+                ),
+            ):
+                old = [row[0] for row in connection.execute(query, (moment, key, _OLD_A_TIME))]
+                drop_entries(connection, old, dropped)
             _make_room(connection, key, limit_bytes, dropped)
             _forget_old_deletions(connection)
+            place()
         return dropped
-
-    def add_many(self, entries: Iterable[tuple[str, Entry]]) -> list[str]:
-        """Give keys their entries in one transaction, whatever room they take; return the files of those that have another.
-
-        They belong to the tenant of the names that lead to them.
-        """
-        taken = []
-        owner = "SELECT tenant FROM nodes JOIN namespaces USING (namespace) WHERE key = ? LIMIT 1"
-        with self.database.write() as connection:
-            for key, entry in entries:
-                row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
-                if row is None:
-                    named = connection.execute(owner, (key,)).fetchone()
-                    _insert(connection, key, entry if named is None else replace(entry, tenant=named[0]))
-                elif row[0] != entry.file:
-                    taken.append(entry.file)
-        return taken
-
-    def is_adopting(self) -> bool:
-        """Return whether files without an entry are to get one."""
-        with self.database.read() as connection:
-            return counter(connection, "adopting") != 0
-
-    def end_adopting(self) -> None:
-        """Note that all have got one."""
-        with self.database.write() as connection:
-            connection.execute("UPDATE counters SET value = 0 WHERE name = 'adopting'")
 
     def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
-        """Let entries live until `expires_at` at least, for ever if that is None; the longest life asked for counts."""
-        until = float("inf") if expires_at is None else expires_at
+        """Let entries live until `expires_at` at least, for ever if that is None.
+
+        The longest life asked for counts; what no name leads to yet, as KV that is found again by its files, lives so long.
+        """
+        until = math.inf if expires_at is None else expires_at
+        change = "NOT named AND expires_at IS NOT ?2 OR expires_at < ?3"
         with self.database.read() as connection:
-            query = "SELECT 1 FROM entries WHERE key = ? AND expires_at < ?"
-            shorter = [key for key in keys if connection.execute(query, (key, until)).fetchone()]
-        if shorter:
+            query = f"SELECT 1 FROM entries WHERE key = ?1 AND ({change})"
+            others = [key for key in keys if connection.execute(query, (key, expires_at, until)).fetchone()]
+        if others:
             with self.database.write() as connection:
                 connection.executemany(
-                    "UPDATE entries SET expires_at = ? WHERE key = ? AND expires_at < ?",
-                    ((expires_at, key, until) for key in shorter),
+                    f"UPDATE entries SET expires_at = ?2 WHERE key = ?1 AND ({change})",
+                    ((key, expires_at, until) for key in others),
                 )
 
-    def drop(self, keys: Sequence[str], file: str | None = None) -> Dropped:
-        """Drop entries; with `file` only if that is still the entry's file."""
-        query = "SELECT key FROM entries WHERE key = ?1 AND (?2 IS NULL OR file = ?2)"
-        return self._drop_chosen(query, [(key, file) for key in keys])
-
-    def drop_expired(self, now: float, limit: int) -> Dropped:
-        """Drop at most `limit` expired entries."""
-        query = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
-        return self._drop_chosen(query, [(now, limit)])
-
-    def drop_nameless(self, keys: Sequence[str], before: float) -> Dropped:
-        """Drop those of `keys` that no name leads to and that were added before that time."""
-        query = (
-            "SELECT key FROM entries WHERE key = ? AND added_at < ? AND NOT pinned "
-            "AND NOT EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key)"
-        )
-        return self._drop_chosen(query, [(key, before) for key in keys])
-
-    def drop_for_room(self, nbytes: int, spared: str) -> Dropped:
-        """Drop so many bytes: what no name leads to first, then the least recently used, but none that is pinned nor `spared`."""
-        nameless = "AND NOT EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key)"
+    def drop(self, keys: Sequence[str], wait: bool = True) -> Dropped:
+        """Drop entries."""
         dropped = Dropped()
-        with self.database.write() as connection:
-            for condition in (nameless, ""):
-                victims, nbytes = _oldest(connection, spared, nbytes, condition)
-                drop_entries(connection, victims, dropped)
+        with self.database.write(wait) as connection:
+            drop_entries(connection, keys, dropped)
             _forget_old_deletions(connection)
         return dropped
+
+    def expired(self, now: float, limit: int) -> list[str]:
+        """Return the keys of at most `limit` expired entries."""
+        query = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
+        with self.database.read() as connection:
+            return [row[0] for row in connection.execute(query, (now, limit))]
+
+    def unnamed(self, before: float, limit: int) -> list[str]:
+        """Return the keys of at most `limit` entries that no name leads to and that were added before that time."""
+        query = "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pinned LIMIT ?"
+        with self.database.read() as connection:
+            return [row[0] for row in connection.execute(query, (before, limit))]
+
+    def oldest(self, nbytes: int, spared: Collection[str]) -> list[str]:
+        """Return the keys of entries to drop for room: what no name leads to first, then the least recently used, none pinned."""
+        with self.database.read() as connection:
+            victims, nbytes = _oldest(connection, spared, nbytes, "AND NOT named")
+            return victims + _oldest(connection, spared, nbytes, "AND named")[0]
 
     def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""
@@ -247,26 +214,6 @@ class Index:
                 "UPDATE entries SET last_used = ? WHERE key = ?", ((clock + 1 + n, key) for n, key in enumerate(keys))
             )
 
-    def removals(self) -> list[str]:
-        """Return the files that have lost their entry and may still be there."""
-        with self.database.read() as connection:
-            return [row[0] for row in connection.execute("SELECT file FROM removals")]
-
-    def is_removed(self, file: str) -> bool:
-        """Return whether `file` has lost its entry and may still be there."""
-        with self.database.read() as connection:
-            return connection.execute("SELECT 1 FROM removals WHERE file = ?", (file,)).fetchone() is not None
-
-    def has_file(self, file: str, key: str) -> bool:
-        """Return whether `file` is the one of the entry of `key`."""
-        entry = self.entry(key)
-        return entry is not None and entry.file == file
-
-    def settle(self, files: Iterable[str]) -> None:
-        """Note that these files are gone."""
-        with self.database.write() as connection:
-            connection.executemany("DELETE FROM removals WHERE file = ?", ((file,) for file in files))
-
     def deletions(self) -> int:
         """Return a number that grows whenever an entry is dropped, by any process."""
         with self.database.read() as connection:
@@ -286,15 +233,6 @@ class Index:
                 return None
             return [row[0] for row in connection.execute("SELECT key FROM deletions WHERE seq > ?", (seen,))]
 
-    def _drop_chosen(self, query: str, values: Sequence[Sequence[Any]]) -> Dropped:
-        """Drop the entries whose keys a query yields with any of these values."""
-        dropped = Dropped()
-        with self.database.write() as connection:
-            keys = [row[0] for each in values for row in connection.execute(query, each).fetchall()]
-            drop_entries(connection, keys, dropped)
-            _forget_old_deletions(connection)
-        return dropped
-
 
 # In a transaction that has begun
 
@@ -313,21 +251,10 @@ def counter(connection: sqlite3.Connection, name: str) -> int:
 def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: Dropped) -> None:
     """Drop entries, and add them to `dropped`."""
     for key in keys:
-        row = connection.execute("SELECT file, tenant FROM entries WHERE key = ?", (key,)).fetchone()
+        row = connection.execute("DELETE FROM entries WHERE key = ? RETURNING tenant", (key,)).fetchone()
         if row is not None:
-            connection.execute("INSERT OR REPLACE INTO removals VALUES (?)", (row[0],))
-            connection.execute("DELETE FROM entries WHERE key = ?", (key,))
             dropped.keys.append(key)
-            dropped.files.append(row[0])
-            dropped.tenants.append(str(row[1]))
-
-
-def _entry(row: Sequence[Any]) -> Entry:
-    file, nbytes, digest, tenant, added_at, expires_at = row
-    # In a damaged database a value may even have another type. What then expires is a miss.
-    if not isinstance(expires_at, float | int | None):
-        expires_at = 0.0
-    return Entry(str(file), nbytes, digest, str(tenant), added_at, expires_at)
+            dropped.tenants.append(row[0])
 
 
 def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
@@ -335,15 +262,15 @@ def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
     claim(connection, entry.tenant)
     used = _advance_clock(connection, 1)
     connection.execute(
-        "INSERT INTO entries (key, file, bytes, digest, last_used, tenant, added_at, expires_at, pinned) "
-        "VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, EXISTS (SELECT 1 FROM nodes WHERE nodes.key = ?1 AND nodes.pinned))",
-        (key, entry.file, entry.nbytes, entry.digest, used, entry.tenant, entry.added_at, entry.expires_at),
+        "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at, pinned, named) VALUES (?1, ?2, ?3, ?4, ?5, "
+        "?6, EXISTS (SELECT 1 FROM nodes WHERE key = ?1 AND pinned), EXISTS (SELECT 1 FROM nodes WHERE key = ?1))",
+        (key, entry.nbytes, used, entry.tenant, entry.added_at, entry.expires_at),
     )
 
 
 def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropped: Dropped) -> None:
     """Drop the least recently used entries, but none that is pinned nor `key`, until all together have at most `limit_bytes`."""
-    victims, over = _oldest(connection, key, counter(connection, "entry_bytes") - limit_bytes)
+    victims, over = _oldest(connection, [key], counter(connection, "entry_bytes") - limit_bytes)
     if over > 0:
         raise StoreFullError(
             f"pinned KV leaves too little of the store's budget of {limit_bytes} bytes (disk_bytes); unpin some, or raise the "
@@ -353,14 +280,16 @@ def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropp
     dropped.for_room = bool(victims)
 
 
-def _oldest(connection: sqlite3.Connection, spared: str, nbytes: int, condition: str = "") -> tuple[list[str], int]:
+def _oldest(
+    connection: sqlite3.Connection, spared: Collection[str], nbytes: int, condition: str = ""
+) -> tuple[list[str], int]:
     """Return the keys of the least recently used entries of so many bytes that may be dropped, and the bytes still wanting."""
     victims = []
-    query = f"SELECT key, bytes FROM entries WHERE pinned = 0 AND key != ? {condition} ORDER BY last_used"
-    oldest = connection.execute(query, (spared,))
+    oldest = connection.execute(f"SELECT key, bytes FROM entries WHERE pinned = 0 {condition} ORDER BY last_used")
     while nbytes > 0 and (victim := oldest.fetchone()) is not None:
-        victims.append(victim[0])
-        nbytes -= victim[1]
+        if victim[0] not in spared:
+            victims.append(victim[0])
+            nbytes -= victim[1]
     oldest.close()
     return victims, nbytes
 

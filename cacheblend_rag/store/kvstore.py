@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -49,8 +50,6 @@ class KVStore(ABC):
         The folder, if there is one and it may be written.
     is_private : bool
         Whether the store's contents end with this process and are reachable through this object alone.
-    hurrying : callable
-        Returns a context in which this thread waits for nobody who writes; what it cannot do then is an error.
     """
 
     path: Path | None = None
@@ -74,10 +73,10 @@ class KVStore(ABC):
         self._waiting = WriteBack(self._write, write_back_bytes)
         self._writes_at_once = not write_back_bytes
         self._index = index
-        self.hurrying = index.database.hurrying
         self._names = Names(index, clock, self._waiting)
         self._shared: SharedNames | None = None
         self._closed = False
+        self._process = os.getpid()
         # The state of the names for which what is in RAM without one was looked through; None if there is no such thing.
         self._tied_at: int | None = None
 
@@ -134,13 +133,10 @@ class KVStore(ABC):
         KV that is seen to be damaged is dropped with a warning, and None returned. A reader stays good when its KV is dropped.
         """
 
-    def put(
-        self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None, is_owed: bool = False
-    ) -> None:
+    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is on disk, if there is a folder.
 
-        If `key` is held and looks sound already, no KV is written. What `is_owed` a name is dropped by `tidy` if it has none
-        when nobody fills the store any more.
+        If `key` is held and looks sound already, no KV is written.
 
         Raises
         ------
@@ -151,7 +147,7 @@ class KVStore(ABC):
         """
         self._check(key)
         expires_at = self._expires_at(ttl_s)
-        self._put(key, kv, tenant, expires_at, is_owed)
+        self._put(key, kv, tenant, expires_at)
         self._send(key, kv, expires_at)
 
     def put_later(
@@ -195,7 +191,7 @@ class KVStore(ABC):
         chunk = Computed(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
         if self._writes_at_once:
             try:
-                self._write(chunk)
+                self._write(chunk, wait=False)
                 self._waiting.try_again()
                 return True
             except StoreError:
@@ -294,15 +290,15 @@ class KVStore(ABC):
             self._ram.prolong(key, expires_at)
             self._device.prolong(key, expires_at)
 
-    def discard(self, key: str) -> None:
+    def discard(self, key: str, wait: bool = True) -> None:
         """Drop the KV under `key`, damaged or not wanted any more; names stay.
 
-        Where the store cannot be written, this object does not open it again.
+        Where the store cannot be written, or without `wait` another one is writing, this object does not open it again.
         """
         self._check()
         self._waiting.drop(key=key)
         try:
-            self._discard(key)
+            self._discard(key, wait)
         finally:
             self._drop_copies([key])
             if self._offsite:
@@ -310,7 +306,7 @@ class KVStore(ABC):
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
-        self._drop(self._deleting(lambda: self._names.release(keys)))
+        self._drop(self._with_room(lambda: self._names.release(keys)))
 
     def name(
         self,
@@ -331,8 +327,10 @@ class KVStore(ABC):
         records = list(records)
         if records:
             expires_at = self._expires_at(ttl_s)
-            record = partial(self._names.record, namespace, records, tenant, rules, expires_at, whole)
-            self._drop(self._changing(lambda: self._with_room(record)))
+            change = partial(self._names.record, namespace, records, tenant, rules, expires_at, whole)
+            # Their KV has no name until then.
+            spared = {record.key for record in records}
+            self._drop(self._changing(lambda: self._with_room(change, spared)))
             self._drop_tied()
 
     def forget(self, namespace: str, ids: Sequence[str], owner: str = "", sources: Sequence[str] = ()) -> int:
@@ -347,27 +345,18 @@ class KVStore(ABC):
         waited = self._waiting.forget(namespace, ids)
         waiting = self._waiting.records(namespace)
         remove = partial(self._names.remove, namespace, ids, owner, sources)
-        found, ended, dropped = self._changing(lambda: self._deleting(remove))
+        found, ended, dropped = self._changing(lambda: self._with_room(remove))
         self._drop(dropped)
         waiting |= self._waiting.records(namespace)
         late = [record.id for record in waiting.values() if record.source in ended]
         if late:
             waited |= self._waiting.forget(namespace, late)
             remove = partial(self._names.remove, namespace, late)
-            gone, _, dropped = self._changing(lambda: self._deleting(remove))
+            gone, _, dropped = self._changing(lambda: self._with_room(remove))
             found |= gone
             self._drop(dropped)
         self._drop_tied()
-        self.tidy()
         return len(waited | found)
-
-    def tidy(self) -> None:
-        """Drop KV that killed processes put without coming to name it, unless somebody is filling the store now."""
-        if self.path is not None and self._names.abandoned():
-            with self.turns.alone() as is_alone:
-                if is_alone:
-                    keys = self._names.abandoned()
-                    self._drop(self._deleting(lambda: self._names.give_up(keys)))
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
         """Never drop the KV of these names for room, now held or later.
@@ -393,7 +382,7 @@ class KVStore(ABC):
         """
         self._check()
         self.settle()
-        self._deleting(lambda: self._names.pin(namespace, ids, False))
+        self._with_room(lambda: self._names.pin(namespace, ids, False))
         self._unpin_copies()
 
     def clear(self, tenant: str | None = None) -> None:
@@ -401,8 +390,8 @@ class KVStore(ABC):
         self._waiting.drop(tenant=tenant)
         if self._shared is not None:
             for deed in self._shared.removals(tenant):
-                self._drop(self._shared.change(partial(self._deleting, deed)))
-        dropped = self._deleting(lambda: self._index.clear(tenant))
+                self._drop(self._shared.change(partial(self._with_room, deed)))
+        dropped = self._with_room(lambda: self._index.clear(tenant))
         if tenant is None:
             self._ram.clear()
             self._device.clear()
@@ -437,7 +426,8 @@ class KVStore(ABC):
 
     def close(self) -> None:
         """Write what waits, then release files and connections; further calls are errors. Closing twice does nothing."""
-        if self._closed:
+        if self._closed or self._process != os.getpid():
+            # In a forked child it is the parent's.
             return
         self._closed = True
         # What cannot be written was told as a warning.
@@ -456,11 +446,11 @@ class KVStore(ABC):
     """Maximum bytes of KV that may be pinned."""
 
     @abstractmethod
-    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None, is_owed: bool) -> None: ...
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None: ...
 
     @abstractmethod
-    def _write(self, chunk: Computed) -> None:
-        """Keep one chunk, its names and a remote copy, unless its last name is gone."""
+    def _write(self, chunk: Computed, wait: bool = True) -> None:
+        """Keep one chunk, its names and a remote copy, unless its last name is gone; it may `wait` for others who write."""
 
     @abstractmethod
     def _hold(self, keys: Sequence[str]) -> list[bool]:
@@ -479,13 +469,10 @@ class KVStore(ABC):
         cached = self._ram.peek(key)
         return cached is not None and not cached.hidden
 
-    def _discard(self, key: str) -> None:  # noqa: B027 - without a folder there are copies only
+    def _discard(self, key: str, wait: bool) -> None:  # noqa: B027 - without a folder there are copies only
         """Drop the KV under `key` where it is not a copy."""
 
-    def _deleting(self, delete: Callable[[], Result]) -> Result:
-        return delete()
-
-    def _with_room(self, write: Callable[[], Result]) -> Result:
+    def _with_room(self, write: Callable[[], Result], spared: Collection[str] = ()) -> Result:
         return write()
 
     def _drop(self, dropped: Dropped) -> None:
@@ -504,8 +491,7 @@ class KVStore(ABC):
     def _check(self, key: str | None = None) -> None:
         if key is not None:
             valid_key(key)
-        if self._closed:
-            raise StoreError("the store is closed; open it again")
+        self._index.database.check_open()
 
     def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
         """Have what never expires uploaded to the remote tier."""

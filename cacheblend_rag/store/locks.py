@@ -1,51 +1,18 @@
-"""Locks that a forked child finds free, and turns at a store that processes share."""
+"""Turns at a store that processes share."""
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - its hooks run inside ours: work is submitted while our locks are held
 import fcntl
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
-__all__ = ["ForkSafeLock", "Turns", "let_go", "tell_before_fork"]
+__all__ = ["Turns"]
 
 _POLL_S = 0.005
-
-
-class _Forking(Protocol):
-    def before_fork(self) -> None:
-        """Let go of what a child must not inherit; every `ForkSafeLock` is held by the calling thread."""
-
-
-class ForkSafeLock:
-    """A mutual exclusion that a forked child finds free, with nobody half way through what it guards.
-
-    Every such lock is taken before a fork and released on both sides of it: a child that compares process ids would notice too
-    late for SQLite, and for what a thread of the parent was changing. So that this cannot deadlock, a thread holds at most one of
-    them at a time, neither forks nor logs while holding it, and no finalizer takes one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.acquire = self._lock.acquire
-        self.release = self._lock.release
-        with _registry_lock:
-            _locks.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
 
 
 class Turns:
@@ -56,7 +23,7 @@ class Turns:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._lock = ForkSafeLock()
+        self._lock = threading.Lock()
         # Without a path: how many fill the store, less than 0 while somebody is alone.
         self._filling = 0
 
@@ -98,46 +65,11 @@ class Turns:
                 is_taken = False
             yield is_taken
         finally:
-            let_go(fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
 
     def _enter(self, step: int) -> bool:
         with self._lock:
             is_free = self._filling >= 0 if step > 0 else self._filling == 0
             self._filling += step if is_free else 0
             return is_free
-
-
-def let_go(fd: int) -> None:
-    """Unlock a file and close it: closing alone would leave it locked for as long as a child lives that was forked meanwhile."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
-def tell_before_fork(party: _Forking) -> None:
-    """Call `party.before_fork` before each fork for as long as `party` lives."""
-    with _registry_lock:
-        _parties.add(party)
-
-
-_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
-_parties: weakref.WeakSet[_Forking] = weakref.WeakSet()
-_registry_lock = threading.Lock()
-_held_over_fork: list[ForkSafeLock] = []
-
-
-def _before_fork() -> None:
-    _registry_lock.acquire()
-    for lock in list(_locks):
-        lock.acquire()
-        _held_over_fork.append(lock)
-    for party in list(_parties):
-        party.before_fork()
-
-
-def _after_fork() -> None:
-    while _held_over_fork:
-        _held_over_fork.pop().release()
-    _registry_lock.release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -7,17 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
-from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
-from cacheblend_rag.store.database import healing
-from cacheblend_rag.store.documents import Drafts, document_of, is_sound, record_checksum
+from cacheblend_rag.store.documents import Drafts, document_of
 from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
 from cacheblend_rag.store.origins import add_origins, disown, has_origin, made_of, sources_of
 from cacheblend_rag.store.waiting import Computed, WriteBack
@@ -32,20 +29,13 @@ __all__ = [
     "keys_of",
     "look_up",
     "name_computed",
-    "owe",
-    "record_of",
     "remove_names",
     "write_names",
 ]
 
 Result = TypeVar("Result")
 
-_log = getLogger(__name__)
 
-_NAME = "namespace = ? AND id = ?"
-
-
-@healing("_database")
 class Names:
     """The names in an index, and those that wait with their KV to be written; each method is one transaction.
 
@@ -66,8 +56,7 @@ class Names:
         # In this order: what stops waiting in between is found in the index.
         waiting = self._waiting_records(namespace)
         with self._database.read() as connection:
-            rows = look_up(connection, namespace, ids)
-        found = self._records(namespace, ids, rows)
+            found = look_up(connection, namespace, ids)
         return [record or waiting.get(node) for node, record in zip(ids, found, strict=True)] if waiting else found
 
     def ids(self, namespace: str) -> list[str]:
@@ -216,13 +205,12 @@ class Names:
         """
         ids = [record.id for record in records]
         with self._drafting(namespace) as (connection, drafts):
-            rows = look_up(connection, namespace, ids)
+            known = look_up(connection, namespace, ids)
             others = drafts.others(records) if whole else {}
             drafts.remove(others)
             drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
             new_origin = {record.id for record in records if not has_origin(connection, namespace, record)}
-        known = self._records(namespace, ids, rows)
         found = []
         for record, old in zip(records, known, strict=True):
             target = None if record.place is None else targets.pop(record.id, None)
@@ -238,11 +226,10 @@ class Names:
         """Return how the KV of each name is computed; None where the name is unknown."""
         waiting = self._waiting_records(namespace)
         with self._drafting(namespace) as (connection, drafts):
-            rows = look_up(connection, namespace, ids)
-            drafts.look_at(node for node, row in zip(ids, rows, strict=True) if row is not None)
+            known = look_up(connection, namespace, ids)
+            drafts.look_at(record.id for record in known if record is not None)
             targets = drafts.targets()
-        known = self._records(namespace, ids, rows)
-        found = [None if record is None else targets.get(record.id) or _alone(namespace, record) for record in known]
+        found = [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
         return [
             target or (NamedTarget(waiting[node]) if node in waiting else None)
             for node, target in zip(ids, found, strict=True)
@@ -305,48 +292,15 @@ class Names:
         with self._database.write() as connection:
             return drop_nameless(connection, keys)
 
-    def abandoned(self) -> list[str]:
-        """Return the keys of KV that was put to be named, and has no name yet."""
-        with self._database.read() as connection:
-            return [row[0] for row in connection.execute("SELECT key FROM owed")]
-
-    def give_up(self, keys: Sequence[str]) -> Dropped:
-        """Drop what nobody will name any more of what was put to be named."""
-        with self._database.write() as connection:
-            connection.executemany("DELETE FROM owed WHERE key = ?", ((key,) for key in keys))
-            return drop_nameless(connection, keys)
-
     def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
         """Tell other machines, as a transaction ends, of the documents it drafted and of chunks that are, or were, of none."""
 
-    def _records(
-        self, namespace: str, ids: Sequence[str], rows: Sequence[Sequence[Any] | None]
-    ) -> list[NodeRecord | None]:
-        """Return the records in rows, once the connection has been given back: of damaged ones it is said that they are."""
-        found = [None if row is None else record_of(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
-        missing = [(namespace, node) for node, record in zip(ids, found, strict=True) if record is None]
-        if missing:
-            self._database.doubt("nodes", _NAME, missing)
-        for node, row, record in zip(ids, rows, found, strict=True):
-            if record is None and row is not None:
-                _log.warning(
-                    "the stored record of name %r is damaged; the name counts as unknown until it is added again", node
-                )
-        return found
-
     @contextmanager
     def _drafting(self, namespace: str, transaction: Any = None) -> Iterator[tuple[sqlite3.Connection, Drafts]]:
-        """Give the documents of a namespace in a transaction, by default a snapshot, and say then what of them is damaged."""
+        """Give the documents of a namespace in a transaction, by default a snapshot."""
         now = self._now()
         with (transaction or self._database.snapshot)() as connection:
-            drafts = Drafts(connection, namespace, now)
-            yield connection, drafts
-        names = [(namespace, id) for id in drafts.damaged_names]
-        self._database.doubt("nodes", _NAME, names)
-        self._database.doubt("members", f"seq IN (SELECT seq FROM nodes WHERE {_NAME})", names)
-        documents = [(namespace, name) for name in (*drafts.damaged_documents, *drafts.unknown_documents)]
-        self._database.doubt("documents", "namespace = ? AND name = ?", documents)
-        drafts.warn()
+            yield connection, Drafts(connection, namespace, now)
 
 
 class SharedNames(Names, ABC):
@@ -407,14 +361,6 @@ def name_computed(chunk: Computed, connection: sqlite3.Connection) -> bool:
     return chunk.key in keys.values()
 
 
-def owe(key: str, connection: sqlite3.Connection) -> bool:
-    """Note that the KV under a key has no name yet, and will have; return True."""
-    connection.execute(
-        "INSERT OR IGNORE INTO owed SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM nodes WHERE key = ?1)", (key,)
-    )
-    return True
-
-
 def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], named: Iterable[str] = ()) -> Dropped:
     """Drop the KV under those of the keys that no name leads to; of those that are `named` anew, say which are pinned."""
     dropped = Dropped()
@@ -440,14 +386,13 @@ def write_names(
     for given in records:
         record = given if given.place is None else targets[given.id].record
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
-        checksum = record_checksum(namespace, record.id, record.key, record.text_hash, tokens, separator)
-        rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, checksum))
+        rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator))
     keys = [row[2] for row in rows]
     _own(connection, namespace, tenant, keys)
     connection.executemany(
-        "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, checksum) VALUES (?, ?, ?, ?, ?, ?, ?) "
+        "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator) VALUES (?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
-        "token_ids = excluded.token_ids, separator = excluded.separator, checksum = excluded.checksum",
+        "token_ids = excluded.token_ids, separator = excluded.separator",
         rows,
     )
     add_origins(connection, namespace, records)
@@ -491,25 +436,16 @@ def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[s
     connection.executemany("DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in ids))
 
 
-def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[Sequence[Any] | None]:
-    """Return the row of each name, of which `record_of` makes a record."""
-    query = "SELECT key, text_hash, token_ids, separator, checksum FROM nodes WHERE namespace = ? AND id = ?"
-    return [connection.execute(query, (namespace, node)).fetchone() for node in ids]
-
-
-def record_of(
-    namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
-) -> NodeRecord | None:
-    """Return the record in a row, None where it is damaged."""
-    if not is_sound(namespace, node, key, text_hash, tokens, separator, checksum):
-        return None
-    return NodeRecord(node, key, text_hash, unpack_tokens(tokens), unpack_tokens(separator))
-
-
-def _alone(namespace: str, record: NodeRecord) -> NamedTarget | None:
-    """Return how a chunk of no document is computed; None where its key is that of another, whose document is damaged."""
-    is_alone = record.key == chunk_key(namespace, record.token_ids + record.separator)
-    return NamedTarget(record) if is_alone else None
+def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
+    """Return the record of each name, or None where it is unknown."""
+    query = "SELECT key, text_hash, token_ids, separator FROM nodes WHERE namespace = ? AND id = ?"
+    found: list[NodeRecord | None] = []
+    for node in ids:
+        row = connection.execute(query, (namespace, node)).fetchone()
+        found.append(
+            None if row is None else NodeRecord(node, row[0], row[1], unpack_tokens(row[2]), unpack_tokens(row[3]))
+        )
+    return found
 
 
 def keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ import torch
 from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, main_codec, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader, OpenProbe, count_of, latest
-from cacheblend_rag.store.locks import ForkSafeLock
 
 __all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "Tie", "ram_probe"]
 
@@ -60,7 +60,7 @@ class LRUCache(Generic[AnyKV]):
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._evicted: Counter[str] = Counter()
-        self._lock = ForkSafeLock()
+        self._lock = threading.Lock()
         self._entries: OrderedDict[str, Cached[AnyKV]] = OrderedDict()
         self._used_bytes = 0
         self._reserved_bytes = 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
@@ -16,9 +15,9 @@ from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, cou
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
 from cacheblend_rag.store.disk import DiskTier, disk_probe
-from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.kvstore import KVStore, Result
-from cacheblend_rag.store.names import name_computed, owe
+from cacheblend_rag.store.names import name_computed
 from cacheblend_rag.store.ram import RamReader, RamTier
 from cacheblend_rag.store.remote.offsite import Offsite
 from cacheblend_rag.store.waiting import Computed
@@ -63,7 +62,7 @@ class MemoryStore(KVStore):
         figures = super().stats(tenant)
         return replace(figures, entries=len(self._ram.keys(tenant)), pinned_bytes=self._ram.pinned_bytes(tenant))
 
-    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None, is_owed: bool) -> None:
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
         held = self._ram.peek(key)
         if held is not None:
             tenant, expires_at = held.tenant, latest(held.expires_at, expires_at)
@@ -77,11 +76,11 @@ class MemoryStore(KVStore):
             )
         self._ram.pin(self._names.pinned([key]))
 
-    def _write(self, chunk: Computed) -> None:
+    def _write(self, chunk: Computed, wait: bool = True) -> None:
         key = chunk.key
         if not self._hold_in_ram(key, chunk.kv, chunk.tenant, chunk.expires_at) and not self._offsite:
             return
-        if not self._index.database.transact(partial(name_computed, chunk)):
+        if not self._index.database.transact(partial(name_computed, chunk), wait):
             self._drop_copies([key])
             return
         self._ram.pin(self._names.pinned([key]))
@@ -134,7 +133,6 @@ class FolderStore(KVStore):
         self._limit_bytes = disk.limit_bytes
         self._disk = disk
         self._deletions_seen = self._index.deletions()
-        self._adopt()
 
     def evictions(self, tenant: str | None = None) -> int:
         return count_of(self._disk.evicted, tenant)
@@ -165,19 +163,18 @@ class FolderStore(KVStore):
         keep = partial(self._keep, key, tenant=entry.tenant, expires_at=entry.expires_at)
         return self._promoting(key, file, entry.tenant, entry.expires_at, keep)
 
-    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None, is_owed: bool) -> None:
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
         # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
         packed = pack_kv(kv, self._disk.codec)
-        noted = partial(owe, key) if is_owed else None
-        self._drop_copies(self._disk.put(key, packed, tenant, expires_at, noted))
+        self._drop_copies(self._disk.put(key, packed, tenant, expires_at))
         self._keep(key, packed, tenant, expires_at)
 
-    def _write(self, chunk: Computed) -> None:
+    def _write(self, chunk: Computed, wait: bool = True) -> None:
         if self._disk.read_only:
             raise StoreReadOnlyError(f"store folder {self._disk.folder.path} is not writable; it can only be read")
         wanted = partial(name_computed, chunk)
         packed = pack_kv(chunk.kv, self._disk.codec)
-        self._drop_copies(self._disk.put(chunk.key, packed, chunk.tenant, chunk.expires_at, wanted))
+        self._drop_copies(self._disk.put(chunk.key, packed, chunk.tenant, chunk.expires_at, wanted, wait))
         self._keep(chunk.key, packed, chunk.tenant, chunk.expires_at)
         if not chunk.is_copy and self._disk.holds([chunk.key])[0]:
             self._send(chunk.key, chunk.kv, chunk.expires_at)
@@ -225,7 +222,6 @@ class FolderStore(KVStore):
         if now == seen:
             return
         gone = self._index.deleted_since(seen)
-        is_new = gone is None
         if gone is None:
             copies = [*self._ram.keys(), *self._device.keys()]
             there = self._index.holds(copies, self._clock())
@@ -233,33 +229,12 @@ class FolderStore(KVStore):
         self._drop_copies(gone)
         self._unpin_copies()
         self._deletions_seen = now
-        if is_new:
-            self._adopt()
 
-    def _adopt(self) -> None:
-        """Find KV again by its files, in the background, where the index was made without knowing of all there were."""
-        if not self._disk.read_only and self._index.is_adopting():
-            threading.Thread(target=self._adopt_now, name="cacheblend-adopt", daemon=True).start()
+    def _discard(self, key: str, wait: bool) -> None:
+        self._disk.discard(key, wait)
 
-    def _adopt_now(self) -> None:
-        try:
-            self._disk.adopt(lambda: not self._closed)
-        except StoreError as error:
-            if not self._closed:
-                _log.warning("KV was not found again by its files: %s", error)
-
-    def _discard(self, key: str) -> None:
-        self._disk.discard(key)
-
-    def _deleting(self, delete: Callable[[], Result]) -> Result:
-        return self._disk.deleting(delete)
-
-    def _with_room(self, write: Callable[[], Result]) -> Result:
-        return self._disk.with_room(write)
-
-    def _drop(self, dropped: Dropped) -> None:
-        super()._drop(dropped)
-        self._disk.remove(dropped)
+    def _with_room(self, write: Callable[[], Result], spared: Collection[str] = ()) -> Result:
+        return self._disk.with_room(write, spared=spared)
 
     def _release_files(self) -> None:
         self._disk.close()

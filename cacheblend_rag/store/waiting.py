@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Generic, TypeVar
@@ -18,7 +18,6 @@ from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.folder import is_out_of_room
-from cacheblend_rag.store.locks import ForkSafeLock
 
 __all__ = ["Computed", "WorkQueue", "WriteBack"]
 
@@ -35,8 +34,7 @@ _EVENT_S = 60.0
 class WorkQueue(Generic[Item]):
     """A bounded queue and the thread that works on its items, one at a time in the order in which they come.
 
-    A process that ends in the usual way works on everything first. A forked child begins with an empty queue: its parent works on
-    what waited before.
+    A process that ends in the usual way works on everything first.
 
     Parameters
     ----------
@@ -52,12 +50,14 @@ class WorkQueue(Generic[Item]):
         self.limit_bytes = limit_bytes
         self._work = work
         self._thread_name = thread_name
-        self._lock = ForkSafeLock()
-        self._begin()
+        self._lock = threading.Lock()
+        self._waiting: dict[Item, tuple[int, Future[None]]] = {}
+        self._bytes = 0
+        self._executor = ThreadPoolExecutor(1, self._thread_name)
 
     def offer(self, item: Item, nbytes: int) -> bool:
         """Have an item worked on; return False if too much is waiting. For room, what stays goes first."""
-        with self._locked():
+        with self._lock:
             for old in self._staying():
                 if self._bytes + nbytes > self.limit_bytes:
                     self._remove(old)
@@ -71,45 +71,30 @@ class WorkQueue(Generic[Item]):
         """Return what waits, and what is being worked on."""
         if not self._waiting:
             return []
-        with self._locked():
+        with self._lock:
             return list(self._waiting)
 
     def cancel(self, chosen: Callable[[Item], bool]) -> list[Future[None]]:
         """Take out the items that are chosen, except those being worked on, which are returned."""
-        with self._locked():
+        with self._lock:
             return self._cancel(chosen)
 
     def try_again(self) -> None:
         """Have what stays worked on again."""
         # After `close` nothing is.
-        with self._locked(), suppress(RuntimeError):
+        with self._lock, suppress(RuntimeError):
             for item in self._staying():
                 self._waiting[item] = self._waiting[item][0], self._executor.submit(self._run, item)
 
     def settle(self) -> None:
         """Wait until everything that waits now is worked on."""
-        with self._locked():
+        with self._lock:
             waiting = [future for _, future in self._waiting.values()]
         wait(waiting)
 
     def close(self) -> None:
         """Wait as `settle` does, and end the thread; nothing is offered any more."""
-        with self._locked():
-            executor = self._executor
-        executor.shutdown()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock:
-            if self._pid != os.getpid():
-                self._begin()
-            yield
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._waiting: dict[Item, tuple[int, Future[None]]] = {}
-        self._bytes = 0
-        self._executor = ThreadPoolExecutor(1, self._thread_name)
+        self._executor.shutdown()
 
     def _run(self, item: Item) -> None:
         stays: bool | None = False
@@ -183,11 +168,11 @@ class WriteBack(WorkQueue[Computed]):
     def put(self, chunk: Computed) -> bool:
         """Have a chunk written; return False, and count it, if the queue is full."""
         if self.offer(chunk, chunk.kv.nbytes):
-            with self._locked():
+            with self._lock:
                 # Others may have gone for room.
                 self.changes += 1 + len(chunk.records)
             return True
-        with self._locked():
+        with self._lock:
             self.refused[chunk.tenant] += 1
             is_first = self.refused.total() == 1
         if is_first:
@@ -200,7 +185,7 @@ class WriteBack(WorkQueue[Computed]):
 
     def size(self, tenant: str | None = None) -> tuple[int, int]:
         """Return how many chunks wait, and their bytes, or those of one tenant."""
-        with self._locked():
+        with self._lock:
             waiting = [nbytes for chunk, (nbytes, _) in self._waiting.items() if tenant in (None, chunk.tenant)]
         return len(waiting), sum(waiting)
 
@@ -221,7 +206,7 @@ class WriteBack(WorkQueue[Computed]):
     def forget(self, namespace: str, ids: Sequence[str]) -> set[str]:
         """Remove names from what waits, and what loses its last one altogether; return the names that had not been recorded."""
         gone, found = set(ids), set()
-        with self._locked():
+        with self._lock:
             for chunk in self._waiting:
                 if chunk.namespace == namespace and not chunk.cancelled:
                     found |= {record.id for record in chunk.records} & gone
@@ -235,7 +220,7 @@ class WriteBack(WorkQueue[Computed]):
 
     def drop(self, key: str | None = None, tenant: str | None = None) -> None:
         """Give up what waits: under one key, of one tenant, or everything."""
-        with self._locked():
+        with self._lock:
             for chunk in self._waiting:
                 if key in (None, chunk.key) and tenant in (None, chunk.tenant):
                     chunk.cancelled = True
@@ -249,20 +234,15 @@ class WriteBack(WorkQueue[Computed]):
         """
         self.try_again()
         self.settle()
-        with self._locked():
+        with self._lock:
             error, self._error = self._error or (self._stays_for if self._staying() else None), None
         if error is not None and not isinstance(error, StoreReadOnlyError):
             raise error
 
-    def _begin(self) -> None:
-        super()._begin()
-        self.changes += 1
-        self._error = None
-
     def close(self) -> None:
         self.try_again()
         super().close()
-        with self._locked():
+        with self._lock:
             lost = len(self._staying())
         # Of a read-only folder it was said when the first came to stay.
         if lost and not isinstance(self._stays_for, StoreReadOnlyError):

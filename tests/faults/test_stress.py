@@ -12,6 +12,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFormatError
 from cacheblend_rag.store import open_store
+from cacheblend_rag.store.database import _disconnect
 from langchain_cacheblend import BlendLLM
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.faults.stress import run
@@ -47,7 +48,8 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
 def unreadable(engine: BlendEngine, folder: Path) -> Iterator[None]:
     """Keep even readers out of the index."""
     with closing(sqlite3.connect(folder / "index.sqlite", isolation_level=None)) as other:
-        engine._store._index.database.before_fork()
+        # It is opened again when it is next needed.
+        _disconnect(engine._store._index.database._connections)
         other.execute("PRAGMA locking_mode=EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
         other.execute("INSERT INTO counters VALUES ('x', 0)")

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-@pytest.mark.parametrize("version", [1, 3, "1", True, None])
+@pytest.mark.parametrize("version", [1, 2, 4, "3", True, None])
 def test_another_format_version(tmp_path: Path, version: object) -> None:
     store = open_store(tmp_path, 0)
     store.put(key_of(1), make_kv(1))
@@ -86,7 +87,7 @@ def test_another_format_version(tmp_path: Path, version: object) -> None:
         lambda: check_store(tmp_path, repair=True),
     ):
         with pytest.raises(
-            StoreFormatError, match=f"version {version!r}, but this cacheblend-rag reads version 2; remove the folder"
+            StoreFormatError, match=f"version {version!r}, but this cacheblend-rag reads version 3; remove the folder"
         ):
             use()
     assert snapshot(tmp_path) == before
@@ -117,7 +118,7 @@ def test_damaged_mark(tmp_path: Path, text: str | None) -> None:
     store = open_store(tmp_path / "store", 0)
     assert store.holds([key_of(1)]) == [True]
     store.close()
-    assert json.loads((tmp_path / "store" / "store.json").read_text())["version"] == 2
+    assert json.loads((tmp_path / "store" / "store.json").read_text())["version"] == 3
     before = snapshot(tmp_path / "other")
     with pytest.raises(StoreError):
         open_store(tmp_path / "other", 0)
@@ -170,7 +171,6 @@ def test_full_disk(small_disk: Path) -> None:
     assert store.forget("ns", ["n0"]) == 1
     for n in range(2, 6):
         store.discard(key_of(n))
-    assert (small_disk / "s" / "reserve").exists()
     store.put(key_of(number), make_kv(number, tokens=150))
     store.close()
     assert check_store(small_disk / "s").is_clean
@@ -188,6 +188,9 @@ def test_disk_full_to_the_last_byte(small_disk: Path) -> None:
     store.put(key_of(9), make_kv(9))
     store.close()
     open_store(small_disk / "s", 0, 10**9).close()
+    # Files go for room even where there is none to note it.
+    assert all(problem.endswith("is missing") for problem in check_store(small_disk / "s").problems)
+    check_store(small_disk / "s", repair=True)
     assert check_store(small_disk / "s").is_clean
 
 
@@ -236,16 +239,6 @@ def test_folder_of_somebody_else(open_folder: Path, log_left: bool) -> None:
     run(workers.use_read_only, open_folder / "s", user)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can leave another user's files")
-def test_a_mirror_that_is_root_s_keeps_nobody_out(open_folder: Path) -> None:
-    run(workers.write_some, open_folder / "s", [1], [])
-    for path in [*(open_folder / "s").rglob("*"), open_folder / "s"]:
-        os.chown(path, NOBODY, NOBODY)
-    os.chown(open_folder / "s" / "mirror.sqlite", 0, 0)
-    run(workers.write_as, NOBODY, open_folder / "s")
-    assert check_store(open_folder / "s").is_clean
-
-
 @pytest.mark.parametrize("closed", [True, False])
 def test_read_only_disk(small_disk: Path, closed: bool) -> None:
     store = open_store(small_disk / "live", 0)
@@ -285,7 +278,7 @@ def test_who_can_only_read_sees_what_others_write(small_disk: Path, tmp_path: Pa
         subprocess.run(["umount", "-l", str(view)], check=True)
 
 
-def test_damaged_index_never_gives_wrong_kv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_index_never_gives_wrong_kv(tmp_path: Path) -> None:
     store = open_store(tmp_path / "s", 0)
     add(store, *range(4))
     store.close()
@@ -296,12 +289,18 @@ def test_damaged_index_never_gives_wrong_kv(tmp_path: Path, caplog: pytest.LogCa
     for _ in range(60):
         at = chance.choice(used)
         index.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
-        store = open_store(tmp_path / "s", 0)
-        for number in range(4):
-            assert store.names.lookup("ns", [f"n{number}"]) == [record(f"n{number}", number)]
-            assert is_held(store, number)
-        store.close()
-    assert any("restored from its mirror" in entry.getMessage() for entry in caplog.records)
+        store = None
+        with suppress(StoreError):
+            store = open_store(tmp_path / "s", 0)
+        for number in range(4 if store else 0):
+            with suppress(StoreError):
+                reader = store.open(key_of(number))
+                assert reader is None or same(read(reader), make_kv(number))
+            with suppress(StoreError):
+                put(store, number)
+                assert is_held(store, number)
+        if store:
+            store.close()
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
@@ -336,7 +335,7 @@ def test_who_can_only_read_does_not_overlook_a_log(small_disk: Path) -> None:
         open_store(small_disk / "s", 0).names.ids("ns")
 
 
-@pytest.mark.parametrize("version", [0, 3, 5])
+@pytest.mark.parametrize("version", [0, 4, 6])
 def test_another_index(tmp_path: Path, version: int) -> None:
     folder = tmp_path
     store = open_store(folder, 0)
@@ -346,12 +345,9 @@ def test_another_index(tmp_path: Path, version: int) -> None:
     connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     data = (folder / "index.sqlite").read_bytes()
-    said = f"format version {version}, but this cacheblend-rag reads version 4; remove the (store )?folder and warm it again"
+    said = f"format version {version}, but this cacheblend-rag reads version 5; remove the (store )?folder and warm it again"
     with pytest.raises(StoreFormatError, match=said):
         open_store(folder, 0)
-    [problem] = check_store(folder).problems
-    assert f"format version {version}" in problem
+    with pytest.raises(StoreFormatError, match=said):
+        check_store(folder, repair=True)
     assert (folder / "index.sqlite").read_bytes() == data
-    # What is in the files is not lost for those who cannot compute it again.
-    check_store(folder, repair=True)
-    assert (check_store(folder).problems, check_store(folder).entries) == ([], 1)

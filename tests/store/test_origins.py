@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.store import KVStore, collect_garbage
+from cacheblend_rag.store import KVStore
 from tests.store.kit import key_of, make_kv, open_store, record
 
 ROOM = 1 << 20
@@ -17,7 +17,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
 
 
 def add(store: KVStore, number: int, owner: str, source: str = "d") -> None:
-    store.put(key_of(number), make_kv(number), is_owed=True)
+    store.put(key_of(number), make_kv(number))
     store.name("ns", [replace(record(f"n{number}", number), source=source, owner=owner)])
 
 
@@ -80,25 +80,6 @@ def test_another_process_deletes_what_ram_holds(tmp_path: Path) -> None:
     store.cache(key_of(2), make_kv(2), tied=("ns", "n1", None))
     other.forget("ns", ["n1"])
     assert store.stats().ram_bytes == 0
-
-
-@pytest.mark.parametrize("how", ["gc", "forget"])
-def test_kv_that_a_killed_ingestion_put_is_dropped_when_nobody_adds(tmp_path: Path, how: str) -> None:
-    store = open_store(tmp_path / "store", ROOM)
-    store.put(key_of(1), make_kv(1), is_owed=True)
-    store.put(key_of(2), make_kv(2))
-
-    def collect() -> None:
-        if how == "gc":
-            collect_garbage(tmp_path / "store")
-        else:
-            store.forget("ns", ["unknown"])
-
-    with store.turns.filling():
-        collect()
-        assert store.holds([key_of(1), key_of(2)]) == [True, True]
-    collect()
-    assert store.holds([key_of(1), key_of(2)]) == [False, True]
 
 
 def test_turns(store: KVStore) -> None:

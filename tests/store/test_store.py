@@ -1,6 +1,5 @@
 """What every store promises, in RAM and in a folder."""
 
-import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -206,10 +205,7 @@ def test_reopened(tmp_path: Path) -> None:
     assert left == [
         "index.sqlite",
         "kv",
-        "mirror.sqlite",
-        "mirror.sqlite-journal",
         "reserve",
-        "revision",
         "store.json",
         "store.lock",
         "tmp",
@@ -298,23 +294,3 @@ def test_no_name_is_kept_that_was_removed(tmp_path: Path) -> None:
     store.close()
     files = [file.read_bytes() for file in tmp_path.iterdir() if file.is_file()]
     assert not any(b"personal" in content for content in files)
-
-
-def test_an_index_that_never_noted_changes_gives_all_names(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 0)
-    store.name("ns", [record("a", 1)])
-    store.close()
-    connection = sqlite3.connect(tmp_path / "index.sqlite")
-    for (trigger,) in connection.execute(
-        "SELECT name FROM sqlite_master WHERE type = 'trigger' AND sql LIKE '%INTO changes%'"
-    ).fetchall():
-        connection.execute(f"DROP TRIGGER {trigger}")
-    connection.execute("DROP TABLE changes")
-    connection.commit()
-    connection.close()
-    store = open_store(tmp_path, 0)
-    first = store.names.changes("ns")
-    assert [name[1:] for name in first.names] == [("a", "hash1")]
-    store.name("ns", [record("b", 2)])
-    later = store.names.changes("ns", first.mark)
-    assert [name[1:] for name in later.names] == [("b", "hash2")]

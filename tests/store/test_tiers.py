@@ -184,17 +184,6 @@ def test_damaged_layer_is_an_error_and_is_replaced(tmp_path: Path) -> None:
     assert len(files_of(tmp_path)) == 1
 
 
-def test_file_of_another_write_is_a_miss(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 0)
-    store.put(key_of(1), make_kv(1))
-    (file,) = files_of(tmp_path)
-    stale = file.read_bytes()
-    store.discard(key_of(1))
-    store.put(key_of(1), ChunkKV(make_kv(1).token_ids, 0, make_kv(2).layers))
-    files_of(tmp_path)[0].write_bytes(stale)
-    assert store.open(key_of(1)) is None
-
-
 def test_page_locked_memory_is_used_where_there_is_any(caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(None, 10**6, ram_codec="int8", page_locked=True)
     with caplog.at_level(logging.WARNING):

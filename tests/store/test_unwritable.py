@@ -29,14 +29,12 @@ from tests.store.kit import (
 
 def miss(store: KVStore, number: int, ttl_s: float | None = None) -> None:
     """Keep the KV of a miss, as an answer does."""
-    with store.hurrying():
-        assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)], ttl_s=ttl_s)
+    assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)], ttl_s=ttl_s)
 
 
 def is_hit(store: KVStore, number: int) -> bool:
-    with store.hurrying():
-        reader = store.open(key_of(number))
-        return reader is not None and same(read(reader), make_kv(number))
+    reader = store.open(key_of(number))
+    return reader is not None and same(read(reader), make_kv(number))
 
 
 @contextmanager
@@ -72,8 +70,8 @@ def test_another_process_writes(tmp_path: Path, write_back_bytes: int, caplog: p
         with within(1.2), pytest.raises(StoreError, match="locked"):
             store.flush()
         # What is damaged is not met again, even if its entry cannot be dropped now.
-        with store.hurrying(), pytest.raises(StoreError):
-            store.discard(key_of(1))
+        with pytest.raises(StoreError):
+            store.discard(key_of(1), wait=False)
         assert not is_hit(store, 1) and store.holds([key_of(1)]) == [False]
     assert [each.levelname for each in caplog.records] == ["WARNING"]
     assert "kept in memory" in caplog.text
@@ -145,10 +143,6 @@ def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.Lo
         add(store, 1)
         store.pin("ns", ["n1"])
         ballast = fill(disk)
-        # The room that the index's mirror takes is given up first.
-        while (disk / "store" / "mirror.sqlite").exists():
-            store.name("ns", [record("n1", 1)])
-            fill(disk)
         for number in range(2, 40):
             miss(store, number)
             store.settle()

@@ -12,7 +12,7 @@ import pytest
 from cacheblend_rag import BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.store import KVStore, check_store
-from cacheblend_rag.store.folder import Part, StoreFolder
+from cacheblend_rag.store.folder import StoreFolder
 from tests.engines import MakeEngine
 from tests.families import words
 from tests.store import workers
@@ -27,9 +27,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened = threading.Event()
     write = StoreFolder.write
 
-    def wait_and_write(self: StoreFolder, name: str, buffers: list[memoryview]) -> Part:
+    def wait_and_write(self: StoreFolder, buffers: list[memoryview]) -> Path:
         assert opened.wait(30)
-        return write(self, name, buffers)
+        return write(self, buffers)
 
     monkeypatch.setattr(StoreFolder, "write", wait_and_write)
     yield opened
@@ -181,11 +181,6 @@ def test_a_process_that_ends_writes_what_waits(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
     assert store.holds([key_of(number) for number in range(8)]) == [True] * 8
     store.close()
-    assert check_store(tmp_path).is_clean
-
-
-def test_a_forked_child_leaves_the_writing_to_its_parent(tmp_path: Path) -> None:
-    run(workers.fork_while_writing, tmp_path)
     assert check_store(tmp_path).is_clean
 
 

@@ -1,22 +1,18 @@
 """What other processes do to a store."""
 
-import faulthandler
 import os
 import random
 import resource
 import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import StoreFullError, StoreReadOnlyError
+from cacheblend_rag.errors import ConfigError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store import check_store, open_store
-from cacheblend_rag.store.folder import StoreFolder
 from tests.store.kit import add, is_held, key_of, make_kv, piece, read, record, same
 
 
@@ -80,113 +76,22 @@ def put(folder: Path, number: int) -> None:
     store.close()
 
 
-def fork_while_busy(folder: Path | None) -> None:
-    """Fork again and again while threads use the store, and use it on both sides."""
-    faulthandler.dump_traceback_later(50, exit=True)
-    store = open_store(folder, 10**6)
-    for number in range(4):
-        store.put(key_of(number), make_kv(number))
-    done = threading.Event()
-    failures: list[BaseException] = []
-
-    def use() -> None:
-        number = 0
-        try:
-            while not done.is_set():
-                number = (number + 1) % 4
-                assert is_held(store, number)
-                add(store, 4)
-                store.forget("ns", ["n4"])
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=use) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for turn in range(8):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(20)
-                assert is_held(store, 1)
-                store.put(key_of(10 + turn), make_kv(10 + turn))
-                store.name("ns", [record(f"child{turn}", 10 + turn)])
-                assert store.names.lookup("ns", [f"child{turn}"]) == [record(f"child{turn}", 10 + turn)]
-                store.close()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-    if folder is not None:
-        # What the children did is there, and their end broke nothing.
-        assert store.holds([key_of(10 + turn) for turn in range(8)]) == [True] * 8
-    assert store.holds([key_of(1)]) == [True]
-    store.close()
-
-
-def outlive_parent(folder: Path) -> None:
-    """Fork a child that goes on writing after the parent has closed the store."""
-    store = open_store(folder, 0)
-    store.put(key_of(1), make_kv(1))
-    parent_closed, child_opened = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        store.put(key_of(2), make_kv(2))
-        os.write(child_opened[1], b"x")
-        os.read(parent_closed[0], 1)
-        store.put(key_of(3), make_kv(3))
-        os._exit(0)
-    os.read(child_opened[0], 1)
-    store.close()
-    os.write(parent_closed[1], b"x")
-    assert os.waitpid(child, 0)[1] == 0
-    assert check_store(folder).entries == 3
-
-
-def end_in_child(folder: Path) -> None:
-    """End a forked child in the usual way, with all finalizers, while the parent has the store open."""
-    store = open_store(folder, 0)
+def use_after_fork(folder: Path | None) -> None:
+    """Use a store in a forked child, which is refused, and end it there in the usual way; the parent goes on with it."""
+    store = open_store(folder, 10**6, write_back_bytes=10**6)
     store.put(key_of(1), make_kv(1))
     child = os.fork()
     if child == 0:
-        assert store.holds([key_of(1)]) == [True]
+        signal.alarm(20)
+        for use in (lambda: store.holds([key_of(1)]), lambda: store.open(key_of(1)), lambda: store.names.ids("ns")):
+            with pytest.raises(ConfigError, match="opened before the process was forked"):
+                use()
+        store.close()
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0
     store.put(key_of(2), make_kv(2))
-    assert check_store(folder).entries == 2
+    assert store.holds([key_of(1), key_of(2)]) == [True, True]
     store.close()
-
-
-def fork_while_alone(folder: Path) -> None:
-    """Fork while other threads are alone with a store, and while one opens it; the child has nothing to do with it."""
-    store = open_store(folder, 0)
-    inside, forked = threading.Event(), threading.Event()
-
-    def be_alone() -> None:
-        with store.turns.alone(), StoreFolder(folder).opening(1.0):
-            inside.set()
-            forked.wait()
-
-    thread = threading.Thread(target=be_alone)
-    thread.start()
-    inside.wait()
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    forked.set()
-    thread.join()
-    with store.turns.alone() as is_alone:
-        assert is_alone
-    open_store(folder, 0, lock_timeout_s=0.2).close()
-    store.close()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
 
 
 def meet_size_limit(folder: Path) -> None:
@@ -271,29 +176,3 @@ def end_without_closing(folder: Path) -> None:
     store = open_store(folder, 10**6, write_back_bytes=10**6)
     for number in range(8):
         assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)])
-
-
-def fork_while_writing(folder: Path) -> None:
-    """Fork while KV waits to be written, and have both sides write."""
-    store = open_store(folder, 10**6, write_back_bytes=10**6)
-    for turn in range(4):
-        for number in range(10 * turn, 10 * turn + 5):
-            assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)])
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(20)
-                number = 10 * turn + 7
-                assert store.stats().waiting == 0
-                assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)])
-                store.flush()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
-    store.flush()
-    for turn in range(4):
-        numbers = [*range(10 * turn, 10 * turn + 5), 10 * turn + 7]
-        assert store.holds([key_of(number) for number in numbers]) == [True] * 6
-    store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from typing import Protocol
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
-from cacheblend_rag.store.locks import ForkSafeLock
 
 __all__ = ["MAX_CHUNK_BYTES", "CircuitBreaker", "Guard", "RemoteSettings", "RemoteTier", "cut", "part_sizes"]
 
@@ -67,7 +67,7 @@ class RemoteSettings:
 
 
 class RemoteTier(Protocol):
-    """KV under content keys, held outside this machine. All methods may be called from any thread, and after a fork.
+    """KV under content keys, held outside this machine. All methods may be called from any thread.
 
     Every method raises `RemoteUnavailableError` where the remote tier is down, slow, full or closed, and StoreError for a key
     that is none. After a failure the tier is left alone for a while, and calls fail at once. What is found to be damaged is to be
@@ -142,7 +142,7 @@ class CircuitBreaker:
         self._back_off_s = back_off_s
         self._max_back_off_s = max_back_off_s
         self._clock = clock
-        self._lock = ForkSafeLock()
+        self._lock = threading.Lock()
         self._turn = 0
         self._wait_s = 0.0
         self._retry_at = 0.0

@@ -28,7 +28,6 @@ from fsspec.implementations.local import LocalFileSystem
 from cacheblend_rag.errors import ChunkReadError, ConfigError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk, FileSource
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.locks import ForkSafeLock
 from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, Guard, RemoteSettings, cut
 
 __all__ = ["FsspecTier"]
@@ -46,6 +45,20 @@ _ABANDONED = timedelta(days=1)
 Result = TypeVar("Result")
 
 
+def _connect(url: str, settings: RemoteSettings, options: dict[str, Any]) -> tuple[Any, str]:
+    if url.startswith(("s3:", "s3a:")):
+        limits = {
+            "connect_timeout": settings.connect_timeout_s,
+            "read_timeout": settings.read_timeout_s,
+            "retries": {"max_attempts": 1},
+        }
+        options["config_kwargs"] = {**limits, **options.get("config_kwargs", {})}
+    filesystem, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
+    if hasattr(filesystem, "retries"):
+        filesystem.retries = 1
+    return filesystem, root.rstrip("/")
+
+
 class FsspecTier:
     """A `RemoteTier` in a filesystem of fsspec; ConfigError if the settings or the options do not fit it.
 
@@ -60,12 +73,8 @@ class FsspecTier:
                 f"ttl_s={settings.ttl_s}: files in {location} do not expire by themselves; give the bucket a lifecycle rule"
             )
         self.location = location
-        self._url = url
-        self._options = {"use_listings_cache": False, **options}
         self._settings = settings
-        self._lock = ForkSafeLock()
-        self._filesystem, self._root = self._connect()
-        self._pid = os.getpid()
+        self._filesystem, self._root = _connect(url, settings, {"use_listings_cache": False, **options})
         self._is_local = isinstance(self._filesystem, LocalFileSystem)
         protocols = self._filesystem.protocol
         self._is_object_store = not _OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
@@ -82,7 +91,7 @@ class FsspecTier:
                 self._send(file, chunk)
             for other in held.keys() - {file}:
                 with suppress(FileNotFoundError):
-                    self.filesystem().rm_file(other)
+                    self._filesystem.rm_file(other)
 
     def open(self, key: str) -> ByteSource | None:
         folder = self._folder(key)
@@ -112,11 +121,11 @@ class FsspecTier:
         def remove(folder: str) -> None:
             for file in self._list(folder):
                 with suppress(FileNotFoundError):
-                    self.filesystem().rm_file(file)
+                    self._filesystem.rm_file(file)
             if not self._is_object_store:
                 # Another writer may have put something there in the meantime.
                 with suppress(OSError):
-                    self.filesystem().rmdir(folder)
+                    self._filesystem.rmdir(folder)
 
         with self._guard.calling("remove chunks"):
             self._each(folders, remove)
@@ -124,19 +133,11 @@ class FsspecTier:
     def close(self) -> None:
         self._guard.closed = True
 
-    def filesystem(self) -> Any:
-        """Return the filesystem; a forked child makes its own."""
-        with self._lock:
-            if self._pid != os.getpid():
-                self._filesystem, _ = self._connect()
-                self._pid = os.getpid()
-            return self._filesystem
-
     def read_range(self, file: str, view: memoryview, offset: int) -> int:
         """Fill `view` with the bytes of a file from `offset` on; return how many there were."""
         with self._guard.calling("read a layer"):
             try:
-                data = self.filesystem().cat_file(file, start=offset, end=offset + len(view), **self._limits())
+                data = self._filesystem.cat_file(file, start=offset, end=offset + len(view), **self._limits())
             except FileNotFoundError:
                 data = None
         if data is None:
@@ -146,27 +147,13 @@ class FsspecTier:
         view[: len(data)] = data
         return len(data)
 
-    def _connect(self) -> tuple[Any, str]:
-        options = dict(self._options)
-        if self._url.startswith(("s3:", "s3a:")):
-            limits = {
-                "connect_timeout": self._settings.connect_timeout_s,
-                "read_timeout": self._settings.read_timeout_s,
-                "retries": {"max_attempts": 1},
-            }
-            options["config_kwargs"] = {**limits, **options.get("config_kwargs", {})}
-        filesystem, root = fsspec.url_to_fs(self._url, skip_instance_cache=True, **options)
-        if hasattr(filesystem, "retries"):
-            filesystem.retries = 1
-        return filesystem, root.rstrip("/")
-
     def _folder(self, key: str) -> str:
         return f"{self._root}/{valid_key(key)[:2]}/{key}"
 
     def _list(self, folder: str) -> dict[str, int]:
         """Return the chunk files in a folder, and their sizes."""
         try:
-            entries = self.filesystem().ls(folder, detail=True, **self._limits())
+            entries = self._filesystem.ls(folder, detail=True, **self._limits())
         except (FileNotFoundError, NotADirectoryError):
             return {}
         names = {f"{folder}/{PurePosixPath(entry['name']).name}": entry for entry in entries}
@@ -176,7 +163,6 @@ class FsspecTier:
         if self._is_object_store:
             self._write(file, chunk)
             return
-        filesystem = self.filesystem()
         part = f"{self._root}/tmp/{secrets.token_hex(8)}.part"
         try:
             self._make_folder(f"{self._root}/tmp")
@@ -187,7 +173,7 @@ class FsspecTier:
                     if self._is_local:
                         os.replace(part, file)
                     else:
-                        filesystem.mv(part, file)
+                        self._filesystem.mv(part, file)
                     return
                 except FileNotFoundError:
                     # Another machine removed the folder again, being empty.
@@ -195,7 +181,7 @@ class FsspecTier:
                         raise
         except BaseException:
             with suppress(Exception):
-                filesystem.rm_file(part)
+                self._filesystem.rm_file(part)
             raise
 
     def _write(self, path: str, chunk: EncodedChunk) -> None:
@@ -204,7 +190,7 @@ class FsspecTier:
                 local.writelines(chunk.buffers)
             return
         part_bytes = max(self._settings.part_bytes, _LEAST_PART_BYTES)
-        file = self.filesystem().open(path, "wb", block_size=part_bytes)
+        file = self._filesystem.open(path, "wb", block_size=part_bytes)
         try:
             for piece in cut(chunk.buffers, part_bytes):
                 file.write(piece)
@@ -223,19 +209,18 @@ class FsspecTier:
                 with suppress(FileExistsError):
                     os.mkdir(folder, mode=0o700)
         else:
-            self.filesystem().makedirs(path, exist_ok=True)
+            self._filesystem.makedirs(path, exist_ok=True)
 
     def _sweep(self) -> None:
         """Remove, once, what writers that died long ago have left."""
         if self._is_swept or self._is_object_store:
             return
         self._is_swept = True
-        filesystem = self.filesystem()
         with suppress(FileNotFoundError, NotImplementedError):
-            for file in filesystem.ls(f"{self._root}/tmp", detail=False):
+            for file in self._filesystem.ls(f"{self._root}/tmp", detail=False):
                 with suppress(FileNotFoundError):
-                    if datetime.now(timezone.utc) - filesystem.modified(file) > _ABANDONED:
-                        filesystem.rm_file(file)
+                    if datetime.now(timezone.utc) - self._filesystem.modified(file) > _ABANDONED:
+                        self._filesystem.rm_file(file)
 
     def _each(self, folders: list[str], work: Callable[[str], Result]) -> list[Result]:
         if len(folders) < 2 or self._is_local:
@@ -245,8 +230,7 @@ class FsspecTier:
 
     def _limits(self) -> dict[str, float]:
         # Asynchronous filesystems take a time limit for each call; the others wait as long as their client does.
-        filesystem = self.filesystem()
-        is_asynchronous = isinstance(filesystem, AsyncFileSystem) and filesystem.async_impl
+        is_asynchronous = isinstance(self._filesystem, AsyncFileSystem) and self._filesystem.async_impl
         return {"timeout": self._settings.read_timeout_s} if is_asynchronous else {}
 
 

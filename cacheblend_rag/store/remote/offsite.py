@@ -14,7 +14,6 @@ from cacheblend_rag.codec import Codec, PackedKV, pack_kv
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
-from cacheblend_rag.store.locks import ForkSafeLock
 from cacheblend_rag.store.remote.base import RemoteTier
 from cacheblend_rag.store.waiting import WorkQueue
 
@@ -48,7 +47,7 @@ class Offsite:
         self._tier = tier
         self._codec = codec
         self._uploads = WorkQueue(self._upload, waiting_bytes, "cacheblend-upload")
-        self._lock = ForkSafeLock()
+        self._lock = threading.Lock()
         self._undropped: set[str] = set()
         self.is_out = False
         # Whether it is told that removing is refused.
@@ -134,9 +133,6 @@ class Offsite:
         self._tier.close()
 
     def _is_left_alone(self) -> bool:
-        if self.is_out:
-            # The thread of a parent does not run in its child.
-            self._mend_later()
         return self.is_out
 
     def _tell(self, error: RemoteUnavailableError) -> None:

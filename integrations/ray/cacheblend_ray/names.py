@@ -21,8 +21,8 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
 from cacheblend_rag.store.documents import Drafts, NamedPiece
+from cacheblend_rag.store.folder import let_go
 from cacheblend_rag.store.index import Dropped, Index
-from cacheblend_rag.store.locks import let_go
 from cacheblend_rag.store.names import (
     NamesSource,
     SharedNames,
@@ -30,7 +30,6 @@ from cacheblend_rag.store.names import (
     end_sources,
     keys_of,
     look_up,
-    record_of,
     remove_names,
     write_names,
 )
@@ -94,7 +93,7 @@ class LoggedNames(SharedNames):
         self._writes = waiting
         self._path = None if folder is None else folder / "shared.lock"
         self._drop = drop
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._lock = threading.Lock()
         # Of the thread that reads the log: that it does, and where it was when it began a change.
         self._holder = threading.local()
 
@@ -149,27 +148,26 @@ class LoggedNames(SharedNames):
 
     def _read(self) -> tuple[str, int]:
         """Write to the index what has changed; return the log's birth and the position that the index is at."""
-        at = self._database.healing(self._position) or self._begin()
+        at = self._position() or self._begin()
         page = self._log.since(*at)
         if at[0] and not page.continues:
             raise StoreError(
                 f"the names at {self._log.location} are not those that this store has followed up to change {at[1]}: the server "
                 "has lost what it had acknowledged, or is another one. Restore its data; where that is lost, warm a new folder"
             )
-        with self._database.hurrying(False):
+        if page.is_whole:
+            self._read_all()
+            # What has changed while all of it was read is read once more.
+            self._mark(page.birth, page.position)
+            page = self._log.since(page.birth, page.position)
             if page.is_whole:
-                self._read_all()
-                # What has changed while all of it was read is read once more.
-                self._mark(page.birth, page.position)
-                page = self._log.since(page.birth, page.position)
-                if page.is_whole:
-                    raise RemoteUnavailableError(
-                        f"the names at {self._log.location} change faster than they are read; try again"
-                    )
-            if page.changed:
-                self._take([(UnitName.unpacked(name), state) for name, state in page.changed.items()])
-            if at != (page.birth, page.position):
-                self._mark(page.birth, page.position)
+                raise RemoteUnavailableError(
+                    f"the names at {self._log.location} change faster than they are read; try again"
+                )
+        if page.changed:
+            self._take([(UnitName.unpacked(name), state) for name, state in page.changed.items()])
+        if at != (page.birth, page.position):
+            self._mark(page.birth, page.position)
         return page.birth, page.position
 
     def _position(self) -> tuple[str, int] | None:
@@ -187,8 +185,7 @@ class LoggedNames(SharedNames):
                 f"this store has names of its own, which those at {self._log.location} would replace: begin with another folder, "
                 "or empty this one (`cacheblend-rag store clear`), and warm it again; KV in the remote tier is found there"
             )
-        with self._database.hurrying(False):
-            self._mark("", 0)
+        self._mark("", 0)
         return "", 0
 
     def _read_all(self) -> None:
@@ -224,9 +221,6 @@ class LoggedNames(SharedNames):
 
     def _adopt(self, namespace: str, units: Sequence[Unit]) -> tuple[set[str], Dropped]:
         """Have documents, and chunks of none, be what they are elsewhere, whatever they were here; return ended sources."""
-        return self._database.healing(lambda: self._adopt_once(namespace, units))
-
-    def _adopt_once(self, namespace: str, units: Sequence[Unit]) -> tuple[set[str], Dropped]:
         pieces = [piece for unit in units for piece in unit.pieces]
         ids = {piece.record.id for piece in pieces}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
@@ -265,12 +259,9 @@ class LoggedNames(SharedNames):
         documents = f"SELECT namespace, name FROM documents {owned}"
         loose = f"SELECT namespace, id FROM nodes LEFT JOIN members USING (seq) {owned} AND document IS NULL"
 
-        def read() -> list[UnitName]:
-            with self._database.read() as connection:
-                found = [UnitName(space, document=name) for space, name in connection.execute(documents, (tenant,))]
-                return found + [UnitName(space, id=id) for space, id in connection.execute(loose, (tenant,))]
-
-        return self._database.healing(read)
+        with self._database.read() as connection:
+            found = [UnitName(space, document=name) for space, name in connection.execute(documents, (tenant,))]
+            return found + [UnitName(space, id=id) for space, id in connection.execute(loose, (tenant,))]
 
     def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
         self._send(connection, list(_units_now(connection, namespace, drafts, alone)))
@@ -288,9 +279,7 @@ class LoggedNames(SharedNames):
     @contextmanager
     def _alone(self, patience_s: float) -> Iterator[None]:
         """Keep other threads and processes of this machine from reading the log; whoever is inside looks names up as they are."""
-        if self._process != os.getpid():
-            # Somebody else's thread may have held it when this process was forked.
-            self._lock, self._process = threading.Lock(), os.getpid()
+        self._database.check_open()
         until = time.monotonic() + patience_s
         if not self._lock.acquire(timeout=patience_s):
             raise StoreError(
@@ -342,9 +331,8 @@ def _units_now(connection: sqlite3.Connection, namespace: str, drafts: Drafts, a
         origins = _origins_of(connection, namespace, [piece.record.id for piece in pieces])
         yield Unit(UnitName(namespace, document=document), tenant, rules, pieces, origins)
     for id in dict.fromkeys(alone):
-        [found] = look_up(connection, namespace, [id])
-        record = None if found is None or drafts.document_of(id) is not None else record_of(namespace, id, *found)
-        pieces = [] if record is None else [NamedPiece(record, None)]
+        [record] = look_up(connection, namespace, [id])
+        pieces = [] if record is None or drafts.document_of(id) is not None else [NamedPiece(record, None)]
         yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces, origins=_origins_of(connection, namespace, [id]))
 
 

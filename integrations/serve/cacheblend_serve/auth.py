@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import replace_text
-from cacheblend_rag.store.locks import let_go
+from cacheblend_rag.store.folder import let_go
 
 __all__ = ["OPEN", "KeyFile", "Owner"]
 

@@ -2,9 +2,7 @@
 
 import os
 import random
-import sys
 import threading
-import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -191,34 +189,6 @@ def test_many_threads(opener: Opener) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-def test_after_a_fork(opener: Opener) -> None:
-    tier = opener()
-    put(tier, 1)
-    stop = threading.Event()
-    busy = threading.Thread(target=lambda: [get(tier, 1) for _ in iter(stop.is_set, True)])
-    busy.start()
-    codes = []
-    for _ in range(3):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                found = get(tier, 1)
-                put(tier, 2)
-                code = 0 if found is not None and same(found, make_kv(1)) else 2
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()  # os._exit does not
-            finally:
-                os._exit(code)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    stop.set()
-    busy.join()
-    assert codes == [0, 0, 0]
-    found = get(tier, 1)
-    assert found is not None and same(found, make_kv(1))
 
 
 def test_closed(opener: Opener) -> None:

@@ -1,7 +1,6 @@
 """Uploads in the background."""
 
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,26 +112,6 @@ def test_the_thread_survives_what_is_not_foreseen(
     store.flush()
     assert "a bug" in caplog.text
     assert tier.holds([key_of(0), key_of(1)]) == [False, True]
-
-
-def test_a_forked_child_begins_anew(tier: RemoteTier, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = offsite(tier)
-    put(store, 0)
-    gate.begun.wait()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            monkeypatch.undo()
-            put(store, 1)
-            store.flush()
-            code = 0 if store.holds([key_of(1)])[0] else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    gate.opened.set()
-    store.flush()
-    assert tier.holds([key_of(0), key_of(1)]) == [True, True]
 
 
 class Clock:
