@@ -37,9 +37,6 @@ class PromptLayout:
         The position of each token.
     chunks : tuple of ChunkSpan
         The chunks in prompt order, not overlapping.
-    exact_chunks : int
-        How many leading chunks stand exactly behind what they were encoded behind, so that their stored KV is already
-        the true one (0 or 1).
     resumed_rows : int
         How many leading rows a conversation has KV of, which are neither computed nor part of any chunk here.
     remembers : bool
@@ -50,7 +47,6 @@ class PromptLayout:
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     chunks: tuple[ChunkSpan, ...]
-    exact_chunks: int = 0
     resumed_rows: int = 0
     remembers: bool = False
 
@@ -70,12 +66,6 @@ class PromptLayout:
         is_text[: self.resumed_rows] = False
         is_text[self.context_rows] = False
         return is_text.nonzero().flatten()
-
-    @cached_property
-    def candidate_rows(self) -> torch.Tensor:
-        """The chunk rows whose stored KV may differ from the true one, ascending, int64."""
-        first = self.chunks[self.exact_chunks].start if self.exact_chunks < len(self.chunks) else len(self)
-        return self.context_rows[self.context_rows >= first]
 
     @property
     def end_position(self) -> int:

@@ -283,11 +283,8 @@ class Assembler:
                 f"{self._window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
             )
         blended = tuple(chunk for chunk in chunks if chunk.computed is None)
-        begin = blended[0].start if blended else 0
-        is_behind_preamble = tuple(ids[:begin]) == self.preamble and places[:begin] == list(range(begin))
-        exact = self._exact(blended) if blended and is_behind_preamble else 0
         remembers = any(chunk.remembers for chunk in blended)
-        layout = PromptLayout(tuple(ids), tuple(places), blended, exact, remembers=remembers)
+        layout = PromptLayout(tuple(ids), tuple(places), blended, remembers=remembers)
         return AssembledPrompt(
             layout,
             blended,
@@ -389,25 +386,6 @@ class Assembler:
     def _encoded_at(self, chunk: PromptChunk) -> int:
         """Return the position at which the first token that stands here was encoded."""
         return len(self.preamble) + chunk.first if chunk.positions is None else chunk.positions[chunk.first]
-
-    def _exact(self, chunks: Sequence[PromptChunk]) -> int:
-        """Return how many chunks, of a prompt that begins with the preamble, follow it as they were encoded: the first, or the
-        first of its parts.
-        """
-        if chunks[0].remembers:
-            # It follows less than its context.
-            return 0
-        row, first = chunks[0].start, 0
-        for number, chunk in enumerate(chunks):
-            if (chunk.key, chunk.start, chunk.first, chunk.position) != (
-                chunks[0].key,
-                row,
-                first,
-                self._encoded_at(chunk),
-            ):
-                return number
-            row, first = chunk.stop, first + len(chunk)
-        return len(chunks)
 
     def _known(self, segments: Sequence[Any]) -> dict[str, NodeRecord] | None:
         """Return what is recorded of the chunks that segments name, by their ids; None where it cannot be read.

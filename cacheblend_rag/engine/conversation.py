@@ -214,12 +214,9 @@ class Turn:
         if not runs and (head or not rows):
             return None
         spans = [*behind, *(ChunkSpan(run.start, run.stop, run.start) for run in runs)] if asked is not None else []
-        exact = layout.exact_chunks if len(behind) == len(layout.chunks) else 0
         spans.sort(key=lambda span: span.start)
-        if exact and spans and spans[0] != layout.chunks[0]:
-            exact = 0
         return Resumption(
-            replace(layout, chunks=tuple(spans), exact_chunks=exact if spans else 0, resumed_rows=first),
+            replace(layout, chunks=tuple(spans), resumed_rows=first),
             head,
             _readers_of(held, runs if head else (Run(0, rows, 0), *runs)),
             runs,

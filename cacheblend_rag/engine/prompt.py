@@ -147,11 +147,9 @@ class AssembledPrompt:
         """Return the prompt with the chunks of some keys, whose KV is missing, computed like text."""
         kept = tuple(chunk for chunk in self.chunks if chunk.key not in keys)
         gone = [replace(chunk, computed="missing", note=note) for chunk in self.chunks if chunk.key in keys]
-        exact = next((number for number, chunk in enumerate(self.chunks) if chunk.key in keys), len(self.chunks))
         layout = replace(
             self.layout,
             chunks=kept,
-            exact_chunks=min(self.layout.exact_chunks, exact),
             remembers=any(chunk.remembers for chunk in kept),
         )
         return replace(self, layout=layout, chunks=kept, computed=(*self.computed, *gone))

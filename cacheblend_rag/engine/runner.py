@@ -293,7 +293,7 @@ class Runner:
             request.resumed = request.turn.resume(request.prompt, asked, moves=moves, head=rows)
         if head is not None and (request.resumed is None or request.resumed.head):
             if request.resumed is None:
-                own = layout if ratio is not None else replace(layout, chunks=(), exact_chunks=0)
+                own = layout if ratio is not None else replace(layout, chunks=())
                 request.resumed = Resumption(replace(own, resumed_rows=rows), rows)
             request.resumed.readers[0] = self._supply.head(request, head)
 

@@ -84,10 +84,10 @@ def whole_plan(blend: BlendConfig, layout: PromptLayout, unsupported: str | None
 def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
     """Return how a prompt is blended at a ratio, after `whole_plan` had nothing against it."""
     selector = make_selector(blend.selector)
-    budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
+    budget = min(round(ratio * layout.context_tokens), layout.context_rows.numel())
     if budget == 0:
         # No selector is to spend anything on choosing nothing, nor to put fresh KV in the place of what chunks remember.
-        return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
+        return Plan(FixedSelection(layout.context_rows[:0]), selector.name, ratio)
     return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)
 
 

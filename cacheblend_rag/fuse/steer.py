@@ -115,7 +115,7 @@ class Steering:
         self._context_tokens = layout.context_tokens
         self._length = len(layout)
         self._question_tokens = len(layout) - (layout.chunks[-1].stop if layout.chunks else layout.resumed_rows)
-        self._candidates = layout.candidate_rows.to(decoder.device)
+        self._candidates = layout.context_rows.to(decoder.device)
         self._text_rows = (layout.text_rows if text_rows is None else text_rows).to(decoder.device)
         self._chosen = self._candidates
         # All that may be computed; None: every row of the prompt.

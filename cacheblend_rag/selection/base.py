@@ -24,7 +24,7 @@ class SelectionTask:
     Attributes
     ----------
     layout : PromptLayout
-        The prompt; its `candidate_rows` are what may be selected.
+        The prompt; its `context_rows` are what may be selected.
     num_layers : int
         Decoder layers of the model.
     budget : int

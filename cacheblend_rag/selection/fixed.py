@@ -41,7 +41,7 @@ class NoneSelector(Selector):
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return the empty selection."""
-        return FixedSelection(task.layout.candidate_rows[:0])
+        return FixedSelection(task.layout.context_rows[:0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class FullSelector(Selector):
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return all candidates."""
-        return FixedSelection(task.layout.candidate_rows)
+        return FixedSelection(task.layout.context_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class RandomSelector(Selector):
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return `task.budget` rows drawn at random."""
-        candidates = task.layout.candidate_rows
+        candidates = task.layout.context_rows
         # Seeded by the prompt as well: with one seed for all prompts of a length, "random" would be one fixed pattern.
         ids = torch.tensor(task.layout.token_ids, dtype=torch.int64).numpy().tobytes()
         digest = hashlib.blake2b(ids, digest_size=7, salt=self.seed.to_bytes(8, "little", signed=True)).digest()
@@ -101,11 +101,11 @@ class BoundarySelector(Selector):
         """Return the tokens nearest to a border, as many of each chunk as the budget allows, nearer ones first."""
         layout = task.layout
         places = torch.full((len(layout),), len(layout))
-        for span in layout.chunks[layout.exact_chunks :]:
+        for span in layout.chunks:
             forward = torch.arange(len(span))
             if self.ends == "both":
                 forward = torch.minimum(2 * forward, 2 * forward.flip(0) + 1)
             places[span.start : span.stop] = forward
-        rows = layout.candidate_rows
+        rows = layout.context_rows
         nearest = places[rows].argsort(stable=True)[: task.budget]
         return FixedSelection(rows[nearest.sort().values])

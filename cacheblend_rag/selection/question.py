@@ -158,7 +158,7 @@ class _QuerySelection(Selection):
         self.stop_layer = stop_layer(options.stop_layer, task.num_layers)
         self._layout: PromptLayout = task.layout
         self._segment_tokens = options.segment_tokens
-        self._candidates = task.layout.candidate_rows
+        self._candidates = task.layout.context_rows
         depth = self.stop_layer or task.num_layers
         # The budget is an average over all layers.
         self._budget = min(round(task.budget * task.num_layers / depth), self._candidates.numel())

@@ -53,7 +53,7 @@ def test_tokens_encoded_together_are_those_of_the_models_own_prefill_with_gaps(e
     )
     positions = [0, *at, *range(50, 55)]
     layout = engine.prompt_layout(prompt)
-    assert layout.positions == tuple(positions) and layout.exact_chunks == 3
+    assert layout.positions == tuple(positions)
     own = own_logits(engine.model, layout.token_ids, positions)
     assert (result.logits - own).abs().max() < TOLERANCE * own.abs().max()
     # The gaps are seen: closed up, the same tokens give other logits.
@@ -89,7 +89,7 @@ def test_a_module_is_served_around_the_rows_that_an_argument_takes(engine: Blend
     [chunk] = result.report.chunks
     assert (chunk.id, chunk.tokens, chunk.hit, result.report.hits) == ("m", 16, True, 1)
     layout = engine.prompt_layout(prompt)
-    assert layout.positions == (*range(9), *range(11, 25)) and layout.exact_chunks == 1
+    assert layout.positions == (*range(9), *range(11, 25))
     assert result.logits.isfinite().all()
     # Rows of the whole module, cut: what an independent forward gives when it is fed them.
     assert (result.logits - _by_hand(engine, module, prompt)).abs().max() < 1e-3

@@ -37,7 +37,7 @@ def test_segments_never_leave_a_chunk_and_are_of_like_length(layout: PromptLayou
 
 @given(layouts(), st.integers(1, 12), st.integers(0, 40), st.randoms(use_true_random=False))
 def test_whole_segments_are_picked_by_their_mean_score(layout: PromptLayout, most: int, budget: int, draw) -> None:
-    rows = layout.candidate_rows
+    rows = layout.context_rows
     scores = torch.tensor([draw.random() for _ in rows])
     picked = pick(scores, rows, budget, layout, most).tolist()
     members: dict[int, list[int]] = {}
@@ -52,17 +52,17 @@ def test_whole_segments_are_picked_by_their_mean_score(layout: PromptLayout, mos
 
 @given(layouts(), st.floats(0, 1), st.sampled_from(["first", "both"]))
 def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio: float, ends: str) -> None:
-    budget = round(ratio * layout.candidate_rows.numel())
+    budget = round(ratio * layout.context_rows.numel())
     selector = BoundarySelector(ends=ends)  # type: ignore[arg-type]
     rows = selector.begin(SelectionTask(layout, 4, budget)).rows().tolist()
     assert rows == sorted(set(rows)) and len(rows) == budget
-    assert set(rows) <= set(layout.candidate_rows.tolist())
+    assert set(rows) <= set(layout.context_rows.tolist())
 
     def distance(row: int) -> int:
         span = next(span for span in layout.chunks if span.start <= row < span.stop)
         return row - span.start if ends == "first" else min(2 * (row - span.start), 2 * (span.stop - 1 - row) + 1)
 
-    left = [distance(row) for row in layout.candidate_rows.tolist() if row not in rows]
+    left = [distance(row) for row in layout.context_rows.tolist() if row not in rows]
     assert not rows or not left or max(map(distance, rows)) <= min(left)
 
 
@@ -70,7 +70,7 @@ def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio:
 def test_the_question_weighs_what_a_naive_count_weighs(
     layout: PromptLayout, budget: int, stop: int | None, most: int, seed: int
 ) -> None:
-    rows = layout.candidate_rows
+    rows = layout.context_rows
     budget = min(budget, rows.numel())
     attention = torch.rand(rows.numel(), generator=torch.Generator().manual_seed(seed)) + 0.01
     numbers = segment_numbers(layout, rows, most).tolist()

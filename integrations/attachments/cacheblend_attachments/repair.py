@@ -149,7 +149,7 @@ class Repairing:
     def _before_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_step(kwargs):
             if self._stale is None:
-                rows = self._layout.candidate_rows.to(self._decoder.device)
+                rows = self._layout.context_rows.to(self._decoder.device)
                 self._stale = rows[~torch.isin(rows, self._prefill.recomputed_rows)]
             self._layer = 0
             # Watching costs, too: no step is watched that cannot be redone for a single row.
@@ -210,7 +210,7 @@ class Repairing:
         """Recompute chunk rows and the newest token in one forward; return the logits behind the newest token."""
         decoder = self._decoder
         assert self._stale is not None
-        layout = PromptLayout(tuple(self._ids), tuple(self._positions), self._layout.chunks, self._layout.exact_chunks)
+        layout = PromptLayout(tuple(self._ids), tuple(self._positions), self._layout.chunks)
         newest = torch.tensor([len(self._ids) - 1])
         selection = FixedSelection(rows, self._stop_layer)
         cache = BlendCache(decoder.num_layers)

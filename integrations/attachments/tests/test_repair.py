@@ -114,7 +114,7 @@ def test_only_what_is_over_the_limit_is_repaired() -> None:
     steering = Steering(decoder, cache, layout, nothing, true_kv([]))
     # Ten rows and the redone step can be paid for.
     repair = Repairing(Repair(11 / 34, stop_layer=6), decoder, cache, layout, steering)
-    repair._stale = layout.candidate_rows
+    repair._stale = layout.context_rows
     mass = torch.zeros(40)
     mass[1:33] = 0.06 / 32
     mass[33:35] = 0.04 / 2

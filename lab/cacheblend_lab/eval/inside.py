@@ -107,7 +107,7 @@ class PromptInside:
     Attributes
     ----------
     layout : PromptLayout
-        Where the chunks stand. The *candidates* are its `candidate_rows`: the chunk tokens whose stored KV may differ from the
+        Where the chunks stand. The *candidates* are its `context_rows`: the chunk tokens, whose stored KV may differ from the
         true one.
     attention : NDArray
         What the tokens behind the last chunk attend to in the candidates under full prefill, mean over heads and layers,
@@ -126,7 +126,7 @@ class PromptInside:
     PromptError
         If the prompt cannot be served.
     ConfigError
-        If blending changes nothing in it, since the stored KV of every chunk is exact.
+        If blending changes nothing in it, since no chunk is served from stored KV.
     UnsupportedModelError
         If the model cannot be blended, or its attention cannot be watched.
     """
@@ -138,10 +138,10 @@ class PromptInside:
         self._prompt = prompt
         self._calls: dict[int, AttentionCall] = {}
         self.layout: PromptLayout = engine.prompt_layout(prompt)
-        if not self.layout.candidate_rows.numel():
-            raise ConfigError("the stored KV of every chunk of this prompt is exact: blending changes nothing in it")
+        if not self.layout.context_rows.numel():
+            raise ConfigError("no chunk of this prompt is served from stored KV: blending changes nothing in it")
         self._question_tokens = max(1, len(self.layout) - self.layout.chunks[-1].stop)
-        candidates = self.layout.candidate_rows
+        candidates = self.layout.context_rows
         total = np.zeros((self._question_tokens, candidates.numel()))
         norms: dict[int, float] = {}
 
@@ -167,11 +167,11 @@ class PromptInside:
         """Recompute the tokens that one of `ORACLES` chooses."""
         scores = self.kv_deviation[1:].sum(axis=0) if name == "oracle_deviation" else self.attention.sum(axis=0)
         best = np.sort(np.argsort(-scores, kind="stable")[: self.budget(ratio)])
-        return self._measure(_REUSE, self.layout.candidate_rows[torch.from_numpy(best)])[0]
+        return self._measure(_REUSE, self.layout.context_rows[torch.from_numpy(best)])[0]
 
     def budget(self, ratio: float) -> int:
         """Return how many tokens a ratio recomputes."""
-        return min(round(ratio * self.layout.context_tokens), self.layout.candidate_rows.numel())
+        return min(round(ratio * self.layout.context_tokens), self.layout.context_rows.numel())
 
     def overlap(self, passes: Mapping[str, InsidePass], ratio: float) -> TokenOverlap:
         """Return which of the tokens that the question attends to most, as many as a ratio recomputes, passes recompute."""
@@ -192,7 +192,7 @@ class PromptInside:
 
         blend = engine_settings(settings_of(self._engine), **settings)["blend"]
         watched = watch_prefill(self._engine, self._prompt, compare, blend=blend, rows=rows)
-        candidates = self.layout.candidate_rows
+        candidates = self.layout.context_rows
         recomputed = torch.isin(candidates, watched.recomputed_rows.cpu()).nonzero().flatten().numpy()
         return InsidePass(watched.result.report.charged_ratio, deviation, recomputed), watched.kv
 

@@ -192,7 +192,7 @@ def _why_not(engine: BlendEngine, prompt: BlendPrompt) -> str | None:
         layout = engine.prompt_layout(prompt)
     except PromptTooLongError as error:
         return str(error)
-    return None if layout.candidate_rows.numel() else "the stored KV of all its chunks is exact"
+    return None if layout.context_rows.numel() else "none of its chunks is served from stored KV"
 
 
 class _Sums:

@@ -221,7 +221,7 @@ def prompt_work(
     return Work(
         prompt_tokens=len(layout),
         context_tokens=layout.context_tokens,
-        candidate_tokens=layout.candidate_rows.numel(),
+        candidate_tokens=layout.context_rows.numel(),
         first_layer=min(check_layers(make_selector(blend.selector), decoder.num_layers), default=0),
         ahead=tuning.prefetch_layers,
         threaded=tuning.pipeline and loads_ahead(decoder, layout, {part.tier for part in stored}),
