@@ -26,11 +26,10 @@ from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_
 from cacheblend_rag.chunk import carried_prompt
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.calls import Call, info_of, usage_of, with_objects
+from langchain_cacheblend.forms import AnswerForm, as_functions, call_chunks, calls_of, with_schema
 from langchain_cacheblend.holes import fixed_head
+from langchain_cacheblend.messages import passages, turns_of
 from langchain_cacheblend.model import BlendModel
-from langchain_cacheblend.structured import AnswerForm, with_schema
-from langchain_cacheblend.template import passages, turns_of
-from langchain_cacheblend.tools import as_functions, call_chunks, calls_of
 
 __all__ = ["ChatBlend"]
 

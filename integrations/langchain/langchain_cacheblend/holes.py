@@ -12,7 +12,7 @@ from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, Promp
 
 from cacheblend_rag import Chunk, FixedText
 from cacheblend_rag.chunk import Segment, text_hash
-from langchain_cacheblend.documents import chunk_block, parts_of
+from langchain_cacheblend.messages import chunk_block, parts_of
 
 __all__ = [
     "PromptText",

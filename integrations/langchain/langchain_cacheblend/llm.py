@@ -19,10 +19,9 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import Segment, carried_prompt
 from langchain_cacheblend.batch import options_of_all
 from langchain_cacheblend.calls import Call, info_of, usage_of
-from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import PromptText, TextPromptValue
+from langchain_cacheblend.messages import as_chunks, render_text
 from langchain_cacheblend.model import BlendModel
-from langchain_cacheblend.template import render_text
 
 __all__ = ["BlendLLM"]
 

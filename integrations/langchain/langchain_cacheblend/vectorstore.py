@@ -23,7 +23,7 @@ from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces, source_of
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 
-__all__ = ["BlendVectorStore", "warm", "wrapped"]
+__all__ = ["BlendVectorStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -390,63 +390,6 @@ class BlendVectorStore(SearchesInner):
 
 def _of(documents: Sequence[Document]) -> tuple[list[str], list[dict[str, Any]]]:
     return [document.page_content for document in documents], [document.metadata for document in documents]
-
-
-def warm(
-    store: BlendVectorStore,
-    text_of: Callable[[Document], str] | None = None,
-    *,
-    ids: Sequence[str] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> AddResult | AddJob:
-    """Encode the documents that a vector store already has, or that reached it another way.
-
-    What is already encoded is not encoded again, so this can be called at every start. Chunks of documents that the store no
-    longer has are forgotten where `BlendVectorStore.notice` would forget them.
-
-    Parameters
-    ----------
-    store : BlendVectorStore
-        The store; with ``background=True`` the documents are encoded in the background.
-    text_of : callable, optional
-        Gives the text that the model will see for a document, if that is not its ``page_content``.
-    ids : sequence of str, optional
-        Only these documents; needed in stores that cannot list what they have (Chroma, InMemory and FAISS can).
-    progress : callable, optional
-        Called with the number of finished documents and of all, after each batch.
-
-    Returns
-    -------
-    AddResult or AddJob
-        What was done; in the background, a job that will say.
-
-    Raises
-    ------
-    ConfigError
-        If the store is not a `BlendVectorStore`, cannot list its documents, or documents have no ids.
-    """
-    wrapped(store, "warm")
-    store.notice()
-    documents = store.places.in_reading_order(store._inventory.documents(ids))
-    nameless = sum(not document.id for document in documents)
-    if nameless:
-        raise ConfigError(
-            f"{nameless} of the {len(documents)} documents of this {type(store.inner).__name__} have no id, so their chunks "
-            "cannot be named; add them again with ids"
-        )
-    texts, metadatas = _of(documents)
-    if text_of is not None:
-        texts = [text_of(document) for document in documents]
-    return store.encode([str(document.id) for document in documents], texts, metadatas, progress)
-
-
-def wrapped(store: Any, caller: str) -> None:
-    """See that a store is one of ours."""
-    if not isinstance(store, BlendVectorStore):
-        raise ConfigError(
-            f"{caller} takes a BlendVectorStore, and this is a {type(store).__name__}; wrap it: "
-            "BlendVectorStore(store, engine=...)"
-        )
 
 
 def _warn_of(chunk: Chunk, refusal: PromptError) -> None:

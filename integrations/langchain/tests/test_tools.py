@@ -18,7 +18,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError
 from integrations.langchain.tests.asking import TOOL_TEMPLATE, chunk_ids
 from langchain_cacheblend import BlendVectorStore, ChatBlend
-from langchain_cacheblend.structured import AnswerForm
+from langchain_cacheblend.forms import AnswerForm
 
 
 @pytest.fixture

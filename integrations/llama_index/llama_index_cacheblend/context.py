@@ -19,8 +19,7 @@ from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import PromptTooLongError, StoreError
 from cacheblend_rag.report import CallReport
 from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.report import AnswerReport
-from llama_index_cacheblend.sources import annotate, warn_of_other_texts
+from llama_index_cacheblend.report import AnswerReport, annotate, warn_of_other_texts
 
 __all__ = ["ContextPrompt", "ModelResponse", "Rounds", "make_context_prompt"]
 

@@ -1,4 +1,4 @@
-"""Computing the KV of an index that already exists."""
+"""Computing the KV of an index that already exists, and estimating what computing KV would cost."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
+from llama_index.core import Settings
 from llama_index.core.indices.base import BaseIndex
-from llama_index.core.schema import BaseNode
+from llama_index.core.ingestion import run_transformations
+from llama_index.core.node_parser import NodeParser
+from llama_index.core.schema import BaseNode, Document
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.chunk import is_part
-from cacheblend_rag.engine import AddJob, AddResult, Engine
+from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.llm import BlendLLM, find_engine
 from llama_index_cacheblend.nodes import Boundary, EncodedNodes, NodeEncoder, Progress, TextOf
 from llama_index_cacheblend.vector_store import BlendVectorStore
 
-__all__ = ["WarmJob", "WarmResult", "encoder_of", "nodes_of", "store_of", "warm_index"]
+__all__ = ["WarmJob", "WarmResult", "estimate", "warm_index"]
 
 # Nodes that are handed over at once: so many are tokenised before the first of them is encoded.
 _BATCH = 256
@@ -199,9 +202,9 @@ def warm_index(
         raise ConfigError(
             "prune drops what is not in the index, but nodes are only a part of it; leave out one of the two"
         )
-    encoder = encoder_of(index, text_of, None if engine is None else find_engine(engine))
-    store = store_of(index)
-    found = nodes_of(index) if nodes is None else list(nodes)
+    encoder = _encoder_of(index, text_of, None if engine is None else find_engine(engine))
+    store = _store_of(index)
+    found = _nodes_of(index) if nodes is None else list(nodes)
     if nodes is None and isinstance(store, BlendVectorStore):
         found = store.with_parents(found)
     pruned = 0
@@ -244,7 +247,53 @@ def warm_index(
     return sum_up([part.done for part in parts if isinstance(part.done, AddResult)])
 
 
-def store_of(source: BaseIndex[Any] | BlendVectorStore) -> BasePydanticVectorStore | None:
+def estimate(
+    store: BaseIndex[Any] | BlendVectorStore,
+    nodes: Sequence[BaseNode] | None = None,
+    *,
+    engine: Engine | BlendLLM | None = None,
+    text_of: TextOf | None = None,
+) -> WarmEstimate:
+    """Estimate what encoding nodes would cost, in bytes and time, before any are added; nothing is stored.
+
+    A few of them are encoded for that, which takes a few seconds.
+
+    Parameters
+    ----------
+    store : BaseIndex or BlendVectorStore
+        An index, with a `BlendVectorStore` or without one, or such a store.
+    nodes : sequence of BaseNode, optional
+        Nodes or documents that would be added; by default what is there already, as for `warm_index`. Documents are split by the
+        node parsers of ``Settings.transformations``.
+    engine : BlendEngine or ServedEngine or BlendLLM, optional
+        Where the KV would be kept; by default as for `warm_index`.
+    text_of : callable, optional
+        What the language model is shown of a node; by default as for `warm_index`.
+
+    Returns
+    -------
+    WarmEstimate
+        What is not encoded yet: its `chunks` and `tokens`, and what they would take, `ram_bytes`, `disk_bytes` and `seconds`
+        (embedding them not counted).
+
+    Raises
+    ------
+    ConfigError
+        If there is no engine, or the index or store cannot list its nodes.
+    """
+    encoder = _encoder_of(store, text_of, None if engine is None else find_engine(engine))
+    if nodes is None:
+        found = _nodes_of(store)
+    else:
+        documents = [node for node in nodes if isinstance(node, Document)]
+        parsers = [each for each in Settings.transformations if isinstance(each, NodeParser)]
+        split = run_transformations(documents, parsers) if documents else []
+        found = [*(node for node in nodes if not isinstance(node, Document)), *split]
+    wrapper = _store_of(store)
+    return encoder.estimate(wrapper.with_parents(found) if isinstance(wrapper, BlendVectorStore) else found)
+
+
+def _store_of(source: BaseIndex[Any] | BlendVectorStore) -> BasePydanticVectorStore | None:
     """Return the vector store that an index has, or that is given; None of an index without one; ConfigError for other things."""
     if not isinstance(source, BaseIndex | BlendVectorStore):
         raise ConfigError(
@@ -254,9 +303,11 @@ def store_of(source: BaseIndex[Any] | BlendVectorStore) -> BasePydanticVectorSto
     return source if isinstance(source, BlendVectorStore) else getattr(source, "vector_store", None)
 
 
-def encoder_of(source: BaseIndex[Any] | BlendVectorStore, text_of: TextOf | None, engine: Engine | None) -> NodeEncoder:
+def _encoder_of(
+    source: BaseIndex[Any] | BlendVectorStore, text_of: TextOf | None, engine: Engine | None
+) -> NodeEncoder:
     """Return what encodes the nodes of an index or a store."""
-    store = store_of(source)
+    store = _store_of(source)
     if isinstance(store, BlendVectorStore):
         if text_of is None and (engine is None or engine is store.engine):
             return store.encoder
@@ -281,9 +332,9 @@ def _batches(nodes: Sequence[BaseNode]) -> Iterator[list[BaseNode]]:
         yield batch
 
 
-def nodes_of(source: BaseIndex[Any] | BlendVectorStore) -> list[BaseNode]:
+def _nodes_of(source: BaseIndex[Any] | BlendVectorStore) -> list[BaseNode]:
     """Return the nodes of an index as a retriever would: those of a vector store that keeps nodes, or else of the docstore."""
-    store = store_of(source)
+    store = _store_of(source)
     inner = store.inner if isinstance(store, BlendVectorStore) else store
     if inner is not None and inner.stores_text:
         try:

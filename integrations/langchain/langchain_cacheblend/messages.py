@@ -1,20 +1,29 @@
-"""Documents as they are passed to a model, as chunks that need not be searched for, and the other content of messages."""
+"""LangChain's documents and messages as chunks, as the turns that chat templates take, and as one text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    get_buffer_string,
+)
 from langchain_core.messages.content import PlainTextContentBlock
 
 from cacheblend_rag import Chunk
+from cacheblend_rag.chat.render import Holes, Passage
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.places import source_of
 
-__all__ = ["as_chunks", "chunk_block", "documents_to_blocks", "parts_of"]
+__all__ = ["as_chunks", "chunk_block", "documents_to_blocks", "parts_of", "passages", "render_text", "turns_of"]
 
 # Key in a block's ``extras``: nothing is put between the document and the text beside it.
 _INLINE = "cacheblend_inline"
@@ -22,6 +31,12 @@ _INLINE = "cacheblend_inline"
 _SOURCE = "cacheblend_source"
 # Said again by AIMessage.tool_calls, or never shown to a model again.
 _NOT_SHOWN_OF_ANSWERS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "reasoning", "thinking")
+_ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
+    (SystemMessage, "system"),
+    (HumanMessage, "user"),
+    (AIMessage, "assistant"),
+    (ToolMessage, "tool"),
+)
 
 
 def as_chunks(documents: Iterable[Document]) -> list[Chunk]:
@@ -91,6 +106,56 @@ def parts_of(message: BaseMessage) -> list[str | Chunk]:
             if beside and not number and not inline and not was_inline and not is_parted:
                 parts.append(BLANK_LINE)
             parts.append(part)
+    return parts
+
+
+def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them, the content of each being a list of text and documents.
+
+    `PromptError` if a message holds something else than these, or is none of a conversation with a model.
+    """
+    names = {
+        call["id"]: call["name"]
+        for message in messages
+        if isinstance(message, AIMessage)
+        for call in message.tool_calls
+    }
+    turns = []
+    for message in messages:
+        named = (name for kind, name in _ROLES if isinstance(message, kind))
+        role = message.role if isinstance(message, ChatMessage) else next(named, None)
+        if role is None:
+            raise PromptError(
+                f"a {type(message).__name__} cannot be part of a conversation that ChatBlend shows to its model"
+            )
+        turn: dict[str, Any] = {"role": role, "content": parts_of(message)}
+        if isinstance(message, ToolMessage):
+            turn["tool_call_id"] = message.tool_call_id
+            name = message.name or names.get(message.tool_call_id)
+            if name:
+                turn["name"] = name
+        elif isinstance(message, AIMessage) and message.tool_calls:
+            turn["tool_calls"] = [
+                {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+                for call in message.tool_calls
+            ]
+        turns.append(turn)
+    return turns
+
+
+def passages(documents: Sequence[Document]) -> list[Passage[Chunk]]:
+    """Return documents beside a conversation, leaving out those without text."""
+    chunks = as_chunks(documents)
+    titles = [str(document.metadata.get("title", "")) for document in documents if document.page_content]
+    return [Passage(title, chunk) for title, chunk in zip(titles, chunks, strict=True)]
+
+
+def render_text(messages: Sequence[BaseMessage]) -> list[str | Chunk]:
+    """Write messages as one text, as LangChain does it for models that take a string, without losing documents."""
+    holes = Holes[Chunk]()
+    flat = [message.model_copy(update={"content": holes.text(parts_of(message))}) for message in messages]
+    parts = holes.split(get_buffer_string(flat))
+    holes.check()
     return parts
 
 
