@@ -12,15 +12,21 @@ __all__ = [
     "chunk_key",
     "context_digest",
     "context_digests",
-    "head_key",
 ]
 
 HEAD_PREFIX = "cacheblend/head/"
 """What the names of prompts' fixed heads begin with, and no chunk's id."""
 
 
-def chunk_key(namespace: str, token_ids: Sequence[int], places: Sequence[int] | None = None, context: str = "") -> str:
-    """Return the key under which the KV of a chunk is stored.
+def chunk_key(
+    namespace: str,
+    token_ids: Sequence[int],
+    places: Sequence[int] | None = None,
+    context: str = "",
+    *,
+    is_head: bool = False,
+) -> str:
+    """Return the key under which the KV of a chunk, or of what prompts begin with, is stored.
 
     Parameters
     ----------
@@ -32,6 +38,8 @@ def chunk_key(namespace: str, token_ids: Sequence[int], places: Sequence[int] | 
         Where they stand when they are encoded; by default right behind what they are encoded behind, without gaps.
     context : str
         What `context_digest` makes of the tokens that they are encoded behind, beside the preamble.
+    is_head : bool
+        Whether prompts begin with them, the BOS among them, so that they are encoded behind nothing.
 
     Returns
     -------
@@ -40,26 +48,8 @@ def chunk_key(namespace: str, token_ids: Sequence[int], places: Sequence[int] | 
     """
     # Keys of chunks that are encoded alone stay what they are in every store there is.
     placed = b"" if places is None else b"|at|" + _packed(places)
-    behind = b"" if not context else b"|behind|" + context.encode()
+    behind = b"|head|" if is_head else b"" if not context else b"|behind|" + context.encode()
     return hashlib.blake2b(namespace.encode() + _packed(token_ids) + placed + behind, digest_size=20).hexdigest()
-
-
-def head_key(namespace: str, token_ids: Sequence[int]) -> str:
-    """Return the key of the KV of tokens that a prompt begins with, which is computed behind nothing.
-
-    Parameters
-    ----------
-    namespace : str
-        Digest of the model, the tokenizer, the preamble and the tenant.
-    token_ids : sequence of int
-        The tokens, the BOS among them.
-
-    Returns
-    -------
-    str
-        40 hexadecimal digits; no chunk has this key.
-    """
-    return hashlib.blake2b(namespace.encode() + _packed(token_ids) + b"|head|", digest_size=20).hexdigest()
 
 
 def context_digest(context: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from cacheblend_rag.errors import (
     StoreError,
     UnknownChunkError,
 )
-from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, head_key
+from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.preamble import default_preamble
@@ -318,7 +318,7 @@ class Assembler:
         """Return the fixed text that a prompt begins with; None where there is too little of it."""
         ids = tuple(chain.from_iterable(piece.ids for piece in takewhile(lambda piece: piece.is_fixed, pieces)))
         rows = min(len(ids), sum(len(piece.ids) for piece in pieces) - 1)
-        return PromptHead(head_key(self.namespace, ids), ids, rows) if rows >= LEAST_HEAD else None
+        return PromptHead(chunk_key(self.namespace, ids, is_head=True), ids, rows) if rows >= LEAST_HEAD else None
 
     def with_whole_documents(self, prompt: AssembledPrompt) -> tuple[int, ...] | None:
         """Return the tokens of a prompt with the whole of each document in place of its chunks, where the first of them is.

@@ -17,7 +17,7 @@ from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
 from cacheblend_rag.engine.request import Request, why_missed
 from cacheblend_rag.engine.scheduler import Patience, Scheduler
 from cacheblend_rag.errors import ChunkReadError
-from cacheblend_rag.keys import head_key
+from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import KVReader, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import part_of
@@ -376,7 +376,7 @@ class KVSupply:
 
     def store_head(self, token_ids: tuple[int, ...]) -> str:
         """Have the KV of tokens that a prompt begins with where other processes find it too; return its key."""
-        head = PromptHead(head_key(self._namespace, token_ids), token_ids, len(token_ids))
+        head = PromptHead(chunk_key(self._namespace, token_ids, is_head=True), token_ids, len(token_ids))
         if not self._store.store.holds([head.key], durable=True)[0]:
             assert self._encoder is not None
             with self.scheduler:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cacheblend_rag.errors import ChunkReadError
-from cacheblend_rag.keys import chunk_key, head_key
+from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
@@ -111,7 +111,7 @@ class PrefixLoader:
         ids = load.token_ids[row : row + piece.count]
         keys = (
             chunk_key(load.namespace, reader.token_ids, None, reader.context),
-            head_key(load.namespace, reader.token_ids),
+            chunk_key(load.namespace, reader.token_ids, is_head=True),
         )
         if reader.token_ids[rows] != ids or piece.key not in keys or reader.num_layers != self._card.num_kv_layers:
             raise ChunkReadError(piece.key, "it is not that of the request's tokens", damaged=False)

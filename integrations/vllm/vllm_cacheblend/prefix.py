@@ -9,7 +9,7 @@ from itertools import pairwise
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.keys import head_key
+from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.report import ChunkReport
 
 __all__ = ["PrefixPiece", "StoredPrefix", "stored_prefix"]
@@ -107,7 +107,7 @@ def stored_prefix(library: ChunkLibrary, prompt: BlendPrompt) -> StoredPrefix:
     if not found.chunks:
         return _prefix(found, namespace, (), "none of its chunks is served from stored KV")
     head = found.leading_ids
-    pieces = [PrefixPiece(head_key(namespace, head), 0, len(head))] if head else []
+    pieces = [PrefixPiece(chunk_key(namespace, head, is_head=True), 0, len(head))] if head else []
     pieces += [PrefixPiece(chunk.key, chunk.first, len(chunk)) for chunk in found.chunks]
     names = [*(["its head"] if head else []), *(f"chunk {chunk.id!r:.60}" for chunk in found.chunks)]
     ends = "here the text after the last chunk begins"
