@@ -28,6 +28,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.settings import Settings
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
+from pydantic.json_schema import SkipJsonSchema
 
 from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, carried_prompt
@@ -113,7 +114,7 @@ class BlendLLM(JSONAnswers):
     generation_kwargs: dict[str, Any] = Field(description="Further options of transformers' generate.")
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
 
-    engine: Engine = Field(exclude=True, repr=False, description="The engine that computes.")
+    engine: SkipJsonSchema[Engine] = Field(exclude=True, repr=False, description="The engine that computes.")
 
     _conversation: EngineConversation | None = PrivateAttr(default=None)
 

@@ -44,6 +44,7 @@ def test_metadata(llm: BlendLLM, make_llm: MakeLLM) -> None:
     assert llm.class_name() == "BlendLLM"
     assert llm.to_payload()["class_name"] == llm.to_dict()["class_name"] == "BlendLLM"
     assert make_llm(model_name="tiny").to_payload()["model_name"] == "tiny"
+    assert "engine" not in {**BlendLLM.model_json_schema()["properties"], **llm.to_dict()}
 
 
 def test_complete_is_the_models_own_generate(
