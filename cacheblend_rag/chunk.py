@@ -92,9 +92,9 @@ class Chunk:
         block of metadata, counts neither for `start` nor as overlap.
     source : str, optional
         What the text was made of, a file for example.
-    owner : str
-        The name of the vector store that has the chunk; empty where none has, as one that was met in a prompt and never added.
-        Such a chunk is forgotten with the last one of the same source that a vector store had (`BlendEngine.delete`).
+    indexed : bool
+        Whether a vector store has the chunk, rather than prompts alone. One that none has is forgotten with the last chunk of the
+        same source that one had (`BlendEngine.delete`).
 
     Raises
     ------
@@ -114,7 +114,7 @@ class Chunk:
     previous: str | None = None
     body: tuple[int, int] | None = None
     source: str | None = None
-    owner: str = ""
+    indexed: bool = False
 
     def __post_init__(self) -> None:
         if not self.text:

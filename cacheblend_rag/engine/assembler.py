@@ -185,7 +185,7 @@ class Assembler:
         # A prompt that places its segments has its own idea of what stands between them.
         separator = self.rules.separator if chunk.positions is None else ()
         key = self.key(ids + separator, places)
-        origin = chunk.source, chunk.owner
+        origin = chunk.source, chunk.indexed
         return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place, *origin)
 
     def _placed(self, chunk: Chunk) -> tuple[tuple[int, ...], Place]:

@@ -1,102 +1,56 @@
-"""What a vector store has of an engine's chunks, and what it has no longer."""
+"""What vector stores have of an engine's chunks, and what they have no longer."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import uuid
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import ClassVar
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
 from cacheblend_rag.engine.protocol import Present
-from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import KVStore
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engine.library import ChunkLibrary
 
 __all__ = ["ChunkCollection"]
 
 logger = logging.getLogger(__name__)
 
-# Names that the vector store is asked for at once, and as many as are looked through before a wrapper is opened.
+# Names that a vector store is asked for at once.
 _BATCH = 1000
-# How the names of collections begin that end with their process.
-_PASSING = "?"
 
 
 class ChunkCollection:
-    """The chunks of an engine that a vector store has; `BlendEngine.collection` makes one, which first forgets what is gone.
+    """The chunks of a library that a vector store has; `ChunkLibrary.collection` makes one.
+
+    Of a chunk that one vector store has no longer, the other ones of this process over the same library are asked.
 
     Parameters
     ----------
-    store : KVStore
-        The engine's store.
-    namespace : str
-        Where its names are.
-    delete : callable
-        The engine's `delete`.
-    name : str or None
-        The collection's name, in every process; None if nobody knows it, which then lasts as long as this object.
-    is_known : bool
-        Whether no other vector store can have that name: only then is it noticed what the vector store has no longer.
+    library : ChunkLibrary
+        The library.
     present : callable
         Returns those of some ids that the vector store has; None if it cannot say.
-
-    Attributes
-    ----------
-    owner : str
-        What its chunks are added with.
     """
 
     _living: ClassVar[WeakSet[ChunkCollection]] = WeakSet()
 
-    def __init__(
-        self,
-        store: KVStore,
-        namespace: str,
-        delete: Callable[..., int],
-        name: str | None,
-        is_known: bool,
-        present: Present,
-    ) -> None:
-        self.owner = name or f"{_PASSING}{uuid.uuid4().hex}"
-        self._store = store
-        self._namespace = namespace
-        self._delete = delete
-        self._is_known = is_known and name is not None
+    def __init__(self, library: ChunkLibrary, present: Present) -> None:
+        self._library = library
         self._present = present
         self._living.add(self)
-        if self._is_known:
-            # Where that takes long, it is done in the background.
-            with suppress(StoreError):
-                if len(self.ids()) <= _BATCH:
-                    self.notice()
-                else:
-                    threading.Thread(target=self.notice, name="cacheblend-notice", daemon=True).start()
-
-    def ids(self, sources: Collection[str] | None = None) -> list[str]:
-        """Return the ids that were added for this collection, or those of them that were made of these sources."""
-        return self._store.names.owned(self._namespace, self.owner, sources)
-
-    def filling(self) -> AbstractContextManager[None]:
-        """Say that chunks are named which the vector store does not have yet, and will have at the end."""
-        return self._store.turns.filling()
 
     def forget(self, ids: Sequence[str], sources: Sequence[str] = ()) -> None:
-        """Forget chunks, and all that was made of whole sources, which the vector store has no longer."""
-        self._delete(ids, sources=sources)
-        living = {each.owner for each in list(self._living) if not each._store.is_closed}
-        for source in sources:
-            owners = self._store.names.owners(self._namespace, source)
-            ended = {owner for owner in owners if owner.startswith(_PASSING) and owner not in living}
-            for owner in sorted({self.owner, *ended}):
-                self._delete((), owner=owner, sources=[source])
+        """Forget chunks, and all that was made of whole sources and that no other vector store has."""
+        made = self._library.indexed(sources) if sources else []
+        others = [each for each in self._family() if each is not self]
+        kept = set().union(*(each._present(made) or () for each in others)) if made else set()
+        self._library.delete([*ids, *(id for id in made if id not in kept)], sources=sources)
 
-    def notice(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
-        """Forget what the vector store has no longer, all or of some sources, without the ids that are `spared`.
+    def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
+        """Forget what no vector store has any more, all or of some sources, without the ids that are `spared`.
 
-        Nothing is forgotten while somebody fills the store, since what it names may not be in its vector store yet. Whatever
-        keeps the vector store from answering keeps nobody from using it.
+        Whatever keeps a vector store from answering keeps nobody from using it.
 
         Returns
         -------
@@ -105,19 +59,17 @@ class ChunkCollection:
         """
         forgotten = 0
         try:
-            owned = self.ids(sources) if self._is_known else []
-            owned = [id for id in owned if id not in spared]
-            for start in range(0, len(owned), _BATCH):
-                batch = owned[start : start + _BATCH]
-                with self._store.turns.alone() as is_alone:
-                    held = self._present(batch) if is_alone else None
-                    if held is None:
-                        break
-                    gone = [id for id in batch if id not in set(held)]
-                    if gone:
-                        forgotten += self._delete(gone, owner=self.owner)
+            ids = [id for id in self._library.indexed(sources) if id not in spared]
+            for start in range(0, len(ids), _BATCH):
+                left = ids[start : start + _BATCH]
+                for each in self._family():
+                    if (held := each._present(left)) is None:
+                        return forgotten
+                    left = [id for id in left if id not in set(held)]
+                forgotten += self._library.delete(left)
         except Exception as error:  # whatever a vector store raises, and an engine that was closed meanwhile
             logger.debug("it is not known what the vector store has no longer: %s", error)
-        if forgotten:
-            logger.info("forgot %d chunks that the vector store has no longer", forgotten)
         return forgotten
+
+    def _family(self) -> list[ChunkCollection]:
+        return [each for each in list(self._living) if each._library is self._library]

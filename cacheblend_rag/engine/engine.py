@@ -274,8 +274,8 @@ class BlendEngine(ChunkLibrary):
         """The tokens that end an answer, as the model's own settings say."""
         return end_ids(self.model)
 
-    def delete(self, ids: Iterable[str], *, owner: str = "", sources: Iterable[str] = ()) -> int:
-        known = super().delete(ids, owner=owner, sources=sources)
+    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
+        known = super().delete(ids, sources=sources)
         # Conversations forget what may know of them.
         self._kept.refresh()
         return known

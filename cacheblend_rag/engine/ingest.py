@@ -162,14 +162,13 @@ class Ingest:
     ) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        with self._store.turns.filling():
-            todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
-            self._prolong(todo.held)
-            naming = _Naming(todo)
-            self._name(naming.ready(), ttl_s, whole)
-            result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s, whole=whole))
-            # No name that follows a change made by another process since then is valid by now.
-            self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
+        todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
+        self._prolong(todo.held)
+        naming = _Naming(todo)
+        self._name(naming.ready(), ttl_s, whole)
+        result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s, whole=whole))
+        # No name that follows a change made by another process since then is valid by now.
+        self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
         return result
 
     def add_later(

@@ -229,23 +229,21 @@ class ChunkLibrary(ABC):
         self._check_open()
         return self._ingest.estimate(chunk_list(chunks))
 
-    def delete(self, ids: Iterable[str], *, owner: str = "", sources: Iterable[str] = ()) -> int:
+    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
         """Forget chunks: their names at once, and their KV unless another name has the same text after the same context.
 
         The chunks after them in their documents know of them: their KV is dropped too, and computed again without them when
         they are needed or added.
 
-        With the last chunk of a source that any vector store had, what prompts brought of that source is forgotten too, and what
-        was added of it that no vector store has.
+        With the last chunk of a source that a vector store had, what prompts brought of that source is forgotten too.
 
         Parameters
         ----------
         ids : iterable of str
             The chunks.
-        owner : str
-            The vector store that has them no longer; what another one has is kept.
         sources : iterable of str
-            Forget all that the owner has of these (`Chunk.source`), too.
+            Sources (`Chunk.source`) that are gone: what prompts brought of those is forgotten of which no vector store has any
+            chunk now.
 
         Returns
         -------
@@ -253,26 +251,33 @@ class ChunkLibrary(ABC):
             How many of the ids were known.
         """
         self._check_open()
-        return self._store.forget(self.namespace, id_list(ids), owner, id_list(sources))
+        return self._store.forget(self.namespace, id_list(ids), id_list(sources))
 
     def delete_document(self, document: str) -> int:
         """Forget all chunks of a document in one step; return how many there were."""
         return self.delete(self.document(document))
 
-    def collection(self, name: str | None, is_known: bool, present: Present) -> ChunkCollection:
-        """Return what keeps these chunks in step with a vector store that has them; what is gone from it is forgotten now.
+    def sync(self, present_ids: Iterable[str]) -> int:
+        """Forget the chunks of vector stores (`Chunk.indexed`) that none has any more; return how many there were.
 
         Parameters
         ----------
-        name : str or None
-            The vector store's name, in every process; None if nobody knows it.
-        is_known : bool
-            Whether no other vector store can have that name.
+        present_ids : iterable of str
+            The ids that all vector stores over this engine have, in all processes.
+        """
+        present = set(id_list(present_ids))
+        return self.delete(id for id in self.indexed() if id not in present)
+
+    def collection(self, present: Present) -> ChunkCollection:
+        """Return what keeps these chunks in step with a vector store that has some of them.
+
+        Parameters
+        ----------
         present : callable
             Returns those of some ids that the vector store has; None if it cannot say.
         """
         self._check_open()
-        return ChunkCollection(self._store, self.namespace, self.delete, name, is_known, present)
+        return ChunkCollection(self, present)
 
     def document(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""
@@ -348,10 +353,10 @@ class ChunkLibrary(ABC):
         self._check_open()
         return [id for id in self._store.names.ids(self.namespace) if id.startswith(HEAD_PREFIX)]
 
-    def owned(self, owner: str, sources: Iterable[str] | None = None) -> list[str]:
-        """Return the ids that a vector store has (`Chunk.owner`), or those of them that were made of these sources."""
+    def indexed(self, sources: Iterable[str] | None = None) -> list[str]:
+        """Return the ids that vector stores have (`Chunk.indexed`), or those of them that were made of these sources."""
         self._check_open()
-        return self._store.names.owned(self.namespace, owner, sources)
+        return self._store.names.indexed(self.namespace, None if sources is None else id_list(sources))
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""

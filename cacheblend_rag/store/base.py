@@ -143,8 +143,10 @@ class NodeRecord:
         Tokens after them of which there is KV too.
     place : Place or None
         Its place in its document, in a record that is to be stored; looking up a name does not return it.
-    source, owner : str
-        What its text was made of, and the vector store that has it, empty where none has, in a record that is to be stored.
+    source : str or None
+        What its text was made of.
+    indexed : bool
+        Whether a vector store has it, and it was not only met in a prompt.
     """
 
     id: str
@@ -154,7 +156,7 @@ class NodeRecord:
     separator: tuple[int, ...] = ()
     place: Place | None = field(default=None, compare=False)
     source: str | None = field(default=None, compare=False)
-    owner: str = field(default="", compare=False)
+    indexed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class NamedTarget:
 
     def placed(self, record: NodeRecord) -> NamedTarget:
         """Return the same with the place and the origin of the record that was handed in, for it to be recorded."""
-        given = replace(self.record, place=record.place, source=record.source, owner=record.owner)
+        given = replace(self.record, place=record.place, source=record.source, indexed=record.indexed)
         return replace(self, record=given)
 
 

@@ -32,6 +32,8 @@ class _Piece:
     is_changed: bool
     separator: tuple[int, ...]
     arrival: int
+    source: str | None
+    indexed: bool
 
 
 @dataclass(slots=True)
@@ -95,17 +97,21 @@ class Drafts:
             old = draft.pieces.get(record.id) if current == place.document else None
             member = Member(record.id, record.token_ids, place)
             if old is not None and (old.member.place.start, old.member.place.previous) == (place.start, place.previous):
-                lives = latest(old.expires_at, expires_at)
                 new = replace(
-                    old, member=member, text_hash=record.text_hash, expires_at=lives, separator=rules.separator
+                    old,
+                    member=member,
+                    text_hash=record.text_hash,
+                    expires_at=latest(old.expires_at, expires_at),
+                    separator=rules.separator,
+                    source=record.source or old.source,
+                    indexed=record.indexed or old.indexed,
                 )
                 draft.pieces[record.id] = replace(new, is_changed=old.is_changed or new != old)
                 continue
             key = None if old is None else old.key
             self.remove([record.id])
-            draft.pieces[record.id] = _Piece(
-                member, record.text_hash, key, expires_at, True, rules.separator, draft.arrivals
-            )
+            name = record.text_hash, key, expires_at, True, rules.separator
+            draft.pieces[record.id] = _Piece(member, *name, draft.arrivals, record.source, record.indexed)
             self._of[record.id] = place.document
 
     def remove(self, ids: Iterable[str]) -> None:
@@ -182,7 +188,8 @@ class Drafts:
             first, shortest = 0, None
             for number, (piece, member, context, digest) in enumerate(zip(pieces, members, read, digests, strict=True)):
                 key = chunk_key(self._namespace, member.token_ids + separator, None, digest)
-                record = NodeRecord(member.id, key, piece.text_hash, member.token_ids, separator)
+                name = key, piece.text_hash, member.token_ids, separator
+                record = NodeRecord(member.id, *name, None, piece.source, piece.indexed)
                 if context.first == first:
                     shortest = earliest(shortest, lives[number])
                 else:
@@ -273,16 +280,15 @@ def _write_document(connection: sqlite3.Connection, namespace: str, name: str, r
 def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> Iterator[tuple[str, _Piece]]:
     """Yield the id of each chunk of a document, in the order in which they came, and the chunk."""
     query = (
-        "SELECT id, key, text_hash, token_ids, separator, arrival, start, previous, length, body, ends, expires_at "
-        "FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
+        "SELECT id, key, text_hash, token_ids, separator, source, indexed, arrival, start, previous, length, body, ends, "
+        "expires_at FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
     )
-    for id, key, text_hash, tokens, separator, arrival, *stands, ends, expires_at in connection.execute(
-        query, (number,)
-    ):
-        start, previous, length, body = stands
+    for id, key, text_hash, tokens, separator, source, indexed, *stands in connection.execute(query, (number,)):
+        arrival, start, previous, length, body, ends, expires_at = stands
         place = Place(document, start, previous, length, body, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
         member = Member(id, unpack_tokens(tokens), place)
-        yield id, _Piece(member, text_hash, key, expires_at, False, unpack_tokens(separator), arrival)
+        name = text_hash, key, expires_at, False, unpack_tokens(separator)
+        yield id, _Piece(member, *name, arrival, source, bool(indexed))
 
 
 def _write_piece(connection: sqlite3.Connection, namespace: str, number: int | None, piece: _Piece) -> None:

@@ -25,7 +25,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.locks import Turns
 
 __all__ = ["RESERVE_BYTES", "StoreFolder", "existing_folder", "is_out_of_room", "let_go", "storing", "valid_key"]
 
@@ -78,7 +77,6 @@ class StoreFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index_path = path / "index.sqlite"
-        self.turns = Turns(path / "filling.lock")
         self.is_made = self._is_marked() or self._has_parts()
         if not self.is_made:
             with storing(path):

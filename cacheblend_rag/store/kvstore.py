@@ -19,7 +19,6 @@ from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV, device_probe
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
-from cacheblend_rag.store.locks import Turns
 from cacheblend_rag.store.names import Names, NamesSource, SharedNames
 from cacheblend_rag.store.ram import RamReader, RamTier, Tie, ram_probe
 from cacheblend_rag.store.remote.offsite import Offsite
@@ -63,10 +62,8 @@ class KVStore(ABC):
         device: DeviceTier,
         offsite: Offsite | None,
         write_back_bytes: int = 0,
-        turns: Turns | None = None,
     ) -> None:
         self._clock = clock
-        self.turns = turns or Turns()
         self._ram = ram
         self._device = device
         self._offsite = offsite
@@ -238,7 +235,7 @@ class KVStore(ABC):
         if id and record is None:
             # Deleted just now.
             return
-        if id or (source and self._names.owners(namespace, source)):
+        if id or (source and self._names.indexed(namespace, [source])):
             revision = self._names.revision()
             self._tied_at = revision if self._tied_at is None else self._tied_at
             self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
@@ -333,18 +330,18 @@ class KVStore(ABC):
             self._drop(self._changing(lambda: self._with_room(change, spared)))
             self._drop_tied()
 
-    def forget(self, namespace: str, ids: Sequence[str], owner: str = "", sources: Sequence[str] = ()) -> int:
+    def forget(self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()) -> int:
         """Remove names, and drop KV that loses its last name; return how many names there were.
 
-        With an `owner` that is what it has alone, of the ids and of all that was made of the `sources`. With the last chunk that
-        any owner has of a source, what prompts brought of it goes too.
+        With the last chunk that a vector store has of a source, one of the `sources` above all, what prompts brought of it goes
+        too.
         """
         if not ids and not sources:
             return 0
         self._check()
         waited = self._waiting.forget(namespace, ids)
         waiting = self._waiting.records(namespace)
-        remove = partial(self._names.remove, namespace, ids, owner, sources)
+        remove = partial(self._names.remove, namespace, ids, sources)
         found, ended, dropped = self._changing(lambda: self._with_room(remove))
         self._drop(dropped)
         waiting |= self._waiting.records(namespace)
@@ -517,7 +514,7 @@ class KVStore(ABC):
             stays = (
                 record is not None and record.text_hash == tie.text_hash
                 if tie.id
-                else self._names.owners(tie.namespace, tie.source or "")
+                else self._names.indexed(tie.namespace, [tie.source or ""])
             )
             # What has come by a name since is computed again when it is next needed, and stored under that.
             if not self._hold([key])[0] if self._names.leading_to(key) else not stays:

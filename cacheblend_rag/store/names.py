@@ -16,7 +16,6 @@ from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of
 from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
-from cacheblend_rag.store.origins import add_origins, disown, has_origin, made_of, sources_of
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
 __all__ = [
@@ -30,6 +29,7 @@ __all__ = [
     "look_up",
     "name_computed",
     "remove_names",
+    "sources_of",
     "write_names",
 ]
 
@@ -143,29 +143,18 @@ class Names:
             return drop_nameless(connection, replaced, [*keys, *(target.record.key for target in targets.values())])
 
     def remove(
-        self,
-        namespace: str,
-        ids: Sequence[str],
-        owner: str = "",
-        sources: Sequence[str] = (),
+        self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()
     ) -> tuple[set[str], set[str], Dropped]:
         """Remove names, and entries that lose their last name; return which names there were, and which sources have ended.
 
-        With an `owner`, only what is its alone goes, of the ids and of all that it has of the `sources`. A source has ended
-        when no owner has anything of it any more; what was met in prompts alone of its texts goes too. The chunks after them
-        in their documents are read without them, and have other keys from now on.
+        A source has ended when no vector store has anything of it any more; what was met in prompts alone of its texts goes too.
+        The chunks after them in their documents are read without them, and have other keys from now on.
         """
         with self._drafting(namespace, self._database.write) as (connection, drafts):
-            ids = list(ids)
-            if owner:
-                for source in sources:
-                    ids += made_of(connection, namespace, source, "owner = ?", owner)
             # Others may know what is not known here.
             alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
-            if owner:
-                ids = disown(connection, namespace, ids, owner)
             found = keys_of(connection, namespace, ids)
-            ended = set(sources).union(*(sources_of(connection, namespace, node) for node in found))
+            ended = {*sources, *sources_of(connection, namespace, found)}
             remove_names(connection, namespace, found, drafts)
             ended, left = end_sources(connection, namespace, ended, drafts)
             found |= left
@@ -176,20 +165,13 @@ class Names:
             dropped = drop_nameless(connection, keys, [target.record.key for target in targets.values()])
             return set(found), ended, dropped
 
-    def owned(self, namespace: str, owner: str, sources: Iterable[str] | None = None) -> list[str]:
-        """Return the ids that an owner has, or those of them that were made of these sources."""
-        query = "SELECT id FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND owner = ? ORDER BY seq"
+    def indexed(self, namespace: str, sources: Iterable[str] | None = None) -> list[str]:
+        """Return the ids that vector stores have, or those of them that were made of these sources."""
         with self._database.read() as connection:
-            if sources is None:
-                return [row[0] for row in connection.execute(query, (namespace, owner))]
-            found = [made_of(connection, namespace, source, "owner = ?", owner) for source in sources]
-        return [node for nodes in found for node in nodes]
-
-    def owners(self, namespace: str, source: str) -> set[str]:
-        """Return who has anything that was made of a source."""
-        query = "SELECT DISTINCT owner FROM origins JOIN nodes ON seq = node WHERE source = ? AND namespace = ?"
-        with self._database.read() as connection:
-            return {row[0] for row in connection.execute(query, (source, namespace)) if row[0]}
+            if sources is not None:
+                return [id for source in sources for id in _made_of(connection, namespace, source, True)]
+            query = "SELECT id FROM nodes WHERE namespace = ? AND indexed ORDER BY seq"
+            return [row[0] for row in connection.execute(query, (namespace,))]
 
     def rehearse(
         self,
@@ -210,13 +192,13 @@ class Names:
             drafts.remove(others)
             drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
-            new_origin = {record.id for record in records if not has_origin(connection, namespace, record)}
         found = []
         for record, old in zip(records, known, strict=True):
             target = None if record.place is None else targets.pop(record.id, None)
             is_changed = bool(record.id) and (old != record or record.id in drafts.left)
             target = target or NamedTarget(record, lives_s=ttl_s, is_changed=is_changed)
-            found.append(replace(target, is_changed=True) if record.id in new_origin else target)
+            is_new = old is not None and (old.source, old.indexed) != _origin(record, old)
+            found.append(replace(target, is_changed=True) if is_new else target)
         for document in set(others.values()) - {target.document for target in found if target.is_changed}:
             number = next(number for number, target in enumerate(found) if target.document == document)
             found[number] = replace(found[number], is_changed=True)
@@ -386,16 +368,17 @@ def write_names(
     for given in records:
         record = given if given.place is None else targets[given.id].record
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
-        rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator))
+        origin = given.source or record.source, given.indexed or record.indexed
+        rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, *origin))
     keys = [row[2] for row in rows]
     _own(connection, namespace, tenant, keys)
     connection.executemany(
-        "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator) VALUES (?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
-        "token_ids = excluded.token_ids, separator = excluded.separator",
+        "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, source, indexed) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, "
+        "text_hash = excluded.text_hash, token_ids = excluded.token_ids, separator = excluded.separator, "
+        "source = ifnull(excluded.source, source), indexed = max(excluded.indexed, indexed)",
         rows,
     )
-    add_origins(connection, namespace, records)
     return keys
 
 
@@ -418,15 +401,26 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         )
 
 
+def sources_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> set[str]:
+    """Return what the texts of names were made of."""
+    query = "SELECT source FROM nodes WHERE namespace = ? AND id = ? AND source IS NOT NULL"
+    return {row[0] for id in ids for row in connection.execute(query, (namespace, id))}
+
+
 def end_sources(
     connection: sqlite3.Connection, namespace: str, sources: Iterable[str], drafts: Drafts
 ) -> tuple[set[str], dict[str, str]]:
-    """Return those of the sources that no owner has anything of, and remove the names of what prompts alone brought of them."""
-    ended = {source for source in sources if not made_of(connection, namespace, source, "owner != ''")}
-    met = [node for source in ended for node in made_of(connection, namespace, source, "owner = ''")]
+    """Return those of the sources of which no vector store has anything, and remove the names that prompts brought of them."""
+    ended = {source for source in sources if not _made_of(connection, namespace, source, True)}
+    met = [id for source in ended for id in _made_of(connection, namespace, source, False)]
     left = keys_of(connection, namespace, met)
     remove_names(connection, namespace, left, drafts)
     return ended, left
+
+
+def _made_of(connection: sqlite3.Connection, namespace: str, source: str, indexed: bool) -> list[str]:
+    query = "SELECT id FROM nodes WHERE source = ? AND namespace = ? AND indexed = ? ORDER BY seq"
+    return [row[0] for row in connection.execute(query, (source, namespace, indexed))]
 
 
 def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:
@@ -438,14 +432,22 @@ def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[s
 
 def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
     """Return the record of each name, or None where it is unknown."""
-    query = "SELECT key, text_hash, token_ids, separator FROM nodes WHERE namespace = ? AND id = ?"
+    query = "SELECT key, text_hash, token_ids, separator, source, indexed FROM nodes WHERE namespace = ? AND id = ?"
     found: list[NodeRecord | None] = []
     for node in ids:
         row = connection.execute(query, (namespace, node)).fetchone()
-        found.append(
-            None if row is None else NodeRecord(node, row[0], row[1], unpack_tokens(row[2]), unpack_tokens(row[3]))
-        )
+        if row is None:
+            found.append(None)
+            continue
+        key, text_hash, tokens, separator, source, indexed = row
+        packed = unpack_tokens(tokens), unpack_tokens(separator)
+        found.append(NodeRecord(node, key, text_hash, *packed, None, source, bool(indexed)))
     return found
+
+
+def _origin(record: NodeRecord, known: NodeRecord) -> tuple[str | None, bool]:
+    """Return the source of a name, and whether a vector store has it, once a record is recorded."""
+    return record.source or known.source, record.indexed or known.indexed
 
 
 def keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> dict[str, str]:

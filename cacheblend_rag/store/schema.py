@@ -17,7 +17,6 @@ _VERSION = 5
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
 # documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
-# origins: which vector stores have the names, and what their texts were made of.
 # shared: up to where the names that machines share are followed here, where they are.
 _SCHEMA = """
 CREATE TABLE entries (
@@ -28,8 +27,8 @@ CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE nodes (
     seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
-    separator BLOB NOT NULL DEFAULT x'', UNIQUE (namespace, id)
+    token_ids BLOB NOT NULL, separator BLOB NOT NULL, pinned INTEGER NOT NULL DEFAULT 0, source TEXT,
+    indexed INTEGER NOT NULL DEFAULT 0, UNIQUE (namespace, id)
 );
 CREATE TABLE documents (
     number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, tokens INTEGER, separator BLOB NOT NULL,
@@ -39,9 +38,6 @@ CREATE TABLE members (
     seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
     length INTEGER NOT NULL, body TEXT NOT NULL, ends BLOB NOT NULL, expires_at REAL
 );
-CREATE TABLE origins (
-    node INTEGER NOT NULL, owner TEXT NOT NULL, source TEXT NOT NULL, PRIMARY KEY (node, owner)
-) WITHOUT ROWID;
 CREATE TABLE changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
 CREATE TABLE namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE tenants (
@@ -55,11 +51,7 @@ CREATE INDEX entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT N
 CREATE INDEX entries_by_age ON entries (added_at) WHERE NOT named;
 CREATE INDEX nodes_by_key ON nodes (key);
 CREATE INDEX members_by_document ON members (document, arrival);
-CREATE INDEX origins_by_source ON origins (source, owner);
-CREATE INDEX origins_by_owner ON origins (owner);
-CREATE TRIGGER origin_lost AFTER DELETE ON nodes BEGIN
-    DELETE FROM origins WHERE node = old.seq;
-END;
+CREATE INDEX nodes_by_source ON nodes (source) WHERE source IS NOT NULL;
 CREATE TRIGGER entry_named AFTER INSERT ON nodes BEGIN
     UPDATE entries SET named = 1 WHERE key = new.key AND NOT named;
 END;

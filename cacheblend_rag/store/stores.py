@@ -127,7 +127,7 @@ class FolderStore(KVStore):
         write_back_bytes: int = 0,
     ) -> None:
         waiting_bytes = write_back_bytes or ram.limit_bytes
-        super().__init__(disk.index, disk.clock, ram, device, offsite, waiting_bytes, disk.folder.turns)
+        super().__init__(disk.index, disk.clock, ram, device, offsite, waiting_bytes)
         self._writes_at_once = not write_back_bytes and not disk.read_only
         self.path = None if disk.read_only else disk.folder.path
         self._limit_bytes = disk.limit_bytes

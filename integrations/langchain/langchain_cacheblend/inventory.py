@@ -93,10 +93,7 @@ class Siblings:
         self._inner = inner
         with self._lock:
             self._family = self._of.setdefault(engine, weakref.WeakSet())
-            self.name, self.lasting_name = name or "", (name, name is not None)
-            if not name:
-                self.name, lasts, is_certain = self._given_name()
-                self.lasting_name = self.name if lasts else None, is_certain
+            self.name = name or self._given_name()
             self._family.add(self)
 
     def texts(self, ids: Sequence[str]) -> dict[str, str]:
@@ -127,21 +124,16 @@ class Siblings:
                 taken[0],
             )
 
-    def _given_name(self) -> tuple[str, bool, bool]:
-        """Return a name, whether the store has it in other processes too, and whether no other can have it there."""
-        kind = type(self._inner).__name__
+    def _given_name(self) -> str:
         for each in self._family:
             if each._inner is self._inner:
-                lasting, is_certain = each.lasting_name
-                return each.name, lasting is not None, is_certain
-        # Chroma's collections have ids of their own; where there is but a name, another database may have it too.
-        chroma: Any = getattr(self._inner, "_chroma_collection", None)
-        collection = getattr(chroma, "id", None)
+                return each.name
+        kind = type(self._inner).__name__
+        # Chroma's collections have ids of their own.
+        collection = getattr(getattr(self._inner, "_chroma_collection", None), "id", None)
         if collection is not None:
-            settings = chroma._client.get_settings()
-            lasts = bool(settings.is_persistent or settings.chroma_server_host)
-            return f"{kind} {collection}", lasts, lasts
+            return f"{kind} {collection}"
         collection = getattr(self._inner, "collection_name", None)
         name = f"{kind} {collection}"
-        taken = not isinstance(collection, str) or any(each.name == name for each in self._family)
-        return (f"{kind} {uuid.uuid4().hex}", False, False) if taken else (name, True, False)
+        is_taken = not isinstance(collection, str) or any(each.name == name for each in self._family)
+        return f"{kind} {uuid.uuid4().hex}" if is_taken else name

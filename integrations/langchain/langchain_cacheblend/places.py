@@ -65,8 +65,6 @@ class DocumentPlaces:
         for name, given in (("document_keys", keys), ("boundary", boundary)):
             if isinstance(given, str) or not all(isinstance(key, str) for key in given):
                 raise ConfigError(f'{name}={given!r} must be a list of metadata keys, as in {name}=["source"]')
-        # As whose the chunks are added.
-        self.owner = ""
         self._engine = engine
         self._store = store
         self._keys = tuple(keys)
@@ -120,7 +118,7 @@ class DocumentPlaces:
             chunks.append(Chunk(text, id, document=document, start=start, previous=previous))
         for source, piece in before.items():
             self._sources.setdefault(source, _Source()).last = piece
-        return [replace(chunk, source=made_of[str(chunk.id)], owner=self.owner) for chunk in chunks]
+        return [replace(chunk, source=made_of[str(chunk.id)], indexed=True) for chunk in chunks]
 
     def owns(self, document: str | None) -> bool:
         """Return whether a document of the engine is one of this store's."""

@@ -92,8 +92,7 @@ class BlendVectorStore(SearchesInner):
         self._inventory = Inventory(inner)
         self._siblings = Siblings(inner, engine, name)
         self.places = DocumentPlaces(engine, self._siblings.name, document_keys, boundary, context)
-        self._collection = engine.collection(*self._siblings.lasting_name, self._inventory.present)
-        self.places.owner = self._collection.owner
+        self._collection = engine.collection(self._inventory.present)
         super().__init__(inner, self.places.divides)
 
     def __getattr__(self, name: str) -> Any:
@@ -270,7 +269,7 @@ class BlendVectorStore(SearchesInner):
         given = [metadata or {} for _, metadata in zip(ids, chain(metadatas or (), repeat(None)), strict=False)]
         self._siblings.warn_of(ids, texts)
         # What was deleted behind our back, or given other ids since a process was killed, is no context of these texts.
-        self._collection.notice({source for metadata in given if (source := source_of(metadata))}, ids)
+        self._collection.sync({source for metadata in given if (source := source_of(metadata))}, ids)
         rows = [row for row in zip(ids, texts, given, strict=True) if row[1].strip()]
         chunks = self.places.chunks(*zip(*rows, strict=True)) if rows else []
         if len(rows) < len(ids):
@@ -298,18 +297,17 @@ class BlendVectorStore(SearchesInner):
         """
         self.engine.flush()
 
-    def notice(self) -> int:
-        """Forget the KV of documents that were deleted behind this store's back; opening it does so too.
+    def sync(self) -> int:
+        """Forget the KV of documents that were deleted behind this store's back.
 
-        Only where it is certain which store the inner one is, as with Chroma on disk or as a server, or with `name`, and where
-        that can be asked for documents by their ids.
+        Where other processes have vector stores over the same KV, call the engine's `sync` with the ids of all of them instead.
 
         Returns
         -------
         int
             How many chunks were forgotten.
         """
-        return self._collection.notice()
+        return self._collection.sync()
 
     # Retrieving
 

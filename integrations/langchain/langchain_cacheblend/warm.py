@@ -24,8 +24,8 @@ def warm(
 ) -> AddResult | AddJob:
     """Encode the documents that a vector store already has, or that reached it another way.
 
-    What is already encoded is not encoded again, so this can be called at every start. Chunks of documents that the store no
-    longer has are forgotten where `BlendVectorStore.notice` would forget them.
+    What is already encoded is not encoded again, so this can be called at every start. Of the sources of these documents,
+    chunks that the store has no longer are forgotten.
 
     Parameters
     ----------
@@ -49,7 +49,6 @@ def warm(
         If the store is not a `BlendVectorStore`, cannot list its documents, or documents have no ids.
     """
     _check(store, "warm")
-    store.notice()
     documents = store.places.in_reading_order(store._inventory.documents(ids))
     nameless = sum(not document.id for document in documents)
     if nameless:

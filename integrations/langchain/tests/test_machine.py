@@ -89,14 +89,14 @@ class StoreMachine(RuleBasedStateMachine):
                 chunks.append(Chunk(body, id, document=source, start=start))
         if documents:
             self.store.add_documents(documents)
-            self.notice({chunk.document for chunk in chunks if chunk.document}, {chunk.id for chunk in chunks})
+            self.sync({chunk.document for chunk in chunks if chunk.document}, {chunk.id for chunk in chunks})
             self.library.add(chunks, float("inf"))
             self.sources |= {chunk.id: chunk.document for chunk in chunks}
 
-    def notice(self, sources: Collection[str | None] | None = None, spared: Collection[str | None] = ()) -> None:
-        """Take out of the library what was deleted behind the store's back, all or of some sources."""
+    def sync(self, sources: Collection[str | None], spared: Collection[str | None] = ()) -> None:
+        """Take out of the library what was deleted of some sources behind the store's back."""
         lost = set(self.library.readings(0.0)) - set(self.inner.store) - set(spared)
-        self.library.remove([id for id in lost if sources is None or self.sources[id] in sources])
+        self.library.remove([id for id in lost if self.sources[id] in sources])
 
     @rule(ids=SOME_IDS)
     def delete(self, ids: list[str]) -> None:
@@ -110,7 +110,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def warm(self) -> None:
         warm(self.store)
-        self.notice()
+        self.sync({self.sources[id] for id in self.inner.store} - {None})
 
     @rule(ids=SOME_IDS)
     def ask(self, ids: list[str]) -> None:
@@ -130,7 +130,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.engine is not None
         self.engine.close()
         self.open()
-        self.notice()
 
     @precondition(lambda self: self.engine is not None)
     @invariant()

@@ -78,21 +78,6 @@ class Inventory:
         except Exception as error:
             return self._remembered(error, wanted)
 
-    def name(self) -> tuple[str | None, bool]:
-        """Return what tells this store from others in every process, if anything does, and whether only it can have that name."""
-        store: Any = self._store
-        collection = getattr(store, "_collection", None)
-        settings = getattr(getattr(collection, "_client", None), "get_settings", lambda: None)()
-        if settings is not None and not (settings.is_persistent or settings.chroma_server_host):
-            # Chroma in the memory of this process.
-            return None, False
-        kind = type(store).__name__
-        # Chroma's collections have ids of their own; where there is but a name, another database may have it too.
-        if collection is not None and hasattr(collection, "id"):
-            return f"{kind} {collection.id}", True
-        names = (getattr(store, name, None) for name in ("collection_name", "table_name", "index_name"))
-        return next((f"{kind} {name}" for name in names if isinstance(name, str) and name), None), False
-
     async def afind(self, wanted: Wanted = ALL) -> list[str] | None:
         """Do what `find` does."""
         if isinstance(self._store, SimpleVectorStore):

@@ -233,7 +233,6 @@ class NodeEncoder:
         engine: Engine,
         text_of: TextOf | None = None,
         boundary: Boundary | None = None,
-        owner: str = "",
     ) -> None:
         if not (text_of is None or callable(text_of) or isinstance(text_of, BaseNodePostprocessor)):
             raise ConfigError(
@@ -243,8 +242,6 @@ class NodeEncoder:
         self.engine = engine
         self.text_of = llm_text if text_of is None else text_of
         self.boundary = boundary
-        # The vector store that has the nodes, but for those that a docstore keeps to merge others into.
-        self.owner = owner
         # Documents may be cut by the end of a call: what is said to come next, and has not come yet.
         self._awaited: set[str] = set()
 
@@ -294,7 +291,8 @@ class NodeEncoder:
                     if self.boundary is not None and is_own:
                         chunk = placed(chunk, node, self.boundary, followers)
                     is_above = NodeRelationship.CHILD in node.relationships
-                    chunks.append(replace(chunk, owner="" if is_above else self.owner))
+                    # The latter are in a docstore, to merge others into.
+                    chunks.append(replace(chunk, indexed=not is_above))
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
         self._awaited = followers - {node.node_id for node in nodes}

@@ -116,8 +116,8 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._background = background
         self._parents = parents
         self._inventory = Inventory(inner)
-        self._collection = found.collection(*self._inventory.name(), self._present)
-        self._encoder = NodeEncoder(found, text_of, None if alone else divided, self._collection.owner)
+        self._collection = found.collection(self._present)
+        self._encoder = NodeEncoder(found, text_of, None if alone else divided)
 
     @classmethod
     def class_name(cls) -> str:
@@ -175,47 +175,44 @@ class BlendVectorStore(BasePydanticVectorStore):
         """
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
-        self._notice(nodes)
-        with self._collection.filling():
-            encoded = self._encode(nodes)
-            try:
-                held = self._inventory.find(Wanted(node_ids=node_ids))
-                # Where nobody can say what is there, all are deleted first if that is possible. Whatever keeps the store from
-                # deleting, that it has no collection yet for example, it says when it is added to.
-                if held is None:
-                    with suppress(Exception):
-                        self._inner.delete_nodes(node_ids=node_ids)
-                elif held:
-                    self._inner.delete_nodes(node_ids=held)
-                added = self._inner.add(nodes, **kwargs)
-            except BaseException:
-                self.engine.delete([node.node_id for node in encoded])
-                raise
+        self.sync_documents(nodes)
+        encoded = self._encode(nodes)
+        try:
+            held = self._inventory.find(Wanted(node_ids=node_ids))
+            # Where nobody can say what is there, all are deleted first if that is possible. Whatever keeps the store from
+            # deleting, that it has no collection yet for example, it says when it is added to.
+            if held is None:
+                with suppress(Exception):
+                    self._inner.delete_nodes(node_ids=node_ids)
+            elif held:
+                self._inner.delete_nodes(node_ids=held)
+            added = self._inner.add(nodes, **kwargs)
+        except BaseException:
+            self.engine.delete([node.node_id for node in encoded])
+            raise
         self._inventory.note(encoded)
-        self._notice(nodes)
+        self.sync_documents(nodes)
         return added
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Do what `add` does."""
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
-        await asyncio.to_thread(self._notice, nodes)
-        # Whoever is alone with the store is so for moments, and waited for by the thread that encodes.
-        with self._collection.filling():
-            encoded = await asyncio.to_thread(self._encode, nodes)
-            try:
-                held = await self._inventory.afind(Wanted(node_ids=node_ids))
-                if held is None:
-                    with suppress(Exception):
-                        await self._inner.adelete_nodes(node_ids=node_ids)
-                elif held:
-                    await self._inner.adelete_nodes(node_ids=held)
-                added = await self._inner.async_add(nodes, **kwargs)
-            except BaseException:
-                await asyncio.to_thread(self.engine.delete, [node.node_id for node in encoded])
-                raise
+        await asyncio.to_thread(self.sync_documents, nodes)
+        encoded = await asyncio.to_thread(self._encode, nodes)
+        try:
+            held = await self._inventory.afind(Wanted(node_ids=node_ids))
+            if held is None:
+                with suppress(Exception):
+                    await self._inner.adelete_nodes(node_ids=node_ids)
+            elif held:
+                await self._inner.adelete_nodes(node_ids=held)
+            added = await self._inner.async_add(nodes, **kwargs)
+        except BaseException:
+            await asyncio.to_thread(self.engine.delete, [node.node_id for node in encoded])
+            raise
         self._inventory.note(encoded)
-        await asyncio.to_thread(self._notice, nodes)
+        await asyncio.to_thread(self.sync_documents, nodes)
         return added
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
@@ -268,7 +265,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     def clear(self) -> None:
         """Delete all nodes of the inner store, and forget their KV."""
         found = self._inventory.find()
-        gone = self._forget(found, [*self._inventory.remembered(), *self._collection.ids()])
+        gone = self._forget(found, self._inventory.remembered())
         # Some stores, Chroma among them, cannot delete nothing.
         with suppress(*([Exception] if found == [] else [])):
             self._inner.clear()
@@ -277,7 +274,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     async def aclear(self) -> None:
         """Do what `clear` does."""
         found = await self._inventory.afind()
-        gone = await asyncio.to_thread(self._forget, found, [*self._inventory.remembered(), *self._collection.ids()])
+        gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered())
         with suppress(*([Exception] if found == [] else [])):
             await self._inner.aclear()
         await asyncio.to_thread(self._forget_again, gone)
@@ -318,17 +315,22 @@ class BlendVectorStore(BasePydanticVectorStore):
         """
         self.engine.flush()
 
-    def notice(self) -> int:
-        """Forget the KV of nodes that were deleted behind this store's back; opening it does so too.
+    def sync(self) -> int:
+        """Forget the KV of nodes that were deleted behind this store's back.
 
-        Only where the inner store says which it is, as Chroma does on disk or as a server, and can be asked for nodes.
+        Where other processes have vector stores over the same KV, call the engine's `sync` with the ids of all of them instead.
 
         Returns
         -------
         int
             How many chunks were forgotten.
         """
-        return self._collection.notice()
+        return self._collection.sync()
+
+    def sync_documents(self, nodes: Sequence[BaseNode]) -> None:
+        """Forget what a killed process, or who deleted behind our back, has left of the documents of these nodes."""
+        documents = {node.ref_doc_id for node in nodes if node.ref_doc_id}
+        self._collection.sync(documents, {node.node_id for node in nodes})
 
     def remember(self, nodes: Sequence[BaseNode]) -> None:
         """Note nodes that are encoded and stand elsewhere, in a docstore: `delete` of their document forgets their KV too."""
@@ -349,11 +351,6 @@ class BlendVectorStore(BasePydanticVectorStore):
 
     def _present(self, node_ids: Sequence[str]) -> list[str] | None:
         return self._inventory.find(Wanted(node_ids=node_ids))
-
-    def _notice(self, nodes: Sequence[BaseNode]) -> None:
-        """Forget what a killed process, or who deleted behind our back, has left of the documents of these nodes."""
-        documents = {node.ref_doc_id for node in nodes if node.ref_doc_id}
-        self._collection.notice(documents, {node.node_id for node in nodes})
 
     def _forget(
         self, found: Sequence[str] | None, remembered: Sequence[str] = (), document: str | None = None

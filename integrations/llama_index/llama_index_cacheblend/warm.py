@@ -227,7 +227,7 @@ def warm_index(
             start += len(batch)
     if isinstance(store, BlendVectorStore) and store.engine is encoder.engine:
         store.remember(found)
-        store.notice()
+        store.sync_documents(found)
 
     def sum_up(results: Sequence[AddResult]) -> WarmResult:
         return WarmResult(
@@ -312,8 +312,7 @@ def _encoder_of(
         if text_of is None and (engine is None or engine is store.engine):
             return store.encoder
         own = store.encoder
-        owner = own.owner if engine in (None, store.engine) else ""
-        return NodeEncoder(engine or store.engine, text_of or own.text_of, own.boundary, owner)
+        return NodeEncoder(engine or store.engine, text_of or own.text_of, own.boundary)
     return NodeEncoder(find_engine(engine), text_of, Boundary())
 
 

@@ -130,7 +130,9 @@ class IndexMachine(RuleBasedStateMachine):
     # What the index is asked to do.
 
     def _added(self, document: str, text: str) -> None:
-        for node in nodes_of(document, text):
+        nodes = nodes_of(document, text)
+        self._synced({document} if nodes else set(), {node.node_id for node in nodes})
+        for node in nodes:
             self.live[node.node_id] = (document, node.get_content())
             self.names[node.node_id] = self._chunk(node.node_id)
             self.added[node.node_id] = document
@@ -151,6 +153,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.owned -= {node_id for node_id in self.owned if node_id in node_ids or node_id.split("/")[0] == whole}
         ended = touched - {node_id.split("/")[0] for node_id in self.owned}
         self.names = {id: chunk for id, chunk in self.names.items() if id.split("/")[0] not in ended}
+
+    def _synced(self, documents: set[str], spared: set[str]) -> None:
+        """Take away the names of nodes of documents that were deleted behind the store's back."""
+        lost = {id for id in self.owned - self.live.keys() - spared if id.split("/")[0] in documents}
+        self.owned -= lost
+        ended = {id.split("/")[0] for id in lost} - {id.split("/")[0] for id in self.owned | spared}
+        self.names = {id: chunk for id, chunk in self.names.items() if id not in lost and id.split("/")[0] not in ended}
 
     def _of(self, document: str) -> set[str]:
         there = {node_id for node_id, (owner, _) in self.live.items() if owner == document}
@@ -211,6 +220,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.owned.clear()
         self.names.update({node_id: self._chunk(node_id) for node_id in self.live})
         self.owned |= self.live.keys()
+        self._synced({document for document, _ in self.live.values()}, set())
         self.added.update({node_id: document for node_id, (document, _) in self.live.items()})
         self.check()
 

@@ -136,27 +136,18 @@ class Unit:
         How it is read.
     pieces : sequence of NamedPiece
         Its chunks, in the order in which they came; none where it is no more.
-    origins : sequence of (str, str, str)
-        The id, an owner and a source of each origin of its chunks.
     """
 
     name: UnitName
     tenant: str = ""
     rules: ReadingRules = field(default_factory=ReadingRules)
     pieces: Sequence[NamedPiece] = ()
-    origins: Sequence[tuple[str, str, str]] = ()
 
     def packed(self) -> bytes | None:
         """Return it as bytes, None where it has no chunks."""
         if not self.pieces:
             return None
-        state = [
-            self.tenant,
-            self.rules.limit,
-            self.rules.separator,
-            [_row(piece) for piece in self.pieces],
-            self.origins,
-        ]
+        state = [self.tenant, self.rules.limit, self.rules.separator, [_row(piece) for piece in self.pieces]]
         return json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode()
 
     @classmethod
@@ -171,11 +162,10 @@ class Unit:
         if state is None:
             return cls(name)
         try:
-            tenant, limit, separator, rows, origins = json.loads(state)
+            tenant, limit, separator, rows = json.loads(state)
             pieces = [_piece(*row) for row in rows]
             rules = ReadingRules(limit, tuple(separator))
-            found = [(str(id), str(owner), str(source)) for id, owner, source in origins]
-            return cls(name, tenant, rules, pieces, found)
+            return cls(name, tenant, rules, pieces)
         except (ValueError, TypeError) as error:
             what = name.document or name.id
             raise StoreError(
@@ -296,7 +286,8 @@ class NameLog:
 def _row(piece: NamedPiece) -> list[Any]:
     record, expires_at = piece
     place = None if record.place is None else astuple(record.place)
-    return [record.id, record.key, record.text_hash, record.token_ids, record.separator, place, expires_at]
+    tokens = record.token_ids, record.separator
+    return [record.id, record.key, record.text_hash, *tokens, place, record.source, record.indexed, expires_at]
 
 
 def _piece(
@@ -306,11 +297,16 @@ def _piece(
     token_ids: list[int],
     separator: list[int],
     place: list[Any] | None,
+    source: str | None,
+    indexed: bool,
     expires_at: float | None,
 ) -> NamedPiece:
     """Return the chunk that `_row` made a row of; its key is one, since files are called by it."""
     stands = None if place is None else Place(*(*place[:-1], tuple(place[-1])))
-    return NamedPiece(NodeRecord(id, valid_key(key), text_hash, tuple(token_ids), tuple(separator), stands), expires_at)
+    return NamedPiece(
+        NodeRecord(id, valid_key(key), text_hash, tuple(token_ids), tuple(separator), stands, source, indexed),
+        expires_at,
+    )
 
 
 def _whole(birth: bytes, digits: bytes) -> str:

@@ -31,9 +31,9 @@ from cacheblend_rag.store.names import (
     keys_of,
     look_up,
     remove_names,
+    sources_of,
     write_names,
 )
-from cacheblend_rag.store.origins import sources_of
 from cacheblend_rag.store.waiting import WriteBack
 from cacheblend_ray.log import Behind, NameLog, Unit, UnitName
 
@@ -227,7 +227,7 @@ class LoggedNames(SharedNames):
             held = [id for unit in units for id in _held(drafts, unit.name)]
             replaced = keys_of(connection, namespace, [*held, *ids])
             gone = [id for id in held if id in replaced and id not in ids]
-            sources = set().union(*(sources_of(connection, namespace, id) for id in (*held, *ids) if id in replaced))
+            sources = sources_of(connection, namespace, replaced)
             remove_names(connection, namespace, gone, drafts)
             # Their order, and how long they live, are what they are elsewhere too.
             drafts.remove(ids)
@@ -244,7 +244,6 @@ class LoggedNames(SharedNames):
                 )
             ]
             dropped_keys = [*replaced.values(), *drafts.save(targets, ids)]
-            _set_origins(connection, namespace, ids, [each for unit in units for each in unit.origins])
             ended, left = end_sources(connection, namespace, sources, drafts)
             if left:
                 targets = drafts.targets()
@@ -328,32 +327,11 @@ def _units_now(connection: sqlite3.Connection, namespace: str, drafts: Drafts, a
     tenant = "" if row is None else str(row[0])
     for document in drafts.names():
         rules, pieces = drafts.pieces(document)
-        origins = _origins_of(connection, namespace, [piece.record.id for piece in pieces])
-        yield Unit(UnitName(namespace, document=document), tenant, rules, pieces, origins)
+        yield Unit(UnitName(namespace, document=document), tenant, rules, pieces)
     for id in dict.fromkeys(alone):
         [record] = look_up(connection, namespace, [id])
         pieces = [] if record is None or drafts.document_of(id) is not None else [NamedPiece(record, None)]
-        yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces, origins=_origins_of(connection, namespace, [id]))
-
-
-def _origins_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Return id, owner and source of each origin of chunks."""
-    query = (
-        "SELECT id, owner, source FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND id = ? ORDER BY owner"
-    )
-    return [row for id in ids for row in connection.execute(query, (namespace, id))]
-
-
-def _set_origins(
-    connection: sqlite3.Connection, namespace: str, ids: Iterable[str], origins: Iterable[tuple[str, str, str]]
-) -> None:
-    """Let chunks have these origins and no others."""
-    node = "(SELECT seq FROM nodes WHERE namespace = ? AND id = ?)"
-    connection.executemany(f"DELETE FROM origins WHERE node = {node}", [(namespace, id) for id in ids])
-    connection.executemany(
-        "INSERT INTO origins SELECT seq, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
-        [(owner, source, namespace, id) for id, owner, source in origins],
-    )
+        yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces)
 
 
 def _note(connection: sqlite3.Connection, birth: str, position: int) -> None:

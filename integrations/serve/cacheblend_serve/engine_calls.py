@@ -104,13 +104,12 @@ async def _estimate(request: ChunksCall, asker: FromAsker) -> dict[str, Any]:
 
 @router.post("/v1/engine/delete", response_model=None)
 async def _delete(request: IdsCall, asker: FromAsker) -> int:
-    sources = request.sources or ()
-    return await asker.of_library(lambda library: library.delete(request.ids, owner=request.owner, sources=sources))
+    return await asker.of_library(lambda library: library.delete(request.ids, sources=request.sources or ()))
 
 
-@router.post("/v1/engine/owned", response_model=None)
-async def _owned(request: IdsCall, asker: FromAsker) -> list[str]:
-    return await asker.of_library(lambda library: library.owned(request.owner, request.sources))
+@router.post("/v1/engine/indexed", response_model=None)
+async def _indexed(request: IdsCall, asker: FromAsker) -> list[str]:
+    return await asker.of_library(lambda library: library.indexed(request.sources))
 
 
 @router.get("/v1/engine/document", response_model=None)

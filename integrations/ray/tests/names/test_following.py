@@ -59,7 +59,7 @@ def test_documents_are_read_alike(pair: tuple[KVStore, KVStore]) -> None:
     assert one.names.lookup(NAMESPACE, ["a", "b", "c"]) == two.names.lookup(NAMESPACE, ["a", "b", "c"])
     one.name(NAMESPACE, [piece("b", "d", 0, 1)], whole=True)
     assert two.names.document(NAMESPACE, "d") == ["b"]
-    assert two.names.owned(NAMESPACE, "chroma") == ["b"]
+    assert two.names.indexed(NAMESPACE) == ["b"]
 
 
 def test_a_chunk_moves_between_documents_and_none(pair: tuple[KVStore, KVStore]) -> None:

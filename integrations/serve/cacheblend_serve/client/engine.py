@@ -12,12 +12,11 @@ import weakref
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, overload
-from uuid import uuid4
 
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer
@@ -201,20 +200,22 @@ class ServedEngine:
         names = WarmEstimate.__dataclass_fields__
         return WarmEstimate(**{name: sum(getattr(each, name) for each in told) for name in names})
 
-    def delete(self, ids: Iterable[str], *, owner: str = "", sources: Iterable[str] = ()) -> int:
+    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
         parts, wanted = list(_parts(id_list(ids))) or [[]], id_list(sources)
         return sum(
-            self._server.post(
-                "/v1/engine/delete", {"ids": part, "owner": owner, "sources": wanted if number == 0 else []}
-            )
+            self._server.post("/v1/engine/delete", {"ids": part, "sources": [] if number + 1 < len(parts) else wanted})
             for number, part in enumerate(parts)
         )
 
     def delete_document(self, document: str) -> int:
         return self.delete(self.document(document))
 
-    def collection(self, name: str | None, is_known: bool, present: Present) -> EngineCollection:
-        return _ServedCollection(self, name)
+    def sync(self, present_ids: Iterable[str]) -> int:
+        present = set(id_list(present_ids))
+        return self.delete(id for id in self.indexed() if id not in present)
+
+    def collection(self, present: Present) -> EngineCollection:
+        return _ServedCollection(self)
 
     def document(self, document: str) -> list[str]:
         return list(self._server.get("/v1/engine/document", name=document))
@@ -228,10 +229,9 @@ class ServedEngine:
     def ids(self) -> list[str]:
         return list(self._server.get("/v1/engine/ids"))
 
-    def owned(self, owner: str, sources: Collection[str] | None) -> list[str]:
-        """Return the ids that an owner has, or those of them that were made of these sources."""
-        body = {"owner": owner, "sources": None if sources is None else list(sources)}
-        return list(self._server.post("/v1/engine/owned", body))
+    def indexed(self, sources: Iterable[str] | None = None) -> list[str]:
+        body = {"sources": None if sources is None else id_list(sources)}
+        return list(self._server.post("/v1/engine/indexed", body))
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         return _records.validate_python(list(self._look_up("/v1/engine/records", ids)))
@@ -379,26 +379,18 @@ class _ServedConversation:
 class _ServedCollection:
     """The chunks of a server that a vector store here has: what is deleted through its wrapper is forgotten there.
 
-    What the vector store loses in another way is not noticed, since others fill the same tenant's store meanwhile and cannot be
-    waited for. It is not retrieved any more, and so not used.
+    What the vector store loses in another way is not noticed, since others fill the same tenant's store meanwhile. It is not
+    retrieved any more, and so not used; `ServedEngine.sync` forgets it.
     """
 
-    def __init__(self, engine: ServedEngine, name: str | None) -> None:
-        self.owner = name or f"?{uuid4().hex}"
+    def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
 
-    def ids(self, sources: Collection[str] | None = None) -> list[str]:
-        return self._engine.owned(self.owner, sources)
-
-    def filling(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def forget(self, ids: Sequence[str], sources: Sequence[str] = ()) -> None:
-        self._engine.delete(ids, sources=sources)
-        for source in sources:
-            self._engine.delete((), owner=self.owner, sources=[source])
+        made = self._engine.indexed(sources) if sources else []
+        self._engine.delete([*ids, *made], sources=sources)
 
-    def notice(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
+    def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
         return 0
 
 

@@ -137,10 +137,9 @@ class ChunksCall(_Item):
 
 
 class IdsCall(_Item):
-    """Ids of chunks; to forget them, those of an owner and of what was made of sources as well."""
+    """Ids of chunks, and what some were made of."""
 
     ids: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
-    owner: str = ""
     sources: list[str] | None = Field(default=None, max_length=_MOST_CHUNKS)
 
 

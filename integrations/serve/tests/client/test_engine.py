@@ -29,11 +29,11 @@ from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
 from integrations.serve.tests.conftest import engine_of, serving
 
-PIECE = partial(Chunk, document="mara", source="mara.txt", owner="shelf")
+PIECE = partial(Chunk, document="mara", source="mara.txt", indexed=True)
 STORY = [
     PIECE("Mara Lind was born in Oslo and moved north.\n", "born", start=0),
     PIECE("She works at the harbour as a rope maker.\n", "works", start=44),
-    Chunk("A striped goat called Pim lives there too.\n", "goat", owner="shelf"),
+    Chunk("A striped goat called Pim lives there too.\n", "goat", indexed=True),
 ]
 HEAD = FixedText("Answer the question from the context only.\n\n")
 PROMPT = BlendPrompt(HEAD, ["works", "goat", Chunk("Nobody else is there.\n")], "\nQuestion: Who works?")
@@ -136,17 +136,17 @@ def test_names_are_those_of_the_engine(engine: BlendEngine, served: ServedEngine
 
 def test_what_is_deleted_is_gone(engine: BlendEngine, served: ServedEngine) -> None:
     served.add(STORY)
-    shelf = served.collection("shelf", True, lambda ids: set())
-    assert sorted(shelf.ids()) == ["born", "goat", "works"]
-    assert shelf.ids(["mara.txt"]) == ["born", "works"]
+    shelf = served.collection(lambda ids: set())
+    assert sorted(served.indexed()) == ["born", "goat", "works"]
+    assert served.indexed(["mara.txt"]) == ["born", "works"]
     # What a vector store loses behind our back is not noticed at a server.
-    assert shelf.notice() == 0
-    with shelf.filling():
-        served.add([Chunk("Later.", "later", owner="shelf")])
+    assert shelf.sync() == 0
+    served.add([Chunk("Later.", "later", indexed=True)])
     assert served.delete(["goat"]) == 1
     shelf.forget([], ["mara.txt"])
     assert engine.ids() == ["later"]
     assert served.delete_document("mara") == 0
+    assert (served.sync(["later"]), served.sync([])) == (0, 1)
 
 
 def test_chunks_that_cannot_be_served_are_named(engine: BlendEngine, served: ServedEngine) -> None:

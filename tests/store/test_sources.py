@@ -1,4 +1,4 @@
-"""Names go by whose they are and what their texts were made of, and KV that nobody came to name goes too."""
+"""What was met in prompts alone goes with what its text was made of."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,36 +16,30 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
     return open_store(None if request.param == "ram" else tmp_path / "store", ROOM)
 
 
-def add(store: KVStore, number: int, owner: str, source: str = "d") -> None:
+def add(store: KVStore, number: int, indexed: bool = True, source: str = "d") -> None:
     store.put(key_of(number), make_kv(number))
-    store.name("ns", [replace(record(f"n{number}", number), source=source, owner=owner)])
+    store.name("ns", [replace(record(f"n{number}", number), source=source, indexed=indexed)])
 
 
-def test_what_no_owner_has_goes_with_the_last_that_one_has(store: KVStore) -> None:
-    add(store, 1, "one")
-    add(store, 2, "other")
-    add(store, 3, "")
-    add(store, 4, "", source="another")
+def test_what_no_vector_store_has_goes_with_the_last_that_one_has(store: KVStore) -> None:
+    add(store, 1)
+    add(store, 2)
+    add(store, 3, False)
+    add(store, 4, False, source="another")
+    # What a vector store has it has, whoever meets it in a prompt.
+    add(store, 2, False)
+    assert store.names.indexed("ns") == store.names.indexed("ns", ["d", "another"]) == ["n1", "n2"]
     assert store.forget("ns", ["n1"]) == 1
     assert store.names.ids("ns") == ["n2", "n3", "n4"]
     assert store.forget("ns", ["n2"]) == 2
     assert store.names.ids("ns") == ["n4"]
     assert store.holds([key_of(number) for number in range(1, 5)]) == [False, False, False, True]
-
-
-def test_an_owner_forgets_what_nobody_else_has(store: KVStore) -> None:
-    for owner in ("one", "other"):
-        add(store, 1, owner)
-    add(store, 2, "one")
-    assert store.forget("ns", ["n1", "n2"], "one") == 1
-    assert store.names.ids("ns") == ["n1"]
-    assert store.forget("ns", [], "other", ["d"]) == 1
-    assert store.names.ids("ns") == []
+    assert store.forget("ns", [], ["another"]) == 1
 
 
 def test_a_miss_that_waits_goes_with_its_source(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store", ROOM, write_back_bytes=1 << 20)
-    add(store, 1, "one")
+    add(store, 1)
     met = replace(record("met", 2), source="d")
     assert store.put_later(key_of(2), make_kv(2), "ns", [met])
     assert store.forget("ns", ["n1"]) == 2
@@ -54,7 +48,7 @@ def test_a_miss_that_waits_goes_with_its_source(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_in_ram_goes_with_the_name_it_was_met_under(store: KVStore) -> None:
-    add(store, 1, "one")
+    add(store, 1)
     for number in (2, 3):
         store.cache(key_of(number), make_kv(number), tied=("ns", "n1" if number == 2 else None, "d"))
     store.cache(key_of(4), make_kv(4))
@@ -64,7 +58,7 @@ def test_what_is_kept_in_ram_goes_with_the_name_it_was_met_under(store: KVStore)
 
 
 def test_what_is_kept_in_ram_and_comes_by_a_name_is_stored_under_it(store: KVStore) -> None:
-    add(store, 1, "one")
+    add(store, 1)
     store.cache(key_of(2), make_kv(2), tied=("ns", "n1", None))
     store.name("ns", [record("n2", 2)])
     # Where there are files it has to be among them.
@@ -76,14 +70,7 @@ def test_what_is_kept_in_ram_and_comes_by_a_name_is_stored_under_it(store: KVSto
 
 def test_another_process_deletes_what_ram_holds(tmp_path: Path) -> None:
     store, other = open_store(tmp_path / "store", ROOM), open_store(tmp_path / "store", ROOM)
-    add(store, 1, "one")
+    add(store, 1)
     store.cache(key_of(2), make_kv(2), tied=("ns", "n1", None))
     other.forget("ns", ["n1"])
     assert store.stats().ram_bytes == 0
-
-
-def test_turns(store: KVStore) -> None:
-    with store.turns.filling(), store.turns.filling(), store.turns.alone() as is_alone:
-        assert not is_alone
-    with store.turns.alone() as is_alone, store.turns.alone() as is_alone_too:
-        assert is_alone and not is_alone_too
