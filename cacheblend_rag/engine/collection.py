@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from weakref import WeakSet
 
-from cacheblend_rag.engine.protocol import Present
-
-if TYPE_CHECKING:
-    from cacheblend_rag.engine.library import ChunkLibrary
+from cacheblend_rag.engine.protocol import Library, Present
 
 __all__ = ["ChunkCollection"]
 
@@ -27,7 +24,7 @@ class ChunkCollection:
 
     Parameters
     ----------
-    library : ChunkLibrary
+    library : Library
         The library.
     present : callable
         Returns those of some ids that the vector store has; None if it cannot say.
@@ -35,7 +32,7 @@ class ChunkCollection:
 
     _living: ClassVar[WeakSet[ChunkCollection]] = WeakSet()
 
-    def __init__(self, library: ChunkLibrary, present: Present) -> None:
+    def __init__(self, library: Library, present: Present) -> None:
         self._library = library
         self._present = present
         self._living.add(self)
