@@ -56,8 +56,7 @@ class PromptLayout:
     @cached_property
     def context_rows(self) -> torch.Tensor:
         """The rows of chunk tokens, ascending, int64."""
-        rows = [row for span in self.chunks for row in range(span.start, span.stop)]
-        return torch.tensor(rows, dtype=torch.int64)
+        return torch.cat([torch.arange(0), *(torch.arange(span.start, span.stop) for span in self.chunks)])
 
     @cached_property
     def text_rows(self) -> torch.Tensor:
