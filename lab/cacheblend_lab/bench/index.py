@@ -27,7 +27,6 @@ from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import NodeRecord, open_store
 from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.index import Entry
 from cacheblend_rag.store.names import Names
 
 __all__ = ["IndexBench", "IndexRow", "make_index"]
@@ -126,21 +125,22 @@ def make_index(folder: Path, entries: int) -> None:
         names = Names(tier.index, tier.clock)
         rows = _rows(entries)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
-            tier.index.add_many([(record.key, entry) for record, entry in batch])
-            names.record(_TENANT, [record for record, _ in batch])
+            with tier.database.write() as connection:
+                connection.executemany(
+                    "INSERT INTO entries (key, bytes) VALUES (?, 64)", [(record.key,) for record in batch]
+                )
+            names.record(_TENANT, batch)
         tier.database.tidy()
     finally:
         tier.close()
 
 
-def _rows(entries: int) -> Iterator[tuple[NodeRecord, Entry]]:
+def _rows(entries: int) -> Iterator[NodeRecord]:
     for number in range(entries):
         # Keys and ids without order, as digests are.
         digest = hashlib.blake2b(str(number).encode(), digest_size=20).digest()
-        key = digest.hex()
         tokens = tuple((number + 7 * place) % 50_000 for place in range(_TOKENS))
-        record = NodeRecord(_id(number), key, digest[:16].hex(), tokens)
-        yield record, Entry(f"{key}.{number:016x}.safetensors", 64, digest[:16], "", 0.0)
+        yield NodeRecord(_id(number), digest.hex(), digest[:16].hex(), tokens)
 
 
 def _id(number: int) -> str:
