@@ -186,7 +186,9 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
     def __next__(self) -> str:
         piece = self._feed.next()
         if piece is None:
-            self._feed.outcome()
+            # One that was closed just ends; what became of it, `result` says.
+            if not self._stop.is_set():
+                self._feed.outcome()
             raise StopIteration
         return piece
 
@@ -196,7 +198,8 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
     async def __anext__(self) -> str:
         piece = await self._feed.anext()
         if piece is None:
-            await self._feed.aoutcome()
+            if not self._stop.is_set():
+                await self._feed.aoutcome()
             raise StopAsyncIteration
         return piece
 

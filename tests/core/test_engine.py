@@ -358,8 +358,9 @@ def test_a_stream_closed_before_its_turn_computes_nothing(engine: BlendEngine) -
     with engine._runner.scheduler:
         stream = engine.stream(_prompt(CHUNKS), 50, do_sample=False)
         stream.close()
+    assert list(stream) == []
     with pytest.raises(CacheBlendError, match="ended before it began"):
-        list(stream)
+        stream.result()
 
 
 def test_a_chunk_deleted_while_it_is_encoded_is_not_kept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
