@@ -13,7 +13,6 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.database import DamagedIndexError
-from cacheblend_rag.store.stores import FolderStore
 
 __all__ = ["AnsweringStore", "TenantStore"]
 
@@ -44,7 +43,7 @@ class AnsweringStore:
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None:
         """Return the record of each id; None where they cannot be read."""
-        return self._ask(None, "names", lambda: self.store.names.lookup(namespace, ids))
+        return self._ask(None, "names", self.store.lookup, namespace, ids)
 
     def document(self, namespace: str, document: str) -> list[str] | None:
         """Return the ids of a document's chunks; None where they cannot be read."""
@@ -117,7 +116,7 @@ class TenantStore:
 
     def __init__(self, store: KVStore, tenant: str, namespace: str) -> None:
         self.path: Path | None = store.path
-        self.outlives_process = isinstance(store, FolderStore)
+        self.outlives_process = store.outlives_process
         self.probes = store.probes
         self._store, self._tenant, self._namespace = store, tenant, namespace
 

@@ -12,15 +12,17 @@ import torch
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.maintenance import CheckReport, GarbageReport, check_store, collect_garbage, pin_chunks
 from cacheblend_rag.store.names import NamesSource
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote, shown_url
 from cacheblend_rag.store.remote.offsite import Offsite
-from cacheblend_rag.store.stores import FolderStore, MemoryStore
+from cacheblend_rag.store.tiers import Tiers
 
 __all__ = [
     "CheckReport",
@@ -120,9 +122,11 @@ def open_store(
     offsite = None if tier is None else Offsite(tier, codec)
     source = _names_at(names) if isinstance(names, str) else names
     if location is None:
-        return _following(MemoryStore(ram, device, clock or time.time, offsite), source)
+        index = Index(Database())
+        return _following(KVStore(index, Tiers(index, clock or time.time, device, ram), offsite), source)
     disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, False, lock_timeout_s, unnamed_days)
-    return _following(FolderStore(disk, ram, device, offsite, write_back_bytes), source)
+    tiers = Tiers(disk.index, disk.clock, device, ram, disk)
+    return _following(KVStore(disk.index, tiers, offsite, write_back_bytes), source)
 
 
 def _following(store: KVStore, source: NamesSource | None) -> KVStore:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store.database import Database
 
-__all__ = ["Dropped", "Entry", "Index", "claim", "counter", "drop_entries"]
+__all__ = ["Dropped", "Entry", "Index", "claim", "counter", "drop_entries", "pinned_keys"]
 
 # Other processes that saw fewer deletions than are kept look through all they hold.
 _DELETIONS_KEPT = 4096
@@ -76,6 +76,11 @@ class Index:
             if tenant is None:
                 return counter(connection, "pinned_bytes")
             return int(connection.execute(query, (tenant,)).fetchone()[0])
+
+    def pinned(self, keys: Iterable[str]) -> list[str]:
+        """Return those keys that a pinned name leads to."""
+        with self.database.read() as connection:
+            return pinned_keys(connection, keys)
 
     def held_bytes(self) -> int:
         """Return the size of all files."""
@@ -246,6 +251,12 @@ def counter(connection: sqlite3.Connection, name: str) -> int:
     """Return the value of a counter."""
     row = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
     return 0 if row is None else int(row[0])
+
+
+def pinned_keys(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
+    """Return those keys that a pinned name leads to."""
+    query = "SELECT 1 FROM nodes WHERE key = ? AND pinned"
+    return [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone()]
 
 
 def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: Dropped) -> None:

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.codec import PackedKV
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import Fate, KVReader, NodeRecord, StoreStats, TierProbe, count_of
-from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV, device_probe
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
-from cacheblend_rag.store.names import Names, NamesSource, SharedNames
-from cacheblend_rag.store.ram import RamReader, RamTier, Tie, ram_probe
+from cacheblend_rag.store.names import Names, NamesSource, SharedNames, name_computed
+from cacheblend_rag.store.ram import RamReader
 from cacheblend_rag.store.remote.offsite import Offsite
+from cacheblend_rag.store.tiers import Tiers
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
 __all__ = ["KVStore"]
 
 Result = TypeVar("Result")
 
+# Of so many texts without a name it is known what they go with; those of the oldest stay until RAM needs their room.
+_TIES_KEPT = 4096
 
-class KVStore(ABC):
+
+class KVStore:
     """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one.
 
     A key is a digest of everything the KV depends on (model, tokenizer, preamble, tokens) and of its owner (the tenant),
@@ -39,9 +39,20 @@ class KVStore(ABC):
     A time to live, `ttl_s`, makes KV a miss once it is over; None is for ever. Of several times asked for the longest counts.
     Names stay.
 
-    Nothing is on a device that is not in a slower tier too. The remote tier gets a copy of what is put, in the background, and
-    keeps it when there is no more room here; what is found there alone is read from there, and kept here. Only KV without a time
-    to live goes there.
+    The remote tier gets a copy of what is put, in the background, and keeps it when there is no more room here; what is found
+    there alone is read from there, and kept here. Only KV without a time to live goes there.
+
+    Parameters
+    ----------
+    index : Index
+        What is where, and the names.
+    tiers : Tiers
+        Where KV is held on this machine.
+    offsite : Offsite, optional
+        The remote tier.
+    write_back_bytes : int
+        Maximum bytes of KV of misses that wait to be written; with 0 they are written at once, and only what cannot be written
+        waits, at most as much as RAM holds.
 
     Attributes
     ----------
@@ -51,31 +62,24 @@ class KVStore(ABC):
         Whether the store's contents end with this process and are reachable through this object alone.
     """
 
-    path: Path | None = None
-    is_private = False
-
-    def __init__(
-        self,
-        index: Index,
-        clock: Callable[[], float],
-        ram: RamTier,
-        device: DeviceTier,
-        offsite: Offsite | None,
-        write_back_bytes: int = 0,
-    ) -> None:
-        self._clock = clock
-        self._ram = ram
-        self._device = device
-        self._offsite = offsite
-        self._waiting = WriteBack(self._write, write_back_bytes)
-        self._writes_at_once = not write_back_bytes
-        self._index = index
-        self._names = Names(index, clock, self._waiting)
+    def __init__(self, index: Index, tiers: Tiers, offsite: Offsite | None = None, write_back_bytes: int = 0) -> None:
+        self._index, self._tiers, self._offsite = index, tiers, offsite
+        self._clock = tiers.clock
+        self.is_private = tiers.disk is None and offsite is None
+        self.path = tiers.path
+        self._waiting = WriteBack(self._write, write_back_bytes or (tiers.ram.limit_bytes if tiers.disk else 0))
+        self._writes_at_once = not write_back_bytes and (tiers.disk is None or tiers.path is not None)
+        self._names = Names(index, tiers.clock, self._waiting)
         self._shared: SharedNames | None = None
         self._closed = False
         self._process = os.getpid()
-        # The state of the names for which what is in RAM without one was looked through; None if there is no such thing.
-        self._tied_at: int | None = None
+        # What KV in RAM without a name goes with: a namespace, an id and a source.
+        self._ties: dict[str, tuple[str, str | None, str | None]] = {}
+
+    @property
+    def outlives_process(self) -> bool:
+        """Whether it is over a folder, which is there when this process has ended."""
+        return self._tiers.disk is not None
 
     @property
     def names(self) -> Names:
@@ -86,6 +90,12 @@ class KVStore(ABC):
         if self._shared is not None:
             self._shared.catch_up()
         return self._names
+
+    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
+        """Return the record of each id, or None where the name is unknown."""
+        if self._shared is not None:
+            self._shared.catch_up()
+        return self._names.lookup(namespace, ids)
 
     def follow(self, source: NamesSource) -> None:
         """Share names with other machines from now on; what they have done is read before this returns.
@@ -109,26 +119,25 @@ class KVStore(ABC):
         """Return what `deed` returns, which changes names; where machines share them, for all."""
         return deed() if self._shared is None else self._shared.change(deed)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether it has been closed."""
-        return self._closed
-
-    @abstractmethod
     def evictions(self, tenant: str | None = None) -> int:
         """Return how many entries were dropped for room since the store was opened, as `stats` has it; cheap."""
+        return self._tiers.evictions(tenant)
 
     def probes(self) -> list[TierProbe]:
         """Return what puts chunks into each tier only to measure how fast they are read."""
-        probes: list[TierProbe] = [partial(device_probe, self._device)] if self._device.limit_bytes else []
-        return [*probes, partial(ram_probe, self._ram.codec)]
+        return self._tiers.probes()
 
-    @abstractmethod
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held.
 
         KV that is seen to be damaged is dropped with a warning, and None returned. A reader stays good when its KV is dropped.
         """
+        self._check(key)
+        self._tiers.follow()
+        waiting = self._waiting.find(key, self._clock())
+        if waiting is not None:
+            return RamReader(waiting.kv)
+        return self._tiers.get(key) or self._open_remote(key)
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is on disk, if there is a folder.
@@ -144,7 +153,7 @@ class KVStore(ABC):
         """
         self._check(key)
         expires_at = self._expires_at(ttl_s)
-        self._put(key, kv, tenant, expires_at)
+        self._tiers.put(key, kv, tenant, expires_at)
         self._send(key, kv, expires_at)
 
     def put_later(
@@ -162,27 +171,8 @@ class KVStore(ABC):
 
         If the names are removed before it is written, it is not written, and was never there.
 
-        Parameters
-        ----------
-        key : str
-            The key.
-        kv : ChunkKV or PackedKV
-            The KV; packed already where it is not to be packed otherwise.
-        namespace : str
-            Where its names are.
-        records : sequence of NodeRecord
-            Names nobody knew, to be recorded unless somebody else has recorded them by then.
-        known : sequence of str
-            Names that were known to lead to it.
-        tenant : str
-            Whose it is.
-        ttl_s : float, optional
-            How long it lives.
-
-        Returns
-        -------
-        bool
-            False if too much is waiting already; the KV is then not kept.
+        Of its names, nobody knew the `records`, which are recorded unless somebody has recorded them by then; those that were
+        `known` led to it. Returns False if too much is waiting already; the KV is then not kept.
         """
         self._check(key)
         chunk = Computed(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
@@ -223,32 +213,25 @@ class KVStore(ABC):
     ) -> None:
         """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted.
 
-        It may be `tied` to what is in a namespace: to an id, with which it goes, or when that stands for another text, or to a
-        source, with whose last chunk it goes.
+        It may be `tied` to what is in a namespace: to an id, or to a source, with whose last chunk it goes; where these are
+        deleted or replaced through this object, it goes at once.
         """
         self._check(key)
-        if tied is None:
-            self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
-            return
-        namespace, id, source = tied
-        [record] = self._names.lookup(namespace, [id]) if id else [None]
-        if id and record is None:
+        if tied is not None and tied[1] and self._names.lookup(tied[0], [tied[1]]) == [None]:
             # Deleted just now.
             return
-        if id or (source and self._names.indexed(namespace, [source])):
-            revision = self._names.revision()
-            self._tied_at = revision if self._tied_at is None else self._tied_at
-            self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
-            self._ram.tie(key, Tie(namespace, id, record.text_hash if record else None, None if id else source))
-        else:
-            self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
+        self._tiers.ram.put(key, kv, tenant, self._expires_at(ttl_s))
+        if tied is not None:
+            self._ties[key] = tied
+            if len(self._ties) > _TIES_KEPT:
+                self._ties.pop(next(iter(self._ties)), None)
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
         self._check()
         now = self._clock()
         waiting = [not durable and self._waiting.find(key, now) is not None for key in keys]
-        held = [waits or here for waits, here in zip(waiting, self._hold(keys), strict=True)]
+        held = [waits or here for waits, here in zip(waiting, self._tiers.holds(keys), strict=True)]
         if self._offsite and not all(held):
             elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
             held = [here or next(elsewhere) for here in held]
@@ -262,7 +245,7 @@ class KVStore(ABC):
         self._check()
         if self._offsite and self._offsite.is_out:
             return dict.fromkeys(keys, "unreachable")
-        return self._fates(keys)
+        return self._tiers.fates(keys)
 
     def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
         """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here.
@@ -273,7 +256,7 @@ class KVStore(ABC):
         now = self._clock()
         lives: list[float | None] = []
         for key in keys:
-            held = self._waiting.find(key, now) or self._index.entry(key) or self._ram.peek(key)
+            held = self._waiting.find(key, now) or self._index.entry(key) or self._tiers.ram.peek(key)
             end = math.inf if held is None or held.expires_at is None else held.expires_at
             lives.append(None if held is None or end <= now else end - now)
         return lives
@@ -281,11 +264,7 @@ class KVStore(ABC):
     def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
         """Let KV that is held live for that long from now at least."""
         self._check()
-        expires_at = self._expires_at(ttl_s)
-        self._with_room(lambda: self._index.prolong(keys, expires_at))
-        for key in keys:
-            self._ram.prolong(key, expires_at)
-            self._device.prolong(key, expires_at)
+        self._tiers.prolong(keys, self._expires_at(ttl_s))
 
     def discard(self, key: str, wait: bool = True) -> None:
         """Drop the KV under `key`, damaged or not wanted any more; names stay.
@@ -295,15 +274,14 @@ class KVStore(ABC):
         self._check()
         self._waiting.drop(key=key)
         try:
-            self._discard(key, wait)
+            self._tiers.discard(key, wait)
         finally:
-            self._drop_copies([key])
             if self._offsite:
                 self._offsite.drop_later([key])
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
-        self._drop(self._with_room(lambda: self._names.release(keys)))
+        self._drop(self._tiers.with_room(lambda: self._names.release(keys)))
 
     def name(
         self,
@@ -326,9 +304,9 @@ class KVStore(ABC):
             expires_at = self._expires_at(ttl_s)
             change = partial(self._names.record, namespace, records, tenant, rules, expires_at, whole)
             # Their KV has no name until then.
-            spared = {record.key for record in records}
-            self._drop(self._changing(lambda: self._with_room(change, spared)))
-            self._drop_tied()
+            spared, ids = {record.key for record in records}, {record.id for record in records}
+            self._drop(self._changing(lambda: self._tiers.with_room(change, spared)))
+            self._drop_tied(namespace, ids)
 
     def forget(self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()) -> int:
         """Remove names, and drop KV that loses its last name; return how many names there were.
@@ -342,17 +320,17 @@ class KVStore(ABC):
         waited = self._waiting.forget(namespace, ids)
         waiting = self._waiting.records(namespace)
         remove = partial(self._names.remove, namespace, ids, sources)
-        found, ended, dropped = self._changing(lambda: self._with_room(remove))
+        found, ended, dropped = self._changing(lambda: self._tiers.with_room(remove))
         self._drop(dropped)
         waiting |= self._waiting.records(namespace)
         late = [record.id for record in waiting.values() if record.source in ended]
         if late:
             waited |= self._waiting.forget(namespace, late)
             remove = partial(self._names.remove, namespace, late)
-            gone, _, dropped = self._changing(lambda: self._with_room(remove))
+            gone, _, dropped = self._changing(lambda: self._tiers.with_room(remove))
             found |= gone
             self._drop(dropped)
-        self._drop_tied()
+        self._drop_tied(namespace, waited | found | set(ids), ended)
         return len(waited | found)
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
@@ -367,7 +345,8 @@ class KVStore(ABC):
         """
         self._check()
         self.settle()
-        self._ram.pin(self._with_room(lambda: self._names.pin(namespace, ids, True, self._limit_bytes)))
+        limit_bytes = None if self._tiers.disk is None else self._tiers.disk.limit_bytes
+        self._tiers.ram.pin(self._tiers.with_room(lambda: self._names.pin(namespace, ids, True, limit_bytes)))
 
     def unpin(self, namespace: str, ids: Sequence[str]) -> None:
         """Let the KV of these names be dropped for room again.
@@ -379,21 +358,17 @@ class KVStore(ABC):
         """
         self._check()
         self.settle()
-        self._with_room(lambda: self._names.pin(namespace, ids, False))
-        self._unpin_copies()
+        self._tiers.with_room(lambda: self._names.pin(namespace, ids, False))
+        self._tiers.unpin()
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
         self._waiting.drop(tenant=tenant)
         if self._shared is not None:
             for deed in self._shared.removals(tenant):
-                self._drop(self._shared.change(partial(self._with_room, deed)))
-        dropped = self._with_room(lambda: self._index.clear(tenant))
-        if tenant is None:
-            self._ram.clear()
-            self._device.clear()
-        else:
-            self._drop_copies([*self._ram.keys(tenant), *self._device.keys(tenant)])
+                self._drop(self._shared.change(partial(self._tiers.with_room, deed)))
+        dropped = self._tiers.with_room(lambda: self._index.clear(tenant))
+        self._tiers.clear(tenant)
         self._drop(dropped)
 
     def tenants(self) -> list[str]:
@@ -402,23 +377,26 @@ class KVStore(ABC):
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Return the store's figures, or one tenant's."""
-        self._follow()
-        self._drop_tied()
+        self._tiers.follow()
         entries, nbytes, names = self._index.share(tenant)
         waiting, waiting_bytes = self._waiting.size(tenant)
+        if self._tiers.disk is None:
+            entries, pinned_bytes = len(self._tiers.ram.keys(tenant)), self._tiers.ram.pinned_bytes(tenant)
+        else:
+            pinned_bytes = self._index.pinned_bytes(tenant)
         return StoreStats(
             nodes=names,
             entries=entries,
-            ram_bytes=self._ram.nbytes(tenant),
+            ram_bytes=self._tiers.ram.nbytes(tenant),
             disk_bytes=nbytes,
             evictions=self.evictions(tenant),
-            pinned_bytes=self._index.pinned_bytes(tenant),
+            pinned_bytes=pinned_bytes,
             waiting=waiting,
             waiting_bytes=waiting_bytes,
             unwritten=count_of(self._waiting.refused, tenant),
-            device_bytes=self._device.nbytes(tenant),
-            ram_evictions=self._ram.evictions(tenant),
-            device_evictions=self._device.evictions(tenant),
+            device_bytes=self._tiers.device.nbytes(tenant),
+            ram_evictions=self._tiers.ram.evictions(tenant),
+            device_evictions=self._tiers.device.evictions(tenant),
         )
 
     def close(self) -> None:
@@ -433,57 +411,27 @@ class KVStore(ABC):
             self._offsite.close()
         if self._shared is not None:
             self._shared.close()
-        self._ram.clear()
-        self._device.clear()
-        self._release_files()
+        self._ties.clear()
+        self._tiers.close()
 
-    # What differs with and without a folder
-
-    _limit_bytes: int | None = None
-    """Maximum bytes of KV that may be pinned."""
-
-    @abstractmethod
-    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None: ...
-
-    @abstractmethod
     def _write(self, chunk: Computed, wait: bool = True) -> None:
         """Keep one chunk, its names and a remote copy, unless its last name is gone; it may `wait` for others who write."""
-
-    @abstractmethod
-    def _hold(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether its KV is held here."""
-
-    @abstractmethod
-    def _fates(self, keys: Sequence[str]) -> dict[str, Fate]:
-        """Return how those of the keys lost their KV here of which that is known."""
-
-    @abstractmethod
-    def _follow(self) -> None:
-        """Drop the copies of what slower tiers have dropped."""
-
-    def _stays(self, key: str) -> bool:
-        """Return whether a copy of what is under `key` may be on the device: slower tiers have not dropped it meanwhile."""
-        cached = self._ram.peek(key)
-        return cached is not None and not cached.hidden
-
-    def _discard(self, key: str, wait: bool) -> None:  # noqa: B027 - without a folder there are copies only
-        """Drop the KV under `key` where it is not a copy."""
-
-    def _with_room(self, write: Callable[[], Result], spared: Collection[str] = ()) -> Result:
-        return write()
+        key, wanted = chunk.key, partial(name_computed, chunk)
+        try:
+            self._tiers.put(key, chunk.kv, chunk.tenant, chunk.expires_at, wanted, wait)
+        except StoreFullError:
+            if self._tiers.disk is not None:
+                raise
+        if not chunk.is_copy and self._names.leading_to(key) is not None:
+            self._send(key, chunk.kv, chunk.expires_at)
 
     def _drop(self, dropped: Dropped) -> None:
         """Have every tier follow what a transaction has dropped."""
-        self._drop_copies(dropped.keys)
-        self._ram.pin(dropped.pinned)
-        self._unpin_copies()
+        self._tiers.drop(dropped.keys)
+        self._tiers.ram.pin(dropped.pinned)
+        self._tiers.unpin()
         if self._offsite and dropped.keys:
             self._offsite.drop(dropped.keys)
-
-    def _release_files(self) -> None:
-        self._index.database.close()
-
-    # What does not
 
     def _check(self, key: str | None = None) -> None:
         if key is not None:
@@ -491,68 +439,32 @@ class KVStore(ABC):
         self._index.database.check_open()
 
     def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
-        """Have what never expires uploaded to the remote tier."""
+        """Have what never expires uploaded to the remote tier, unless it has been deleted meanwhile."""
         if self._offsite and expires_at is None:
             self._offsite.put(key, kv)
+            if not self._tiers.holds([key])[0] and self._names.leading_to(key) is None:
+                self._offsite.drop([key])
 
     def _expires_at(self, ttl_s: float | None) -> float | None:
         return None if ttl_s is None else self._clock() + ttl_s
 
-    def _drop_copies(self, keys: Sequence[str]) -> None:
-        # In this order: what rises to the device meanwhile looks into RAM once it is there.
-        self._ram.drop(keys)
-        self._device.drop(keys)
-
-    def _drop_tied(self) -> None:
+    def _drop_tied(self, namespace: str, ids: Collection[str], sources: Collection[str] = ()) -> None:
         """Drop what is in RAM without a name, where what it goes with is gone, or stands for something else."""
-        if self._tied_at is None or self._tied_at == (revision := self._names.revision()):
-            return
-        self._tied_at = revision
-        gone = []
-        for key, tie in self._ram.tied().items():
-            [record] = self._names.lookup(tie.namespace, [tie.id]) if tie.id else [None]
-            stays = (
-                record is not None and record.text_hash == tie.text_hash
-                if tie.id
-                else self._names.indexed(tie.namespace, [tie.source or ""])
-            )
-            # What has come by a name since is computed again when it is next needed, and stored under that.
-            if not self._hold([key])[0] if self._names.leading_to(key) else not stays:
-                gone.append(key)
-        self._drop_copies(gone)
-
-    def _unpin_copies(self) -> None:
-        """Let go in RAM of what no pinned name leads to any more."""
-        pinned = self._ram.pinned()
-        if pinned:
-            self._ram.unpin(set(pinned).difference(self._names.pinned(pinned)))
-
-    def _promoting(
-        self,
-        key: str,
-        source: ChunkFile | RamReader,
-        tenant: str = "",
-        expires_at: float | None = None,
-        to_ram: Callable[[PackedKV], None] | None = None,
-    ) -> KVReader:
-        """Return a reader of what is under a key that brings it into faster tiers where it fits."""
-        rises = self._device.limit_bytes > 0 and source.kv_bytes <= self._device.limit_bytes
-        if to_ram is None and not rises:
-            return source
-        return PromotingReader(
-            source,
-            ram=self._ram if to_ram else None,
-            to_ram=to_ram,
-            device=self._device if rises else None,
-            to_device=partial(self._keep_on_device, key, tenant, expires_at),
-        )
+        gone = [
+            key
+            for key, (space, id, source) in list(self._ties.items())
+            if space == namespace and (id in ids if id else source in sources)
+        ]
+        for key in gone:
+            self._ties.pop(key, None)
+        self._tiers.drop([key for key in gone if self._names.leading_to(key) is None])
 
     def _open_remote(self, key: str) -> KVReader | None:
         file = self._offsite.open(key) if self._offsite else None
         if file is None:
             return None
         was_named = self._names.leading_to(key) is not None
-        return self._promoting(key, file, to_ram=partial(self._bring_back, key, was_named))
+        return self._tiers.promoting(key, file, to_ram=partial(self._bring_back, key, was_named))
 
     def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
         """Keep what was found in the remote tier alone, unless it lost its name meanwhile."""
@@ -560,19 +472,7 @@ class KVStore(ABC):
         if self._closed or (named is None and was_named):
             return
         if named is None or self._writes_at_once:
-            self._ram.put(key, kv, "" if named is None else named[1])
+            self._tiers.ram.put(key, kv, "" if named is None else named[1])
         else:
             namespace, tenant, ids = named
             self._waiting.put(Computed(key, kv, namespace, tenant, [], ids, None, is_copy=True))
-
-    def _keep_on_device(self, key: str, tenant: str, expires_at: float | None, kv: ResidentKV) -> None:
-        """Keep a copy on its device, which nobody sees before it is clear that slower tiers have not dropped it meanwhile."""
-        if cached := self._ram.peek(key):
-            # Its life may have been prolonged since.
-            tenant, expires_at = cached.tenant, cached.expires_at
-        if not self._device.keep(key, kv, tenant, expires_at, hidden=True):
-            return
-        if self._stays(key):
-            self._device.reveal(key)
-        else:
-            self._device.drop([key])

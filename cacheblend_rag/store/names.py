@@ -15,7 +15,7 @@ from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of
-from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
+from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries, pinned_keys
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
 __all__ = [
@@ -264,11 +264,6 @@ class Names:
                     spaces.setdefault(namespace, []).append(node)
         return spaces
 
-    def pinned(self, keys: Iterable[str]) -> list[str]:
-        """Return those keys that a pinned name leads to."""
-        with self._database.read() as connection:
-            return _pinned(connection, keys)
-
     def release(self, keys: Sequence[str]) -> Dropped:
         """Drop the entries under those of the keys that no name maps to."""
         with self._database.write() as connection:
@@ -351,7 +346,7 @@ def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], named: It
     drop_entries(connection, nameless, dropped)
     # KV may be in RAM alone, without an entry.
     dropped.keys = nameless
-    dropped.pinned = _pinned(connection, named)
+    dropped.pinned = pinned_keys(connection, named)
     return dropped
 
 
@@ -454,8 +449,3 @@ def keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) 
     """Return the keys that those of the names that are known lead to."""
     query = "SELECT id, key FROM nodes WHERE namespace = ? AND id = ?"
     return dict(row for node in dict.fromkeys(ids) for row in connection.execute(query, (namespace, node)).fetchall())
-
-
-def _pinned(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
-    query = "SELECT 1 FROM nodes WHERE key = ? AND pinned"
-    return [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone()]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, main_codec, make_
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader, OpenProbe, count_of, latest
 
-__all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "Tie", "ram_probe"]
+__all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "ram_probe"]
 
 _log = getLogger(__name__)
 
@@ -26,28 +26,14 @@ _DROPPED_KEPT = 4096
 AnyKV = TypeVar("AnyKV", bound=KV[Any])
 
 
-class Tie(NamedTuple):
-    """What KV without a name goes with: the name of another text, with its digest, or what both were made of."""
-
-    namespace: str
-    id: str | None
-    text_hash: str | None
-    source: str | None
-
-
 @dataclass(slots=True)
 class Cached(Generic[AnyKV]):
-    """KV in a cache, whose it is, and when it expires, by the store's time; nobody sees it while it is `hidden`.
-
-    What is `tied` goes with a name, or with a source, that is not its own.
-    """
+    """KV in a cache, whose it is, and when it expires."""
 
     kv: AnyKV
     nbytes: int
     tenant: str
     expires_at: float | None
-    hidden: bool
-    tied: Tie | None = None
 
     def is_live(self, now: float) -> bool:
         """Return whether it has not expired."""
@@ -74,7 +60,7 @@ class LRUCache(Generic[AnyKV]):
         """Return what is held under `key` and mark it as recently used; None where it is not held, or has expired by `now`."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or entry.hidden:
+            if entry is None:
                 return None
             if not entry.is_live(now):
                 self._drop(key)
@@ -84,42 +70,20 @@ class LRUCache(Generic[AnyKV]):
             return entry
 
     def peek(self, key: str) -> Cached[AnyKV] | None:
-        """Return what is held under `key`, hidden or not, without marking it as used, or None."""
+        """Return what is held under `key`, without marking it as used, or None."""
         with self._lock:
             return self._entries.get(key)
 
-    def keep(
-        self, key: str, kv: AnyKV, tenant: str = "", expires_at: float | None = None, *, hidden: bool = False
-    ) -> bool:
-        """Keep KV, dropping the least recently used for room; return whether it was kept.
-
-        With `hidden` nobody gets it until `reveal` is called, unless it is dropped before.
-        """
+    def keep(self, key: str, kv: AnyKV, tenant: str = "", expires_at: float | None = None) -> bool:
+        """Keep KV, dropping the least recently used for room; return whether it was kept."""
         nbytes = kv.nbytes
         with self._lock:
             self._drop(key)
             if nbytes > self.limit_bytes or not self._make_room(nbytes):
                 return False
-            self._entries[key] = Cached(kv, nbytes, tenant, expires_at, hidden)
+            self._entries[key] = Cached(kv, nbytes, tenant, expires_at)
             self._used_bytes += nbytes
             return True
-
-    def tie(self, key: str, tie: Tie) -> None:
-        """Have what is held under `key` go with something else; see `tied`."""
-        with self._lock:
-            if key in self._entries:
-                self._entries[key].tied = tie
-
-    def tied(self) -> dict[str, Tie]:
-        """Return the keys of what goes with something else, and with what."""
-        with self._lock:
-            return {key: entry.tied for key, entry in self._entries.items() if entry.tied is not None}
-
-    def reveal(self, key: str) -> None:
-        """Let others get what was kept hidden."""
-        with self._lock:
-            if key in self._entries:
-                self._entries[key].hidden = False
 
     def prolong(self, key: str, expires_at: float | None) -> None:
         """Let what is held under `key` live until then at least; None is for ever."""
@@ -253,18 +217,9 @@ class RamTier(LRUCache[PackedKV]):
         self.codec = codec or make_codec("native")
         self._page_locked = page_locked
 
-    def put(
-        self,
-        key: str,
-        kv: ChunkKV | PackedKV,
-        tenant: str = "",
-        expires_at: float | None = None,
-        *,
-        hidden: bool = False,
-    ) -> bool:
+    def put(self, key: str, kv: ChunkKV | PackedKV, tenant: str = "", expires_at: float | None = None) -> bool:
         """Keep `kv`, packed; see `LRUCache.keep`."""
-        packed = self._lock_pages(_owned(pack_kv(kv, self.codec)))
-        return self.keep(key, packed, tenant, expires_at, hidden=hidden)
+        return self.keep(key, self._lock_pages(_owned(pack_kv(kv, self.codec))), tenant, expires_at)
 
     def _lock_pages(self, kv: PackedKV) -> PackedKV:
         """Move KV that is not bigger than this tier to page-locked memory, if that is wanted and possible."""

@@ -137,12 +137,12 @@ def test_it_is_measured_like_any_tier(make: MakeEngine, tmp_path: Path) -> None:
 
 def test_how_much_by_default(make: MakeEngine) -> None:
     with make() as engine:
-        assert engine._store._device.limit_bytes == 0  # type: ignore[attr-defined]
+        assert engine._store._tiers.device.limit_bytes == 0  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="device_bytes is fixed when an engine is made"):
             BlendConfig(device_bytes=5)
-        assert not engine._store._ram._page_locked  # type: ignore[attr-defined]
+        assert not engine._store._tiers.ram._page_locked  # type: ignore[attr-defined]
     with make(page_locked=True) as engine:
-        assert engine._store._ram._page_locked  # type: ignore[attr-defined]
+        assert engine._store._tiers.ram._page_locked  # type: ignore[attr-defined]
     assert spare_bytes([torch.device("cpu")]) == 0
     with pytest.raises(ConfigError, match="device_bytes"):
         EngineConfig(device_bytes=-1)
@@ -153,8 +153,8 @@ def test_how_much_by_default(make: MakeEngine) -> None:
 def test_on_a_cuda_device(make_engine: MakeEngine, threads: int) -> None:
     model = tiny_model("llama").to("cuda")  # type: ignore[arg-type]
     engine = make_engine(model=model, strict=True, load_threads=threads)
-    assert engine._store._device.limit_bytes > 0  # type: ignore[attr-defined]
-    assert engine._store._ram._page_locked  # type: ignore[attr-defined]
+    assert engine._store._tiers.device.limit_bytes > 0  # type: ignore[attr-defined]
+    assert engine._store._tiers.ram._page_locked  # type: ignore[attr-defined]
     engine.add(CHUNKS)
     first, second = engine.prefill(PROMPTS[0]), engine.prefill(PROMPTS[0])
     assert [chunk.tier for chunk in second.report.chunks] == ["device"] * 4
@@ -162,6 +162,6 @@ def test_on_a_cuda_device(make_engine: MakeEngine, threads: int) -> None:
     torch.testing.assert_close(first.logits, second.logits)
     assert all(
         each.layer.keys.is_cuda
-        for kv in engine._store._device._entries.values()
+        for kv in engine._store._tiers.device._entries.values()
         for each in kv.layers  # type: ignore[attr-defined]
     )

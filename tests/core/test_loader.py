@@ -71,7 +71,7 @@ class Prompt:
             store = ram if tier == "promoted" else disk
             store.put(f"{number:08x}", chunk)
             if tier == "promoted":
-                store._ram.clear()  # type: ignore[attr-defined]
+                store._tiers.ram.clear()  # type: ignore[attr-defined]
             reader = RamReader(chunk) if tier == "ram" else store.open(f"{number:08x}")
             assert reader is not None
             assert reader.tier == ("ram" if tier == "ram" else "disk")
@@ -175,7 +175,7 @@ def test_layers_are_those_of_the_naive_reference(
         # What was read from end to end is now in RAM, unless most of it was never asked for.
         promoted = {f"{n:08x}" for n, tier in enumerate(prompt.tiers) if tier == "promoted"}
         if first_layer * 2 <= decoder.num_layers:
-            assert set(ram._ram.keys()) == promoted  # type: ignore[attr-defined]
+            assert set(ram._tiers.ram.keys()) == promoted  # type: ignore[attr-defined]
         # What was put on its device is there now, as it was stored; and what was there is what it was.
         is_asked = first_layer * 2 <= decoder.num_layers
         rising = {n for n, tier in enumerate(prompt.tiers) if tier == "rising"}

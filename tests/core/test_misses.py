@@ -85,7 +85,7 @@ def test_each_miss_says_why_and_no_hit_does(kinds: list[str], enabled: bool) -> 
             )
         gone = [engine.records([f"c{n}"])[0] for n, kind in enumerate(kinds) if kind == "evicted"]
         # What has been used last is kept, so that room for nothing else drops just these.
-        ram = engine._store._ram
+        ram = engine._store._tiers.ram
         held, evicted = ram.keys(), {record.key for record in gone if record}
         for key in held:
             if key not in evicted:

@@ -237,4 +237,4 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     gc.collect()
     raise_up(store, 1)
     assert tier_of(store, 1) == "device"
-    assert store._device._make_room(ROOM - KV_BYTES)  # type: ignore[attr-defined]
+    assert store._tiers.device._make_room(ROOM - KV_BYTES)  # type: ignore[attr-defined]

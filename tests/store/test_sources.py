@@ -55,22 +55,3 @@ def test_what_is_kept_in_ram_goes_with_the_name_it_was_met_under(store: KVStore)
     assert all(store.open(key_of(number)) for number in (2, 3, 4))
     store.forget("ns", ["n1"])
     assert [store.open(key_of(number)) is not None for number in (2, 3, 4)] == [False, False, True]
-
-
-def test_what_is_kept_in_ram_and_comes_by_a_name_is_stored_under_it(store: KVStore) -> None:
-    add(store, 1)
-    store.cache(key_of(2), make_kv(2), tied=("ns", "n1", None))
-    store.name("ns", [record("n2", 2)])
-    # Where there are files it has to be among them.
-    assert (store.open(key_of(2)) is None) == (store.path is not None)
-    assert store.holds([key_of(2)]) == [store.path is None]
-    store.forget("ns", ["n1"])
-    assert store.holds([key_of(2)]) == [store.path is None]
-
-
-def test_another_process_deletes_what_ram_holds(tmp_path: Path) -> None:
-    store, other = open_store(tmp_path / "store", ROOM), open_store(tmp_path / "store", ROOM)
-    add(store, 1)
-    store.cache(key_of(2), make_kv(2), tied=("ns", "n1", None))
-    other.forget("ns", ["n1"])
-    assert store.stats().ram_bytes == 0

@@ -197,7 +197,7 @@ def test_page_locked_memory_is_used_where_there_is_any(caplog: pytest.LogCapture
         one, other = store.open(key_of(number)), plain.open(key_of(number))
         assert one is not None and other is not None
         assert same(read(one), read(other))
-        held = store._ram.get(key_of(number))  # type: ignore[attr-defined]
+        held = store._tiers.ram.get(key_of(number))  # type: ignore[attr-defined]
         assert {part.is_pinned() for layer in held.kv.layers for part in layer.parts.values()} == {there_is}
     assert store.stats().ram_bytes == plain.stats().ram_bytes
 

@@ -21,10 +21,13 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import TierProbe
+from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import forget_pages
+from cacheblend_rag.store.index import Index
+from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.ram import RamTier, ram_probe
-from cacheblend_rag.store.stores import MemoryStore
+from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["ColdFolder", "SlowStore", "cached_share", "drop_cached", "stored_files", "temporary_folder"]
 
@@ -194,7 +197,7 @@ class _SlowReader(KVReader):
         return self._reader.layer(index)
 
 
-class SlowStore(MemoryStore):
+class SlowStore(KVStore):
     """A store in RAM whose KV comes from an emulated device.
 
     Parameters
@@ -208,7 +211,8 @@ class SlowStore(MemoryStore):
     """
 
     def __init__(self, tier: str, bytes_per_s: float, ram_bytes: int = 2**62) -> None:
-        super().__init__(RamTier(ram_bytes), DeviceTier(0))
+        index = Index(Database())
+        super().__init__(index, Tiers(index, time.time, DeviceTier(0), RamTier(ram_bytes)))
         self._tier = tier
         self._line = _Line(bytes_per_s)
 

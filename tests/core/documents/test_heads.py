@@ -413,7 +413,8 @@ def test_it_expires(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest
     assert life is not None and 90 < life <= 100
     store: Any = engine._store
     monkeypatch.setattr(store, "_clock", lambda: time.time() + 101)
-    monkeypatch.setattr(store._disk, "clock", store._clock)
+    monkeypatch.setattr(store._tiers, "clock", store._clock)
+    monkeypatch.setattr(store._tiers.disk, "clock", store._clock)
     assert engine.prefill(asking()).report.head_tokens == 0
     engine.flush()
     assert engine.prefill(asking()).report.head_tokens == HEAD_TOKENS

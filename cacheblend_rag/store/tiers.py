@@ -1,0 +1,243 @@
+"""The tiers of a store: KV on a device, in RAM and on disk, and copies that move up."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from cacheblend_rag.codec import PackedKV, pack_kv
+from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.store.base import Fate, KVReader, TierProbe, count_of, latest
+from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.device import DeviceReader, DeviceTier, PromotingReader, ResidentKV, device_probe
+from cacheblend_rag.store.disk import DiskTier, disk_probe
+from cacheblend_rag.store.index import Index
+from cacheblend_rag.store.ram import RamReader, RamTier, ram_probe
+
+__all__ = ["Tiers"]
+
+Result = TypeVar("Result")
+
+
+class Tiers:
+    """KV on this machine: on disk, with copies in RAM and on devices; without a disk RAM has all of it.
+
+    KV is dropped on disk first and in memory second, and what enters memory is checked against the disk once it is there, so that
+    no deletion, by any process, leaves a copy. Nothing is on a device that is not in a slower tier too.
+
+    Parameters
+    ----------
+    index : Index
+        What is on disk, and what is pinned.
+    clock : callable
+        Returns the time in seconds, by which KV expires.
+    device, ram, disk : DeviceTier, RamTier, DiskTier or None
+        The tiers.
+    """
+
+    def __init__(
+        self, index: Index, clock: Callable[[], float], device: DeviceTier, ram: RamTier, disk: DiskTier | None = None
+    ) -> None:
+        self.index, self.clock = index, clock
+        self.device, self.ram, self.disk = device, ram, disk
+        self._closed = False
+        # What the copies were last compared with: evictions from RAM, or deletions from the index.
+        self._seen = 0 if disk is None else index.deletions()
+
+    @property
+    def path(self) -> Path | None:
+        """The folder, if there is one and it may be written."""
+        return None if self.disk is None or self.disk.read_only else self.disk.folder.path
+
+    def evictions(self, tenant: str | None = None) -> int:
+        """Return how many entries were dropped for room, of one tenant or all."""
+        return self.ram.evictions(tenant) if self.disk is None else count_of(self.disk.evicted, tenant)
+
+    def get(self, key: str) -> KVReader | None:
+        """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
+        now = self.clock()
+        # In RAM it is marked as used even where the device has it: what RAM drops, the device drops too.
+        cached, resident = self.ram.get(key, now), self.device.get(key, now)
+        if self.disk is not None and (cached or resident):
+            self.disk.touch(key)
+        if resident is not None and (cached or self.disk):
+            return DeviceReader(resident.kv)
+        if cached is not None:
+            return self.promoting(key, RamReader(cached.kv, cached.nbytes), cached.tenant, cached.expires_at)
+        # What has expired in memory may have been given a longer life on disk.
+        found = None if self.disk is None else self.disk.find(key)
+        if found is None:
+            return None
+        file, entry = found
+        keep = partial(self._keep, key, tenant=entry.tenant, expires_at=entry.expires_at)
+        return self.promoting(key, file, entry.tenant, entry.expires_at, keep)
+
+    def put(
+        self,
+        key: str,
+        kv: ChunkKV | PackedKV,
+        tenant: str,
+        expires_at: float | None,
+        wanted: Callable[[sqlite3.Connection], bool] | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Keep KV, unless `wanted`, called in a transaction, returns False; `StoreFullError` where there is no room."""
+        if self.disk is not None:
+            if self.disk.read_only:
+                raise StoreReadOnlyError(f"store folder {self.disk.folder.path} is not writable; it can only be read")
+            # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
+            packed = pack_kv(kv, self.disk.codec)
+            self.drop(self.disk.put(key, packed, tenant, expires_at, wanted, wait))
+            self._keep(key, packed, tenant, expires_at)
+            return
+        held = self.ram.peek(key)
+        if held is not None:
+            tenant, expires_at = held.tenant, latest(held.expires_at, expires_at)
+        self.device.drop([key])
+        has_room = self.ram.put(key, kv, tenant, expires_at)
+        if wanted is not None and not self.index.database.transact(wanted, wait):
+            self.drop([key])
+        self.ram.pin(self.index.pinned([key]))
+        self.follow()
+        if not has_room:
+            nbytes, limit_bytes = pack_kv(kv, self.ram.codec).nbytes, self.ram.limit_bytes
+            raise StoreFullError(
+                f"a chunk of {nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (ram_bytes)"
+                if nbytes > limit_bytes
+                else f"pinned KV leaves less than {nbytes} bytes of the store's budget of {limit_bytes} bytes (ram_bytes); "
+                "unpin some, or raise the budget"
+            )
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its KV is held, and not only a copy of what is gone."""
+        if self.disk is not None:
+            return self.disk.holds(keys)
+        now = self.clock()
+        return [(cached := self.ram.peek(key)) is not None and cached.is_live(now) for key in keys]
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Drop copies of what is not on disk any more."""
+        keys = list(keys)
+        # In this order: what rises to the device meanwhile looks into RAM once it is there.
+        self.ram.drop(keys)
+        self.device.drop(keys)
+
+    def discard(self, key: str, wait: bool) -> None:
+        """Drop what is under `key`, on disk too."""
+        try:
+            if self.disk is not None:
+                self.disk.discard(key, wait)
+        finally:
+            self.drop([key])
+
+    def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
+        """Return how those of the keys lost their KV of which that is known."""
+        # What has no name is kept in RAM alone.
+        fates: dict[str, Fate] = dict.fromkeys(self.ram.dropped_lately(keys), "evicted")
+        return fates if self.disk is None else fates | self.disk.fates(keys)
+
+    def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
+        """Let KV that is held live until then at least."""
+        self.with_room(lambda: self.index.prolong(keys, expires_at))
+        for key in keys:
+            self.ram.prolong(key, expires_at)
+            self.device.prolong(key, expires_at)
+
+    def follow(self) -> None:
+        """Drop the copies of what slower tiers have dropped."""
+        seen, now = self._seen, self.ram.evictions() if self.disk is None else self.index.deletions()
+        if now == seen:
+            return
+        if self.disk is None:
+            self.device.drop(set(self.device.keys()).difference(self.ram.keys()))
+        else:
+            gone = self.index.deleted_since(seen)
+            if gone is None:
+                copies = [*self.ram.keys(), *self.device.keys()]
+                there = self.index.holds(copies, self.clock())
+                gone = [key for key, is_there in zip(copies, there, strict=True) if not is_there]
+            self.drop(gone)
+            self.unpin()
+        self._seen = now
+
+    def unpin(self) -> None:
+        """Let go in RAM of what no pinned name leads to any more."""
+        pinned = self.ram.pinned()
+        if pinned:
+            self.ram.unpin(set(pinned).difference(self.index.pinned(pinned)))
+
+    def with_room(self, write: Callable[[], Result], spared: Collection[str] = ()) -> Result:
+        """Return what `write` returns, where the disk is full once there is room; none of the `spared` keys goes for that."""
+        return write() if self.disk is None else self.disk.with_room(write, spared=spared)
+
+    def clear(self, tenant: str | None) -> None:
+        """Drop all that is in memory, or what one tenant has there."""
+        if tenant is None:
+            self.ram.clear()
+            self.device.clear()
+        else:
+            self.drop([*self.ram.keys(tenant), *self.device.keys(tenant)])
+
+    def probes(self) -> list[TierProbe]:
+        """Return what puts chunks into each tier only to measure how fast they are read."""
+        probes: list[TierProbe] = [partial(device_probe, self.device)] if self.device.limit_bytes else []
+        probes.append(partial(ram_probe, self.ram.codec))
+        return probes if self.disk is None or self.disk.read_only else [*probes, partial(disk_probe, self.disk)]
+
+    def close(self) -> None:
+        """Drop what is in memory, and release files."""
+        self._closed = True
+        self.clear(None)
+        if self.disk is None:
+            self.index.database.close()
+        else:
+            self.disk.close()
+
+    def promoting(
+        self,
+        key: str,
+        source: ChunkFile | RamReader,
+        tenant: str = "",
+        expires_at: float | None = None,
+        to_ram: Callable[[PackedKV], None] | None = None,
+    ) -> KVReader:
+        """Return a reader of what is under a key that brings it into faster tiers where it fits."""
+        rises = self.device.limit_bytes > 0 and source.kv_bytes <= self.device.limit_bytes
+        if to_ram is None and not rises:
+            return source
+        return PromotingReader(
+            source,
+            ram=self.ram if to_ram else None,
+            to_ram=to_ram,
+            device=self.device if rises else None,
+            to_device=partial(self._keep_on_device, key, tenant, expires_at),
+        )
+
+    def _keep(self, key: str, kv: PackedKV, tenant: str, expires_at: float | None) -> None:
+        """Keep in RAM what is on disk, unless it was dropped there meanwhile."""
+        if self.ram.put(key, kv, tenant, expires_at):
+            self._check_copy(key)
+
+    def _keep_on_device(self, key: str, tenant: str, expires_at: float | None, kv: ResidentKV) -> None:
+        """Keep a copy on its device, unless slower tiers have dropped it meanwhile."""
+        if cached := self.ram.peek(key):
+            # Its life may have been prolonged since.
+            tenant, expires_at = cached.tenant, cached.expires_at
+        if self.device.keep(key, kv, tenant, expires_at):
+            self._check_copy(key)
+
+    def _check_copy(self, key: str) -> None:
+        """Drop what has just been copied to memory if slower tiers do not hold it any more, or the store is closed."""
+        try:
+            if not self._closed and (self.disk.holds([key])[0] if self.disk else self.ram.peek(key) is not None):
+                if self.disk is not None:
+                    self.ram.pin(self.index.pinned([key]))
+                return
+        except StoreError:
+            # Closed between the two.
+            pass
+        self.drop([key])
