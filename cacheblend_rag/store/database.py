@@ -35,7 +35,7 @@ _ATTEMPTS = 4
 _WHAT_NOW = "KV files are found again when their documents are added or asked for"
 # What SQLite raises: it quotes a damaged schema in its message, which then is not text.
 _ERRORS = (sqlite3.Error, UnicodeError)
-# What it says of a damaged file, or one that has lost a part of it. Constraints hold, so long as nothing is damaged.
+# What it says of a damaged file, or one that has lost a part of it.
 _DAMAGE = ("malformed", "not a database", "no such table", "no such column", "disk I/O error", "Could not decode")
 
 
@@ -97,10 +97,15 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Give the reading connection to one thread at a time."""
-        self.check_open()
+        if self._closed or self._process != os.getpid():
+            self.check_open()
         with self._read_lock:
             try:
-                yield self._connection("reader")
+                if self._path is not None and (
+                    "reader" not in self._connections or self._opened["reader"] != _identity(self._path, self.read_only)
+                ):
+                    self._open("reader")
+                yield self._connections["reader"]
             except _ERRORS as error:
                 raise self._translated(error, "reader") from error
 
@@ -191,7 +196,7 @@ class Database:
         before = _size(log)
         with self._write_lock:
             try:
-                connection = self._connection("writer")
+                connection = self._writer()
                 connection.execute("PRAGMA busy_timeout=1000")
                 if vacuum:
                     connection.execute("VACUUM")
@@ -213,17 +218,17 @@ class Database:
             with self._write_lock:
                 self._finalizer()
 
-    def _connection(self, kind: str) -> sqlite3.Connection:
-        """Return a connection to what is in the index's place now."""
+    def _writer(self) -> sqlite3.Connection:
+        """Return a connection that writes to what is in the index's place now."""
         if self._path is not None and (
-            kind not in self._connections or self._opened[kind] != _identity(self._path, self.read_only)
+            "writer" not in self._connections or self._opened["writer"] != _identity(self._path, self.read_only)
         ):
-            self._open(kind)
-        return self._connections[kind]
+            self._open("writer")
+        return self._connections["writer"]
 
     def _begin(self, until: float) -> sqlite3.Connection:
         for _ in range(_ATTEMPTS):
-            connection = self._connection("writer")
+            connection = self._writer()
             connection.execute(f"PRAGMA busy_timeout={int(max(until - time.monotonic(), 0.0) * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             if self._path is None or self._opened["writer"] == _identity(self._path, self.read_only):
@@ -323,9 +328,7 @@ class Database:
         )
 
     def _is_damage(self, error: Exception) -> bool:
-        if isinstance(error, sqlite3.IntegrityError | UnicodeDecodeError):
-            return True
-        text = str(error)
+        text = _told(error)
         return any(sign in text for sign in _DAMAGE) and not ("disk I/O" in text and self._is_full())
 
     def _is_full(self) -> bool:

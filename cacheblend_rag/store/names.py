@@ -54,7 +54,7 @@ class Names:
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
         # In this order: what stops waiting in between is found in the index.
-        waiting = self._waiting_records(namespace)
+        waiting = self._waiting.records(namespace) if self._waiting and self._waiting.entries else None
         with self._database.read() as connection:
             found = look_up(connection, namespace, ids)
         return [record or waiting.get(node) for node, record in zip(ids, found, strict=True)] if waiting else found

@@ -44,6 +44,11 @@ class WorkQueue(Generic[Item]):
         Maximum bytes that may wait, what is being worked on included.
     thread_name : str
         What the thread is called.
+
+    Attributes
+    ----------
+    entries : dict
+        What waits, and what is being worked on, with its bytes and the work's future; changed under a lock alone.
     """
 
     def __init__(self, work: Callable[[Item], bool | None], limit_bytes: int, thread_name: str) -> None:
@@ -51,7 +56,7 @@ class WorkQueue(Generic[Item]):
         self._work = work
         self._thread_name = thread_name
         self._lock = threading.Lock()
-        self._waiting: dict[Item, tuple[int, Future[None]]] = {}
+        self.entries: dict[Item, tuple[int, Future[None]]] = {}
         self._bytes = 0
         self._executor = ThreadPoolExecutor(1, self._thread_name)
 
@@ -63,16 +68,16 @@ class WorkQueue(Generic[Item]):
                     self._remove(old)
             if self._bytes + nbytes > self.limit_bytes:
                 return False
-            self._waiting[item] = nbytes, self._executor.submit(self._run, item)
+            self.entries[item] = nbytes, self._executor.submit(self._run, item)
             self._bytes += nbytes
             return True
 
     def items(self) -> list[Item]:
         """Return what waits, and what is being worked on."""
-        if not self._waiting:
+        if not self.entries:
             return []
         with self._lock:
-            return list(self._waiting)
+            return list(self.entries)
 
     def cancel(self, chosen: Callable[[Item], bool]) -> list[Future[None]]:
         """Take out the items that are chosen, except those being worked on, which are returned."""
@@ -84,12 +89,12 @@ class WorkQueue(Generic[Item]):
         # After `close` nothing is.
         with self._lock, suppress(RuntimeError):
             for item in self._staying():
-                self._waiting[item] = self._waiting[item][0], self._executor.submit(self._run, item)
+                self.entries[item] = self.entries[item][0], self._executor.submit(self._run, item)
 
     def settle(self) -> None:
         """Wait until everything that waits now is worked on."""
         with self._lock:
-            waiting = [future for _, future in self._waiting.values()]
+            waiting = [future for _, future in self.entries.values()]
         wait(waiting)
 
     def close(self) -> None:
@@ -106,14 +111,14 @@ class WorkQueue(Generic[Item]):
                     self._remove(item)
 
     def _staying(self) -> list[Item]:
-        return [item for item, (_, future) in self._waiting.items() if future.done()]
+        return [item for item, (_, future) in self.entries.items() if future.done()]
 
     def _remove(self, item: Item) -> None:
-        self._bytes -= self._waiting.pop(item)[0]
+        self._bytes -= self.entries.pop(item)[0]
 
     def _cancel(self, chosen: Callable[[Item], bool]) -> list[Future[None]]:
         running = []
-        for item, (_, future) in [each for each in self._waiting.items() if chosen(each[0])]:
+        for item, (_, future) in [each for each in self.entries.items() if chosen(each[0])]:
             if future.cancel():
                 self._remove(item)
             else:
@@ -186,7 +191,7 @@ class WriteBack(WorkQueue[Computed]):
     def size(self, tenant: str | None = None) -> tuple[int, int]:
         """Return how many chunks wait, and their bytes, or those of one tenant."""
         with self._lock:
-            waiting = [nbytes for chunk, (nbytes, _) in self._waiting.items() if tenant in (None, chunk.tenant)]
+            waiting = [nbytes for chunk, (nbytes, _) in self.entries.items() if tenant in (None, chunk.tenant)]
         return len(waiting), sum(waiting)
 
     def find(self, key: str, now: float) -> Computed | None:
@@ -198,7 +203,7 @@ class WriteBack(WorkQueue[Computed]):
 
     def records(self, namespace: str) -> dict[str, NodeRecord]:
         """Return the records that wait with their KV, by id."""
-        if not self._waiting:
+        if not self.entries:
             return {}
         chunks = [chunk for chunk in self.items() if chunk.namespace == namespace and not chunk.cancelled]
         return {record.id: record for chunk in chunks for record in chunk.records}
@@ -207,7 +212,7 @@ class WriteBack(WorkQueue[Computed]):
         """Remove names from what waits, and what loses its last one altogether; return the names that had not been recorded."""
         gone, found = set(ids), set()
         with self._lock:
-            for chunk in self._waiting:
+            for chunk in self.entries:
                 if chunk.namespace == namespace and not chunk.cancelled:
                     found |= {record.id for record in chunk.records} & gone
                     # Replaced, not changed: the writing thread may be going through the old ones.
@@ -221,7 +226,7 @@ class WriteBack(WorkQueue[Computed]):
     def drop(self, key: str | None = None, tenant: str | None = None) -> None:
         """Give up what waits: under one key, of one tenant, or everything."""
         with self._lock:
-            for chunk in self._waiting:
+            for chunk in self.entries:
                 if key in (None, chunk.key) and tenant in (None, chunk.tenant):
                     chunk.cancelled = True
                     self.changes += len(chunk.records)

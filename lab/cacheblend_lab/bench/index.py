@@ -127,7 +127,8 @@ def make_index(folder: Path, entries: int) -> None:
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             with tier.database.write() as connection:
                 connection.executemany(
-                    "INSERT INTO entries (key, bytes, added_at) VALUES (?, 64, 0)", [(record.key,) for record in batch]
+                    "INSERT OR IGNORE INTO entries (key, bytes, added_at) VALUES (?, 64, 0)",
+                    [(record.key,) for record in batch],
                 )
             names.record(_TENANT, batch)
         tier.database.tidy()
