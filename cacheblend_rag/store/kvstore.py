@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -98,15 +99,7 @@ class KVStore:
         return self._names.lookup(namespace, ids)
 
     def follow(self, source: NamesSource) -> None:
-        """Share names with other machines from now on; what they have done is read before this returns.
-
-        Raises
-        ------
-        RemoteUnavailableError
-            If they are out of reach.
-        StoreError
-            If the store has names already that were nobody else's.
-        """
+        """Share names with other machines from now on, none being here yet; what they have done is read before this returns."""
         self._names = self._shared = source(self._index, self._clock, self._waiting, self.path, self._drop)
         self._shared.catch_up()
 
@@ -191,13 +184,7 @@ class KVStore:
         self._waiting.settle()
 
     def flush(self) -> None:
-        """Wait until everything that waited to be written or uploaded is, and raise the first error of writing that was met.
-
-        Raises
-        ------
-        StoreError
-            If something could not be written since the last call.
-        """
+        """Wait until everything that waited to be written or uploaded is; raise the first `StoreError` since the last call."""
         self._waiting.flush()
         if self._offsite:
             self._offsite.flush()
@@ -349,13 +336,7 @@ class KVStore:
         self._tiers.ram.pin(self._tiers.with_room(lambda: self._names.pin(namespace, ids, True, limit_bytes)))
 
     def unpin(self, namespace: str, ids: Sequence[str]) -> None:
-        """Let the KV of these names be dropped for room again.
-
-        Raises
-        ------
-        UnknownChunkError
-            If a name is unknown; nothing is unpinned then.
-        """
+        """Let the KV of these names be dropped for room again; `UnknownChunkError` as for `pin`."""
         self._check()
         self.settle()
         self._tiers.with_room(lambda: self._names.pin(namespace, ids, False))
@@ -378,25 +359,12 @@ class KVStore:
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Return the store's figures, or one tenant's."""
         self._tiers.follow()
-        entries, nbytes, names = self._index.share(tenant)
         waiting, waiting_bytes = self._waiting.size(tenant)
-        if self._tiers.disk is None:
-            entries, pinned_bytes = len(self._tiers.ram.keys(tenant)), self._tiers.ram.pinned_bytes(tenant)
-        else:
-            pinned_bytes = self._index.pinned_bytes(tenant)
-        return StoreStats(
-            nodes=names,
-            entries=entries,
-            ram_bytes=self._tiers.ram.nbytes(tenant),
-            disk_bytes=nbytes,
-            evictions=self.evictions(tenant),
-            pinned_bytes=pinned_bytes,
+        return replace(
+            self._tiers.stats(tenant),
             waiting=waiting,
             waiting_bytes=waiting_bytes,
             unwritten=count_of(self._waiting.refused, tenant),
-            device_bytes=self._tiers.device.nbytes(tenant),
-            ram_evictions=self._tiers.ram.evictions(tenant),
-            device_evictions=self._tiers.device.evictions(tenant),
         )
 
     def close(self) -> None:

@@ -47,21 +47,19 @@ class Names:
     def __init__(self, index: Index, now: Callable[[], float], waiting: WriteBack | None = None) -> None:
         self._database = index.database
         self._now = now
-        self._waiting = waiting
-        self._waiting_records: Callable[[str], dict[str, NodeRecord]]
-        self._waiting_records = (lambda namespace: {}) if waiting is None else waiting.records
+        self._waiting = waiting or WriteBack(lambda chunk: None, 0)
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
         # In this order: what stops waiting in between is found in the index.
-        waiting = self._waiting.records(namespace) if self._waiting and self._waiting.entries else None
+        waiting = self._waiting.records(namespace) if self._waiting.entries else None
         with self._database.read() as connection:
             found = look_up(connection, namespace, ids)
         return [record or waiting.get(node) for node, record in zip(ids, found, strict=True)] if waiting else found
 
     def ids(self, namespace: str) -> list[str]:
         """Return all ids of a namespace, in the order they were first recorded."""
-        waiting = self._waiting_records(namespace)
+        waiting = self._waiting.records(namespace)
         with self._database.read() as connection:
             query = "SELECT id FROM nodes WHERE namespace = ? ORDER BY seq"
             return list(dict.fromkeys([*(row[0] for row in connection.execute(query, (namespace,))), *waiting]))
@@ -70,7 +68,7 @@ class Names:
         """Return a number that every change to a name raises, by any process; equal numbers mean that no name changed."""
         with self._database.read() as connection:
             (revision,) = connection.execute("SELECT ifnull(max(seq), 0) FROM changes").fetchone()
-        return int(revision) + (0 if self._waiting is None else self._waiting.changes)
+        return int(revision) + self._waiting.changes
 
     def changes(self, namespace: str, since: int | None = None) -> NameChanges:
         """Return the names that changed since an earlier call, or all of them.
@@ -83,7 +81,7 @@ class Names:
             The `mark` of the earlier call; by default all names are returned, and so they are if the call was too long ago.
         """
         # What is written in between is then found twice rather than not at all.
-        waiting = {node: record.text_hash for node, record in self._waiting_records(namespace).items()}
+        waiting = {node: record.text_hash for node, record in self._waiting.records(namespace).items()}
         with self._database.read() as connection:
             first, last = connection.execute("SELECT min(seq), max(seq) FROM changes").fetchone()
             mark = last or 0
@@ -206,7 +204,7 @@ class Names:
 
     def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
         """Return how the KV of each name is computed; None where the name is unknown."""
-        waiting = self._waiting_records(namespace)
+        waiting = self._waiting.records(namespace)
         with self._drafting(namespace) as (connection, drafts):
             known = look_up(connection, namespace, ids)
             drafts.look_at(record.id for record in known if record is not None)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from cacheblend_rag.codec import PackedKV, pack_kv
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import Fate, KVReader, TierProbe, count_of, latest
+from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, count_of, latest
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.device import DeviceReader, DeviceTier, PromotingReader, ResidentKV, device_probe
 from cacheblend_rag.store.disk import DiskTier, disk_probe
@@ -56,6 +56,24 @@ class Tiers:
     def evictions(self, tenant: str | None = None) -> int:
         """Return how many entries were dropped for room, of one tenant or all."""
         return self.ram.evictions(tenant) if self.disk is None else count_of(self.disk.evicted, tenant)
+
+    def stats(self, tenant: str | None) -> StoreStats:
+        """Return the figures of what is held, by one tenant or all."""
+        entries, nbytes, names = self.index.share(tenant)
+        pinned_bytes = self.index.pinned_bytes(tenant)
+        if self.disk is None:
+            entries, pinned_bytes = len(self.ram.keys(tenant)), self.ram.pinned_bytes(tenant)
+        return StoreStats(
+            nodes=names,
+            entries=entries,
+            ram_bytes=self.ram.nbytes(tenant),
+            disk_bytes=nbytes,
+            evictions=self.evictions(tenant),
+            pinned_bytes=pinned_bytes,
+            device_bytes=self.device.nbytes(tenant),
+            ram_evictions=self.ram.evictions(tenant),
+            device_evictions=self.device.evictions(tenant),
+        )
 
     def get(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Protocol
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 
-__all__ = ["MAX_CHUNK_BYTES", "CircuitBreaker", "Guard", "RemoteSettings", "RemoteTier", "cut", "part_sizes"]
+__all__ = ["MAX_CHUNK_BYTES", "Guard", "RemoteSettings", "RemoteTier", "cut", "part_sizes"]
 
 # What is read from a shared server is not trusted before its checksums are: more than this is never allocated for it.
 MAX_CHUNK_BYTES = 2**40
@@ -135,52 +134,11 @@ def _check_seconds(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} must be from 0.001 to 10**10 seconds")
 
 
-class CircuitBreaker:
-    """Leaves what failed alone for a while, twice as long after every failure in a row; then one call tries it for all."""
-
-    def __init__(self, back_off_s: float, max_back_off_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._back_off_s = back_off_s
-        self._max_back_off_s = max_back_off_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._turn = 0
-        self._wait_s = 0.0
-        self._retry_at = 0.0
-        self._reason = ""
-
-    def enter(self) -> int:
-        """Return the turn that a call belongs to, for `failed`; RemoteUnavailableError if it is too early."""
-        with self._lock:
-            if self._wait_s:
-                left_s = self._retry_at - self._clock()
-                if left_s > 0:
-                    raise RemoteUnavailableError(f"{self._reason}; it is left alone for {left_s:.1f} s more")
-                # This call tries for all. Until it has an answer, or as long again has passed, the others fail at once.
-                self._retry_at += self._wait_s - left_s
-                self._turn += 1
-            return self._turn
-
-    def failed(self, turn: int, reason: str) -> None:
-        """Begin to wait. Calls that were under way together and all fail count as one failure."""
-        with self._lock:
-            if turn == self._turn:
-                self._turn += 1
-                self._wait_s = min(self._wait_s * 2 or self._back_off_s, self._max_back_off_s)
-                self._retry_at = self._clock() + self._wait_s
-                self._reason = reason
-
-    def succeeded(self) -> None:
-        """Stop waiting: it answers now, whenever it was asked. What was asked before and fails later says nothing any more."""
-        with self._lock:
-            if self._wait_s:
-                self._turn += 1
-                self._wait_s = 0.0
-
-
 class Guard:
     """Runs the calls of a remote tier and turns what they raise into `RemoteUnavailableError`, which shows no `secrets`.
 
-    A refused write (no room, no permission) stops writes for a while and reads go on; any other failure stops both.
+    What fails is left alone for a while, twice as long after every failure in a row: calls fail at once until then. One that is
+    refused (no room, no permission) was answered, and keeps no other waiting.
     """
 
     def __init__(
@@ -196,34 +154,33 @@ class Guard:
         self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
         self._caught = caught
         self._is_refusal = is_refusal
-        self._reach = CircuitBreaker(settings.back_off_s, settings.max_back_off_s)
-        self._writes = CircuitBreaker(settings.back_off_s, settings.max_back_off_s)
+        self._settings = settings
+        self._wait_s = self._retry_at = 0.0
+        self._reason = ""
         self.closed = False
 
     @contextmanager
-    def calling(self, what: str, writing: bool = False) -> Iterator[None]:
+    def calling(self, what: str) -> Iterator[None]:
         """Run calls to the remote tier; `what` they do is for the message."""
         if self.closed:
             raise RemoteUnavailableError(f"remote tier {self.location} is closed; open it again")
-        write_turn = self._writes.enter() if writing else 0
-        turn = self._reach.enter()
+        left_s = self._retry_at - time.monotonic()
+        if left_s > 0:
+            raise RemoteUnavailableError(f"{self._reason}; it is left alone for {left_s:.1f} s more")
         try:
             yield
         except StoreError:
-            self._reach.succeeded()
+            self._wait_s = 0.0
             raise
         except self._caught as error:
             reason, cause = self._told(what, error)
             if self._is_refusal(error):
-                self._reach.succeeded()
-                if writing:
-                    self._writes.failed(write_turn, reason)
+                self._wait_s = 0.0
             else:
-                self._reach.failed(turn, reason)
+                self._wait_s = min(self._wait_s * 2 or self._settings.back_off_s, self._settings.max_back_off_s)
+                self._reason, self._retry_at = reason, time.monotonic() + self._wait_s
             raise RemoteUnavailableError(reason) from cause
-        self._reach.succeeded()
-        if writing:
-            self._writes.succeeded()
+        self._wait_s = 0.0
 
     def _told(self, what: str, error: Exception) -> tuple[str, Exception | None]:
         text = " ".join(str(error).split())[:300] or "no reason given"

@@ -84,7 +84,7 @@ class FsspecTier:
     def put(self, key: str, chunk: EncodedChunk) -> None:
         folder = self._folder(key)
         file = f"{folder}/{chunk.digest.hex()}.safetensors"
-        with self._guard.calling("store a chunk", writing=True):
+        with self._guard.calling("store a chunk"):
             held = self._list(folder)
             if held.get(file) != chunk.nbytes:
                 self._sweep()

@@ -115,7 +115,7 @@ class RedisTier:
                 f"a chunk of {chunk.nbytes} bytes has more than {_MAX_PARTS} parts of {manifest.part_bytes} bytes; "
                 "raise part_bytes"
             )
-        with self._guard.calling("store a chunk", writing=True):
+        with self._guard.calling("store a chunk"):
             if not self._renew(name, key, manifest):
                 self._send(name, key, manifest, chunk)
 

@@ -11,7 +11,7 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import RemoteUnavailableError
 from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.remote import RemoteTier, open_remote
-from cacheblend_rag.store.remote.base import CircuitBreaker
+from cacheblend_rag.store.remote.base import Guard, RemoteSettings
 from cacheblend_rag.store.remote.offsite import Offsite
 from tests.store.kit import is_held, key_of, make_kv
 
@@ -114,85 +114,26 @@ def test_the_thread_survives_what_is_not_foreseen(
     assert tier.holds([key_of(0), key_of(1)]) == [False, True]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+def test_what_fails_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    guard = Guard("place", [], RemoteSettings(back_off_s=1.0, max_back_off_s=5.0), (OSError,), lambda error: False)
 
-    def __call__(self) -> float:
-        return self.now
+    def fails() -> None:
+        with guard.calling("answer"):
+            raise OSError("it is down")
 
-
-def is_open(breaker: CircuitBreaker) -> bool:
-    try:
-        breaker.enter()
-    except RemoteUnavailableError:
-        return True
-    return False
-
-
-def test_the_wait_doubles_up_to_its_limit() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker(1.0, 5.0, clock)
     for wait_s in (1.0, 2.0, 4.0, 5.0, 5.0):
-        breaker.failed(breaker.enter(), "it is down")
-        clock.now += wait_s - 0.25
+        with pytest.raises(RemoteUnavailableError, match="could not answer"):
+            fails()
+        now += wait_s - 0.25
         with pytest.raises(RemoteUnavailableError, match=r"it is down; it is left alone for 0\.2 s more"):
-            breaker.enter()
-        clock.now += 0.25
-    breaker.enter()
-    breaker.succeeded()
-    breaker.failed(breaker.enter(), "again")
-    clock.now += 1.0
-    assert not is_open(breaker)
-
-
-def test_calls_that_fail_together_count_once() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker(1.0, 100.0, clock)
-    turns = [breaker.enter() for _ in range(10)]
-    for turn in turns:
-        breaker.failed(turn, "it is down")
-    clock.now += 1.0
-    assert not is_open(breaker)
-
-
-def test_one_call_tries_for_all() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker(1.0, 100.0, clock)
-    breaker.failed(breaker.enter(), "it is down")
-    clock.now += 1.0
-    breaker.enter()
-    assert is_open(breaker)
-    breaker.succeeded()
-    assert not is_open(breaker)
-
-
-def test_a_trial_that_never_ends_is_replaced() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker(1.0, 100.0, clock)
-    breaker.failed(breaker.enter(), "it is down")
-    clock.now += 1.0
-    lost = breaker.enter()
-    clock.now += 1.0
-    turn = breaker.enter()
-    breaker.failed(turn, "still down")
-    breaker.failed(lost, "long ago")
-    clock.now += 2.0
-    assert not is_open(breaker)
-
-
-def test_an_answer_ends_the_wait_whenever_it_was_asked_for() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker(1.0, 100.0, clock)
-    breaker.failed(breaker.enter(), "it is down")
-    clock.now += 1.0
-    breaker.enter()
-    clock.now += 1.0
-    late = breaker.enter()
-    breaker.succeeded()
-    assert not is_open(breaker)
-    # What was asked before that and never answered is about the past.
-    breaker.failed(late, "still down")
-    assert not is_open(breaker)
-    breaker.failed(breaker.enter(), "down again")
-    assert is_open(breaker)
+            fails()
+        now += 0.25
+    with guard.calling("answer"):
+        pass
+    with pytest.raises(RemoteUnavailableError, match="could not answer"):
+        fails()
+    now += 1.0
+    with guard.calling("answer"):
+        pass
