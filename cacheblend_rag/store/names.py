@@ -15,7 +15,7 @@ from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of
-from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries, pinned_keys
+from cacheblend_rag.store.index import AT_ONCE, Dropped, Index, claim, counter, drop_entries, pinned_keys
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
 __all__ = [
@@ -425,17 +425,17 @@ def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[s
 
 def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
     """Return the record of each name, or None where it is unknown."""
-    query = "SELECT key, text_hash, token_ids, separator, source, indexed FROM nodes WHERE namespace = ? AND id = ?"
-    found: list[NodeRecord | None] = []
-    for node in ids:
-        row = connection.execute(query, (namespace, node)).fetchone()
-        if row is None:
-            found.append(None)
-            continue
-        key, text_hash, tokens, separator, source, indexed = row
-        packed = unpack_tokens(tokens), unpack_tokens(separator)
-        found.append(NodeRecord(node, key, text_hash, *packed, None, source, bool(indexed)))
-    return found
+    found: dict[str, NodeRecord] = {}
+    for start in range(0, len(ids), AT_ONCE):
+        some = ids[start : start + AT_ONCE]
+        query = (
+            "SELECT id, key, text_hash, token_ids, separator, source, indexed FROM nodes "
+            f"WHERE namespace = ? AND id IN ({', '.join('?' * len(some))})"
+        )
+        for id, key, text_hash, tokens, separator, source, indexed in connection.execute(query, (namespace, *some)):
+            packed = unpack_tokens(tokens), unpack_tokens(separator) if separator else ()
+            found[id] = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
+    return list(map(found.get, ids))
 
 
 def _origin(record: NodeRecord, known: NodeRecord) -> tuple[str | None, bool]:

@@ -1,15 +1,23 @@
 """The bytes of a chunk's file."""
 
+import hashlib
+import json
 import random
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from tests.limits import within
 from tests.store.kit import key_of, make_kv, read, same
 
 KEY = key_of(1)
@@ -132,6 +140,50 @@ def test_layers_of_fewer_rows_than_tokens(tmp_path: Path) -> None:
     write(tmp_path / "f", ChunkKV(kv.token_ids, kv.start, (short, *kv.layers[1:])))
     with pytest.raises(ChunkReadError, match="its header is damaged"):
         ChunkFile.open(tmp_path / "f", key_of(1))
+
+
+CHUNK = b"".join(map(bytes, encode_chunk(KEY, make_kv(1)).buffers))
+# JSON that is right nowhere in a header.
+JUNK = st.one_of(
+    st.sampled_from(
+        ["true", "{}", "[[]]", '["x"]', "NaN", "1e999", "9" * 4000, "[-1]", "[1.5]", "[", "-1", "4294967296"]
+    ),
+    st.integers(3, 200_000).map(lambda depth: "[" * depth + "]" * depth),
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield where a value and all inside it stand."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*path, key))
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> bytes:
+    """A file whose digest is right, and whose header says something that is not so."""
+    length = int.from_bytes(CHUNK[:8], "little")
+    told = json.loads(CHUNK[8 : 8 + length])
+    *path, last = draw(st.sampled_from([path for path in places(told) if path]))
+    inside = told
+    for key in path:
+        inside = inside[key]
+    inside[last] = "JUNK"
+    text = json.dumps(told).replace('"JUNK"', draw(JUNK)).encode()
+    tokens_end = 8 + length + 4 * len(make_kv(1).token_ids)
+    head = len(text).to_bytes(8, "little") + text + CHUNK[8 + length : tokens_end]
+    return head + hashlib.blake2b(head, digest_size=16).digest() + CHUNK[tokens_end + 16 :]
+
+
+@settings(max_examples=200)
+@given(hostile())
+def test_a_file_that_somebody_wrote_to_do_harm(data: bytes) -> None:
+    """As in a remote tier that others write to."""
+    with within(200_000_000, 1.0), suppress(ChunkReadError):
+        file = ChunkFile(Bytes(data), KEY)
+        file.verify()
+        # What is not read: where the KV began, and types of tensors that have but one.
+        assert len(file.token_ids) == len(make_kv(1).token_ids)
 
 
 def test_what_cannot_be_stored() -> None:
