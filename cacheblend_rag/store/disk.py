@@ -260,7 +260,7 @@ class DiskTier:
         """Give the files that a new index finds their entries; the first to go for room, as nobody is known to use them."""
         now = self.clock()
         connection.executemany(
-            "INSERT INTO entries (key, bytes, added_at) VALUES (?, ?, ?)",
+            "INSERT INTO entries (key, bytes, added_at, found) VALUES (?, ?, ?, 1)",
             ((key, status.st_size, now) for key, status in self.folder.files()),
         )
 

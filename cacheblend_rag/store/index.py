@@ -155,18 +155,17 @@ class Index:
     def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
         """Let entries live until `expires_at` at least, for ever if that is None.
 
-        The longest life asked for counts; what no name leads to yet, as KV that is found again by its files, lives so long.
+        The longest life asked for counts, the first one of KV that was found by its file.
         """
         until = math.inf if expires_at is None else expires_at
-        change = "NOT named AND expires_at IS NOT ?2 OR expires_at < ?3"
         with self.database.read() as connection:
-            query = f"SELECT 1 FROM entries WHERE key = ?1 AND ({change})"
-            others = [key for key in keys if connection.execute(query, (key, expires_at, until)).fetchone()]
+            query = "SELECT 1 FROM entries WHERE key = ? AND (found OR expires_at < ?)"
+            others = [key for key in keys if connection.execute(query, (key, until)).fetchone()]
         if others:
             with self.database.write() as connection:
                 connection.executemany(
-                    f"UPDATE entries SET expires_at = ?2 WHERE key = ?1 AND ({change})",
-                    ((key, expires_at, until) for key in others),
+                    "UPDATE entries SET expires_at = ?, found = 0 WHERE key = ? AND (found OR expires_at < ?)",
+                    ((expires_at, key, until) for key in others),
                 )
 
     def drop(self, keys: Sequence[str], wait: bool = True) -> Dropped:

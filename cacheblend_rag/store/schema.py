@@ -12,8 +12,8 @@ __all__ = ["check_version", "make_tables"]
 
 _VERSION = 5
 
-# entries: the chunks whose KV is on disk, and whether a name leads to it. deletions: the keys that lost their entry lately, for
-# other processes' RAM.
+# entries: the chunks whose KV is on disk, whether a name leads to it, and whether it was found by its file. deletions: the keys
+# that lost their entry lately, for other processes' RAM.
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
 # documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
@@ -21,7 +21,8 @@ _VERSION = 5
 _SCHEMA = """
 CREATE TABLE entries (
     key TEXT PRIMARY KEY, bytes INTEGER NOT NULL, last_used INTEGER NOT NULL DEFAULT 0, tenant TEXT NOT NULL DEFAULT '',
-    added_at REAL NOT NULL, expires_at REAL, pinned INTEGER NOT NULL DEFAULT 0, named INTEGER NOT NULL DEFAULT 0
+    added_at REAL NOT NULL, expires_at REAL, pinned INTEGER NOT NULL DEFAULT 0, named INTEGER NOT NULL DEFAULT 0,
+    found INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
