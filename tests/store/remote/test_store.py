@@ -344,7 +344,7 @@ def test_a_tier_that_refuses_to_remove_is_read_on(
         assert reader is not None and same(read(reader), make_kv(1))
         [told] = [each for each in caplog.messages if "could not remove chunks" in each]
         assert "this process reads it from there no more" in told
-        client.acl_setuser("reader", commands=["+@all"])
+        client.acl_setuser("reader", enabled=True, commands=["+@all"])
         until = time.monotonic() + 60
         while two.open(key_of(2)) is not None or client.keys(f"*{key_of(2)}*"):
             assert time.monotonic() < until
