@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults import damage, documents, ingestions, serving
+from tests.faults import damage, documents, ingestions
 from tests.limits import one_thread as one_thread
 from tests.store.kit import start
 
@@ -47,10 +47,3 @@ def test_nothing_is_left_and_nothing_lost_after_an_ingestion_is_killed(
     tmp_path: Path, framework: str, kills: int
 ) -> None:
     nothing_is_wrong(ingestions.run, tmp_path / "run", framework, kills)
-
-
-@pytest.mark.parametrize(("seconds", "clients"), [(9.0, 6), pytest.param(600.0, 32, marks=WHOLE)])
-def test_a_server_answers_right_whoever_comes_and_goes(seconds: float, clients: int) -> None:
-    outcome = serving.run(seconds, clients)
-    assert outcome.flaws == [], outcome
-    assert min(outcome.counts[what] for what in ("right", "puts", "deletes", "left early", "not there")) > 0, outcome

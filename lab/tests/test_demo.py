@@ -10,6 +10,7 @@ import pytest
 from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
 from cacheblend_lab.demo.run import METHODS, Answered, score
 from cacheblend_lab.demo.screen import show_demo
+from tests.cli.conftest import model_folder as model_folder
 from tests.command import read_rows, run
 
 
