@@ -58,7 +58,7 @@ class Offsite:
 
     def open(self, key: str) -> ChunkFile | None:
         """Return what is held under `key`, its head verified, or None."""
-        if key in self._undropped or self._is_left_alone():
+        if key in self._undropped or self.is_out:
             return None
         try:
             source = self._tier.open(key)
@@ -77,7 +77,7 @@ class Offsite:
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether something is held under it; False where the tier does not answer."""
-        if not keys or self._is_left_alone():
+        if not keys or self.is_out:
             return [False] * len(keys)
         try:
             found = self._tier.holds(keys)
@@ -100,7 +100,7 @@ class Offsite:
         with self._lock:
             self._undropped.update(keys)
             gone = set(self._undropped)
-        if not gone or self._is_left_alone():
+        if not gone or self.is_out:
             return
         try:
             self._remove(gone)
@@ -131,9 +131,6 @@ class Offsite:
                 self._tier.location,
             )
         self._tier.close()
-
-    def _is_left_alone(self) -> bool:
-        return self.is_out
 
     def _tell(self, error: RemoteUnavailableError) -> None:
         with self._lock:
