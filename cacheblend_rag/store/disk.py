@@ -129,7 +129,7 @@ class DiskTier:
             flaw = self.flaw(key)
             if flaw is None:
                 if wanted is None or self.database.transact(wanted, wait):
-                    self.index.prolong([key], expires_at)
+                    self.index.prolong([key], expires_at, now)
                     self.touch(key)
                 return []
             self._warn_once(_DAMAGED, self.folder.path, flaw)

@@ -152,20 +152,20 @@ class Index:
             place()
         return dropped
 
-    def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
-        """Let entries live until `expires_at` at least, for ever if that is None.
+    def prolong(self, keys: Sequence[str], expires_at: float | None, now: float) -> None:
+        """Let entries that have not expired by `now` live until `expires_at` at least, for ever if that is None.
 
         The longest life asked for counts, the first one of KV that was found by its file.
         """
         until = math.inf if expires_at is None else expires_at
         with self.database.read() as connection:
-            query = "SELECT 1 FROM entries WHERE key = ? AND (found OR expires_at < ?)"
-            others = [key for key in keys if connection.execute(query, (key, until)).fetchone()]
+            query = "SELECT 1 FROM entries WHERE key = ? AND (found OR expires_at > ? AND expires_at < ?)"
+            others = [key for key in keys if connection.execute(query, (key, now, until)).fetchone()]
         if others:
             with self.database.write() as connection:
                 connection.executemany(
-                    "UPDATE entries SET expires_at = ?, found = 0 WHERE key = ? AND (found OR expires_at < ?)",
-                    ((expires_at, key, until) for key in others),
+                    "UPDATE entries SET expires_at = ?, found = 0 WHERE key = ? AND (found OR expires_at > ? AND expires_at < ?)",
+                    ((expires_at, key, now, until) for key in others),
                 )
 
     def drop(self, keys: Sequence[str], wait: bool = True) -> Dropped:

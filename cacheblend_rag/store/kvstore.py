@@ -125,9 +125,10 @@ class KVStore:
 
         KV that is seen to be damaged is dropped with a warning, and None returned. A reader stays good when its KV is dropped.
         """
-        self._check(key)
+        valid_key(key)
+        self._index.database.check_open()
         self._tiers.follow()
-        waiting = self._waiting.find(key, self._clock())
+        waiting = self._waiting.find(key, self._clock()) if self._waiting.entries else None
         if waiting is not None:
             return RamReader(waiting.kv)
         return self._tiers.get(key) or self._open_remote(key)

@@ -81,7 +81,8 @@ class Names:
             The `mark` of the earlier call; by default all names are returned, and so they are if the call was too long ago.
         """
         # What is written in between is then found twice rather than not at all.
-        waiting = {node: record.text_hash for node, record in self._waiting.records(namespace).items()}
+        records = self._waiting.records(namespace) if self._waiting.entries else {}
+        waiting = {node: record.text_hash for node, record in records.items()}
         with self._database.read() as connection:
             first, last = connection.execute("SELECT min(seq), max(seq) FROM changes").fetchone()
             mark = last or 0

@@ -62,7 +62,7 @@ class LRUCache(Generic[AnyKV]):
             entry = self._entries.get(key)
             if entry is None:
                 return None
-            if not entry.is_live(now):
+            if entry.expires_at is not None and entry.expires_at <= now:
                 self._drop(key)
                 self._dropped.append(key)
                 return None
@@ -85,11 +85,11 @@ class LRUCache(Generic[AnyKV]):
             self._used_bytes += nbytes
             return True
 
-    def prolong(self, key: str, expires_at: float | None) -> None:
-        """Let what is held under `key` live until then at least; None is for ever."""
+    def prolong(self, key: str, expires_at: float | None, now: float) -> None:
+        """Let what is held under `key`, and has not expired by `now`, live until `expires_at` at least; None is for ever."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None:
+            if entry is not None and entry.is_live(now):
                 entry.expires_at = latest(entry.expires_at, expires_at)
 
     def reserve(self, nbytes: int) -> bool:

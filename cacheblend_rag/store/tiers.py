@@ -85,7 +85,10 @@ class Tiers:
         if resident is not None and (cached or self.disk):
             return DeviceReader(resident.kv)
         if cached is not None:
-            return self.promoting(key, RamReader(cached.kv, cached.nbytes), cached.tenant, cached.expires_at)
+            reader = RamReader(cached.kv, cached.nbytes)
+            if not self.device.limit_bytes:
+                return reader
+            return self.promoting(key, reader, cached.tenant, cached.expires_at)
         # What has expired in memory may have been given a longer life on disk.
         found = None if self.disk is None else self.disk.find(key)
         if found is None:
@@ -160,13 +163,16 @@ class Tiers:
 
     def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
         """Let KV that is held live until then at least."""
-        self.with_room(lambda: self.index.prolong(keys, expires_at))
+        now = self.clock()
+        self.with_room(lambda: self.index.prolong(keys, expires_at, now))
         for key in keys:
-            self.ram.prolong(key, expires_at)
-            self.device.prolong(key, expires_at)
+            self.ram.prolong(key, expires_at, now)
+            self.device.prolong(key, expires_at, now)
 
     def follow(self) -> None:
         """Drop the copies of what slower tiers have dropped."""
+        if self.disk is None and not self.device.limit_bytes:
+            return
         seen, now = self._seen, self.ram.evictions() if self.disk is None else self.index.deletions()
         if now == seen:
             return
