@@ -1,4 +1,4 @@
-"""What every chunk is encoded after: the beginning of a prompt such as it will be used in."""
+"""What every chunk is encoded behind: the beginning of a prompt such as it will be used in."""
 
 from __future__ import annotations
 
@@ -15,27 +15,39 @@ _ANY_DAY = datetime(2026, 1, 1)
 
 _INSTRUCTION = "Use the following context to answer.\n\n"
 
+_PASSAGE = (
+    "The weather was mild that spring, and the road over the hills was dry by the end of March. In the mornings there was fog "
+    "on the meadows, and the first carts came into town with their lamps still lit. Most of them brought vegetables and eggs; "
+    "one had baskets, another only firewood. A baker opened his shutters and put two loaves into the window. On the square a "
+    "boy was sweeping leaves from the steps of the town hall, although it was autumn's leaves that he swept and nobody had "
+    "asked him to. By noon the fog had gone. People sat on the wall by the river and ate what they had brought, and those who "
+    "had finished watched the ferry, which went over and came back as slowly as ever. In the evening it rained a little. The "
+    "lamps were lit again, the carts went home one after the other, and the baker counted his money, closed the shutters and "
+    "went upstairs. So the days went by, each much like the one before it, and it was May before anyone spoke of the drought."
+    "\n"
+)
+
 
 def default_preamble(tokenizer: Any) -> str:
-    """Return the text that chunks are encoded after where the settings name none.
+    """Return the text that chunks are encoded behind where the settings name none.
 
     A chunk's first tokens read as the beginning of a text when nothing stands before them: they become attention sinks, in every
     chunk of a prompt anew, and what follows is computed for a prompt of another kind than it is used in. So chunks are encoded
-    after what a prompt most likely begins with: what the tokenizer's chat template writes before a user's words, and an
-    instruction. APE (section 4) shares a prefix for the first of these reasons. More text there does harm: what is encoded after
-    a passage of another topic is copied less well. docs/evaluation.md has the figures.
+    behind what a prompt most likely begins with: what the tokenizer's chat template writes before a user's words, an
+    instruction, and then a passage that has nothing to do with any question. APE (section 4) shares a prefix for the first of
+    these reasons. docs/encoding.md has the figures.
 
     Parameters
     ----------
     tokenizer : Any
-        The model's tokenizer; without a chat template its chunks get the instruction.
+        The model's tokenizer; without a chat template its chunks get the instruction and the passage.
 
     Returns
     -------
     str
         The same on every day and every machine, since it is part of every key.
     """
-    return f"{_opening(tokenizer)}{_INSTRUCTION}"
+    return f"{_opening(tokenizer)}{_INSTRUCTION}{_PASSAGE}"
 
 
 def _opening(tokenizer: Any) -> str:

@@ -122,16 +122,17 @@ def with_template(template: str | None) -> Any:
 
 def test_it_begins_as_a_chat_does() -> None:
     text = default_preamble(load_tokenizer())
-    assert text == "<s><|user|>\nUse the following context to answer.\n\n"
+    assert text.startswith("<s><|user|>\nUse the following context to answer.\n\nThe weather")
+    assert text.endswith("the drought.\n")
 
 
 def test_without_a_chat_template_there_is_no_opening() -> None:
-    assert default_preamble(with_template(None)) == "Use the following context to answer.\n\n"
+    assert default_preamble(with_template(None)).startswith("Use the following context")
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{{ 'nothing of yours' }}", "{% broken"])
 def test_a_template_that_shows_no_words_of_a_user(template: str) -> None:
-    assert default_preamble(with_template(template)) == "Use the following context to answer.\n\n"
+    assert default_preamble(with_template(template)).startswith("Use the following context")
 
 
 def test_it_is_the_same_tomorrow() -> None:
@@ -147,7 +148,8 @@ def engine_of(family: str = "llama", **settings: Any) -> BlendEngine:
 def test_stored_kv_was_computed_behind_it() -> None:
     with engine_of(context="none") as engine:
         preamble = engine._assembler.preamble
-        assert len(preamble) > 1 and preamble[0] == 1
+        # A quarter of a window of 512.
+        assert len(preamble) == 128 and preamble[0] == 1
         engine.add([Chunk(words(9, 1), "a")])
         [record] = engine.records(["a"])
         assert record is not None
