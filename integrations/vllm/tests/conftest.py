@@ -59,7 +59,7 @@ class Corpus:
     def prefix(self, asked: Asked) -> StoredPrefix:
         """Return how vLLM is asked, all of whose context must be stored."""
         prefix = stored_prefix(self.engine, asked.prompt)
-        assert prefix.ends == "here the text behind the last chunk begins"
+        assert prefix.ends == "here the text after the last chunk begins"
         return prefix
 
     def expected(self, asked: Asked) -> tuple[list[int], torch.Tensor]:
