@@ -96,9 +96,9 @@ PYTEST := $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 OTHERS := lab $(addprefix integrations/,llama_index langchain attachments pml serve ray)
 
 .PHONY: check
-check: lint  ## lint, the table of ceilings, and the tests of the core in two processes, sampled where a count is large
+check: lint  ## lint, the table of ceilings, and the tests of the core in two processes, sampled where a count is large, with their coverage
 	$(BIN)/python -m tests.ceilings
-	$(PYTEST) --dist worksteal tests
+	$(PYTEST) --dist worksteal --cov=cacheblend_rag --cov-report= --cov-fail-under=91 tests
 
 .PHONY: check-others
 check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, prompt markup, the server and the cluster (ARGS=integrations/langchain/tests for one of them)
