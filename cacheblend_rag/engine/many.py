@@ -182,8 +182,10 @@ class Many:
 
     def _lead(self, request: Request) -> GenerationResult:
         """Answer a prompt, and hand their answers to those that are answered with it."""
-        others = self._company(request)
+        others: list[Request] = []
         try:
+            # One by one: who is out of the line is answered, whatever goes wrong with the next.
+            others.extend(self._company(request))
             answers = self.together([request, *others]) if others else [self.alone(request)]
         except BaseException:
             # Not their fault: they are answered without it.
@@ -199,23 +201,21 @@ class Many:
             raise answers[0]
         return answers[0]
 
-    def _company(self, request: Request) -> list[Request]:
-        """Take those out of the line that may be decoded with a prompt, the oldest first, as far as there is room."""
-        company: list[Request] = []
-        scheduler = self._runner.scheduler
-        waiting = [each[1] for each in scheduler.line() if isinstance(each, tuple) and each[0] is self]
+    def _company(self, request: Request) -> Iterator[Request]:
+        """Yield those taken out of the line that may be decoded with a prompt, the oldest first, as far as there is room."""
+        line = self._runner.scheduler.line()
+        waiting = [each[1] for each in line if isinstance(each, tuple) and each[0] is self]
         if not waiting or self._solo_reason(request) is not None:
-            return company
+            return
         extent = self.extent(request)
         for other in waiting:
             if other.is_given_up or not _agree(request, other) or self._solo_reason(other) is not None:
                 continue
             joined = extent.joined(self.extent(other))
             # It may have left the line meanwhile.
-            if self.has_room(joined) and scheduler.pick((self, other)):
-                company.append(other)
+            if self.has_room(joined) and self._runner.scheduler.pick((self, other)):
                 extent = joined
-        return company
+                yield other
 
     def _solo_reason(self, request: Request) -> str | None:
         """Return why a call is not decoded with other calls, or None."""

@@ -201,25 +201,25 @@ def test_what_fails_fails_alone(engine: BlendEngine, pool: ThreadPoolExecutor, m
     assert [each.result().token_ids for each in made] == [wanted[number] for number in (0, 1, 3)]
 
 
+@pytest.mark.parametrize(("step", "failing"), [("together", 1), ("_solo_reason", 3)])
 def test_a_batch_that_fails_is_begun_anew_without_its_first(
-    engine: BlendEngine, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, step: str, failing: int
 ) -> None:
     calls = [answer(engine, prompt) for prompt in PROMPTS[:4]]
-    wanted = [call().token_ids for call in calls]
-    own, failed = engine._many.together, []
+    own, asked = getattr(engine._many, step), list[Any]()
 
-    def failing(requests: Any) -> Any:
-        if not failed:
-            failed.append(len(requests))
+    def fail_once(given: Any) -> Any:
+        asked.append(given)
+        if len(asked) == failing:
             raise KeyboardInterrupt
-        return own(requests)
+        return own(given)
 
-    monkeypatch.setattr(engine._many, "together", failing)
+    monkeypatch.setattr(engine._many, step, fail_once)
     made = together(engine, calls, pool)
     with pytest.raises(KeyboardInterrupt):
-        made[0].result()
-    assert [each.result().token_ids for each in made[1:]] == wanted[1:]
-    assert failed == [4]
+        made[0].result(timeout=60)
+    assert [each.result(timeout=60).token_ids for each in made[1:]] == [call().token_ids for call in calls[1:]]
+    assert step != "together" or len(asked[0]) == 4
 
 
 def test_an_answer_may_ask_something_itself(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
