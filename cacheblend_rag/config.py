@@ -208,10 +208,6 @@ class EngineConfig(SettingsBase):
     separator : str
         The text between the chunks of a document, and most likely between the chunks of a prompt. Its KV is kept with each chunk,
         and used where a prompt has exactly this text after the chunk.
-    encode_on : {"add", "second_use"}
-        When chunks are encoded: when they are added, or when they are retrieved for the second time. In the latter case, a chunk
-        retrieved for the first time is computed like text, and nothing of it is stored. Only this process remembers what was
-        retrieved once.
     tenant : str, optional
         Who owns the KV. Tenants of one store never see each other's KV or ids; by default it belongs to no tenant.
     ttl_s : float, optional
@@ -258,7 +254,6 @@ class EngineConfig(SettingsBase):
     context: Literal["document", "none"] = "document"
     context_tokens: int | None = Field(default=512, ge=1)
     separator: str = ""
-    encode_on: Literal["add", "second_use"] = "add"
     tenant: str | None = None
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     device_bytes: int | None = Field(default=None, ge=0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,6 @@ logger = logging.getLogger(__name__)
 LEAST_HEAD = 8
 """Fixed text of fewer tokens is simply computed: in the shape of Qwen2-0.5B, before 32 tokens of text, 8 are worth 8 % of the
 time to the first token, 4 are worth 5 %, and 2 nothing."""
-
-_MOST_FIRST_USES = 1 << 17
 
 _LEAST_WINDOWS = 4
 """A window holds no fewer preambles: a longer default one is cut at its end."""
@@ -83,9 +80,6 @@ class Assembler:
         self.tokenizer = tokenizer
         self._store = store
         self._window = window
-        # Chunks that are retrieved for the first time are then computed like text.
-        defers = config.encode_on == "second_use" and form is not None
-        self._first_uses = _FirstUses(store) if defers else None
         # Otherwise a chunk's KV serves only where it was encoded, right after the preamble.
         self._is_movable = form is None or form.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
@@ -211,15 +205,13 @@ class Assembler:
         )
         return ids, place
 
-    def assemble(self, prompt: BlendPrompt, *, retrieving: bool = False) -> AssembledPrompt:
+    def assemble(self, prompt: BlendPrompt) -> AssembledPrompt:
         """Look up and tokenise a whole prompt.
 
         Parameters
         ----------
         prompt : BlendPrompt
             The prompt.
-        retrieving : bool
-            Whether its chunks count as retrieved.
 
         Raises
         ------
@@ -254,12 +246,6 @@ class Assembler:
             pieces = list(_gapless(pieces))
         last = len(pieces) - 1
         head = None if prompt.positions is not None else self._head(pieces)
-        # The last segment is computed in any case.
-        served = [
-            piece.chunk.key for piece in pieces[:last] if piece.chunk is not None and piece.chunk.computed is None
-        ]
-        served += [] if head is None else [head.key]
-        first = self._first_uses.note(served) if self._first_uses is not None and served and retrieving else set()
         ids: list[int] = []
         places: list[int] = []
         chunks: list[PromptChunk] = []
@@ -271,7 +257,7 @@ class Assembler:
             places.extend(range(position, position + len(piece.ids)))
             if piece.chunk is not None:
                 chunk = replace(piece.chunk, start=row, stop=len(ids), position=position)
-                chunks.append(self._served_or_computed(chunk, number == last, chunk.key in first))
+                chunks.append(self._served_or_computed(chunk, number == last))
                 if number < last:
                     context = (context[0] if context else row, len(ids))
         if not ids:
@@ -291,11 +277,11 @@ class Assembler:
             tuple(chunk for chunk in chunks if chunk.computed is not None),
             None if prompt.positions is None else layout.positions,
             context or (0, 0),
-            None if head is None or head.key in first else head,
+            head,
             skipped,
         )
 
-    def _served_or_computed(self, chunk: PromptChunk, is_last: bool, is_first_use: bool) -> PromptChunk:
+    def _served_or_computed(self, chunk: PromptChunk, is_last: bool) -> PromptChunk:
         """Return a chunk at its place with the reason why it is computed like text, if it is."""
         if chunk.computed is not None:
             return chunk
@@ -308,10 +294,6 @@ class Assembler:
                 "so it is computed like text"
             )
             return replace(chunk, computed="moved", note=note)
-        if is_first_use:
-            return replace(
-                chunk, computed="first use", note="it is retrieved for the first time, so it is computed like text"
-            )
         return chunk
 
     def _head(self, pieces: Sequence[_Piece]) -> PromptHead | None:
@@ -466,40 +448,6 @@ class Assembler:
             if not 0 <= int(token) < size:
                 raise ConfigError(f"token id {token} is outside the tokenizer's vocabulary of {size}")
         return tuple(int(token) for token in ids)
-
-
-class _FirstUses:
-    """Tells the first retrieval of a chunk without KV from the second, in this process.
-
-    Parameters
-    ----------
-    store : AnsweringStore
-        Where KV is looked for.
-    """
-
-    def __init__(self, store: AnsweringStore) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        # Those retrieved longest ago first, which are forgotten when there are too many, and begin anew.
-        self._once: dict[str, None] = {}
-
-    def note(self, keys: Sequence[str]) -> set[str]:
-        """Note that a prompt retrieves these chunks; return the keys without KV that no prompt retrieved before.
-
-        A chunk that is retrieved a second time is forgotten: it is encoded now, and once its KV is evicted it must be retrieved
-        twice again.
-        """
-        held = dict(zip(keys, self._store.holds(keys), strict=True))
-        # A folder's store does not count as held what it keeps in RAM alone, for texts without a name.
-        missing = {key for key, is_held in held.items() if not is_held and self._store.open(key) is None}
-        with self._lock:
-            first = missing - self._once.keys()
-            for key in missing - first:
-                del self._once[key]
-            self._once |= dict.fromkeys(first)
-            for oldest in list(islice(self._once, max(len(self._once) - _MOST_FIRST_USES, 0))):
-                del self._once[oldest]
-        return first
 
 
 def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:

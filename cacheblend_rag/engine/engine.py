@@ -600,7 +600,7 @@ class BlendEngine(ChunkLibrary):
         else:
             order = next(filter(None, (each.order() for each in reversed(self.attachments))), None)
             blend = self.blend if order is None else order.blend
-        assembled = self._assembler.assemble(prompt, retrieving=blend.enabled)
+        assembled = self._assembler.assemble(prompt)
         if order is not None and assembled.layout.remembers:
             # What an attachment falls back to knows less than these chunks.
             blend = self.blend

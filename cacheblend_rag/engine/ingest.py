@@ -147,8 +147,8 @@ class Ingest:
         self._tenant = config.tenant or ""
         self._ttl_s = config.ttl_s
         self._config = config
-        # Of a model without blending no KV is ever missing, nor where it is not computed before it is needed.
-        self._encodes = form is not None and config.encode_on != "second_use"
+        # Of a model without blending no KV is ever missing.
+        self._encodes = form is not None
         self._has_told = False
         self.jobs = Jobs()
 

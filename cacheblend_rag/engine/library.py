@@ -148,7 +148,7 @@ class ChunkLibrary(ABC):
 
         In the background, the chunks are checked and named before this returns, and then encoded call by call, one
         batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
-        before that, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
+        before that, it is not encoded.
 
         A chunk that is a piece of a document (`Chunk.document`) is put into it, and encoded after the chunks before it there.
         Chunks that it displaces, which now follow other text, are encoded anew in the same call. The pieces of a document may
@@ -214,7 +214,7 @@ class ChunkLibrary(ABC):
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Estimate what `add` would cost, by encoding a few of the new chunks, for a few seconds; nothing is stored.
 
-        With ``encode_on="second_use"`` that is nothing. Chunks that cannot be served are left out.
+        Chunks that cannot be served are left out.
 
         Parameters
         ----------

@@ -39,9 +39,9 @@ class PromptChunk(ChunkSpan):
         Digest of the text of a chunk whose id nobody knew.
     remembers : bool
         Whether its KV knows of text that stands before it in its document.
-    computed : {"last", "moved", "first use", "missing", "unread"} or None
-        Why it is computed like text: the prompt ends with it, its KV is that of another position, it is retrieved for the first
-        time, its KV is missing and not waited for, or its name cannot be read. None for a chunk that is served from KV.
+    computed : {"last", "moved", "missing", "unread"} or None
+        Why it is computed like text: the prompt ends with it, its KV is that of another position, its KV is missing and not
+        waited for, or its name cannot be read. None for a chunk that is served from KV.
     note : str or None
         Why it is computed like text, or else why its KV may be missing, where its name says that.
     source : str or None
@@ -57,7 +57,7 @@ class PromptChunk(ChunkSpan):
     named: bool = False
     text_hash: str | None = None
     remembers: bool = False
-    computed: Literal["last", "moved", "first use", "missing", "unread"] | None = None
+    computed: Literal["last", "moved", "missing", "unread"] | None = None
     note: str | None = None
     source: str | None = None
 

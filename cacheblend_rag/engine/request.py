@@ -319,7 +319,7 @@ def _chunk_reports(
     for chunk, report in parts:
         name: object = chunk.key if chunk.is_part else chunk.start
         # What is computed though its KV may be there is neither hit nor miss.
-        if chunk.computed in ("first use", "missing", "unread") or not (chunk.computed or report.hit):
+        if chunk.computed in ("missing", "unread") or not (chunk.computed or report.hit):
             missed.add(name)
         first = reports.get(name)
         if first is not None:
@@ -379,8 +379,6 @@ def _fallback_reason(request: Request) -> str | None:
     if reason is None or not computed or request.prompt.chunks:
         return reason
     why = {chunk.computed for chunk in computed}
-    if "first use" in why:
-        return "all of its chunks are retrieved for the first time"
     if "unread" in why:
         return "the names in the store cannot be read now"
     if "moved" in why:

@@ -324,9 +324,7 @@ class KVSupply:
             for key, kv in self._encode_missing(wanted, request.contexts):
                 found[key] = RamReader(kv)
             request.encode_s += request.note("encode", started)
-        # Where chunks are encoded when they are used the second time, that is as it should be.
-        expected = self._config.encode_on == "second_use" or len(chunks) < len(request.prompt.chunks)
-        if not any(request.hits.values()) and not expected and not self._warned_of_no_hit:
+        if not any(request.hits.values()) and len(chunks) == len(request.prompt.chunks) and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
             logger.warning(
                 "none of the %d chunks of this prompt was served from the store, so all of them were encoded first; of the first "

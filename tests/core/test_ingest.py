@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.codec import codec_names, make_codec, pack_kv
 from cacheblend_rag.engine import AddJob
 from cacheblend_rag.engine.cost import _first, _total
@@ -319,52 +319,6 @@ def test_the_first_ingestion_says_what_it_cost(
             engine.flush()
         [said] = caplog.messages
     assert re.match(rf"4 chunks of 54 tokens encoded in .* s; the store in {tmp_path}/kv now has 0.\d MB of KV", said)
-
-
-def test_on_second_use_a_chunk_is_encoded_when_it_is_retrieved_again(tmp_path: Path) -> None:
-    prompt = BlendPrompt("t5", ["n0", "n1"], "t6 t7")
-    with make(tmp_path / "kv", encode_on="second_use", selector="hkvd") as engine:
-        assert engine.estimate(CHUNKS).tokens == 0
-        result = engine.add(CHUNKS)
-        assert (result.encoded, result.named, result.tokens) == (0, 6, 0)
-        assert engine.add(CHUNKS).unchanged == 6
-        assert all(engine.contains(f"n{n}") for n in range(6))
-        assert not any(held(engine).values())
-        whole = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
-        engine.prompt_ids(prompt)
-
-        first = engine.prefill(prompt)
-        assert torch.allclose(first.logits, whole.logits, atol=1e-4)
-        assert (first.report.hits, first.report.misses, first.report.encode_s) == (0, 2, 0.0)
-        assert first.report.fallback_reason == "all of its chunks are retrieved for the first time"
-        assert [chunk.reason for chunk in first.report.chunks] == [
-            "it is retrieved for the first time, so it is computed like text"
-        ] * 2
-        assert not any(held(engine).values())
-
-        mixed = engine.prefill(BlendPrompt("t5", ["n2", "n0"], "t6 t7"))
-        assert {chunk.id: (chunk.hit, chunk.recomputed_tokens) for chunk in mixed.report.chunks}["n2"] == (False, 14)
-        assert (mixed.report.hits, mixed.report.misses, mixed.report.context_tokens) == (0, 2, 12)
-        assert held(engine) == {f"n{n}": n == 0 for n in range(6)}
-
-        assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.hits == 1
-        engine.delete(["n0"])
-        assert not engine.contains("n0")
-        assert engine._store.stats().entries == 0
-        assert engine.add(CHUNKS[3:], background=True).result().unchanged == 3
-
-
-def test_on_second_use_texts_without_an_id_stay_in_ram(tmp_path: Path) -> None:
-    with make(tmp_path / "kv", encode_on="second_use") as engine:
-        prompt = BlendPrompt("t5", [Chunk(CHUNKS[0].text)], "t6")
-        reports = [engine.prefill(prompt).report for _ in range(3)]
-        assert [(report.hits, report.misses) for report in reports] == [(0, 1), (0, 1), (1, 0)]
-        assert engine._store.stats().disk_bytes == 0
-
-
-def test_when_chunks_are_encoded_is_settled_with_the_engine() -> None:
-    with pytest.raises(ConfigError, match="encode_on is fixed when an engine is made"):
-        BlendConfig(encode_on="second_use")
 
 
 def test_turns_are_taken_in_the_order_of_coming() -> None:

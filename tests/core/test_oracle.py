@@ -220,7 +220,7 @@ def test_a_first_chunk_is_exact_only_behind_a_prefix_that_is_where_it_was(make_e
 
 
 def test_the_report_has_chunks_in_prompt_order(make_engine: MakeEngine) -> None:
-    engine = make_engine(selector="none", encode_on="second_use")
+    engine = make_engine(selector="none")
     engine.add([Chunk(words(10, number), f"n{number}") for number in range(3)])
     engine.prefill(BlendPrompt(words(3, 4), ["n1"], words(5, 2)))
     report = engine.prefill(BlendPrompt(words(3, 4), ["n2", "n1", "n0"], words(5, 2))).report

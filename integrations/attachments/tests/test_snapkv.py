@@ -115,16 +115,6 @@ def test_every_pattern_of_hits_and_misses_keeps_the_same(engine: BlendEngine) ->
     assert len(answers) == 1
 
 
-def test_chunks_computed_like_text_are_evicted_too() -> None:
-    settings = engine_settings(strict=True, selector="none", encode_on="second_use")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
-        engine.attach(SnapKV(10))
-        engine.add(CHUNKS)
-        first = engine.generate(PROMPT, 4)
-        assert (first.report.selector, first.report.evicted_tokens) == ("full", CONTEXT - 10)
-        assert engine.generate(PROMPT, 4).report.evicted_tokens == CONTEXT - 10
-
-
 def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
     engine.attach(SnapKV(10))
     prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), words(3, 2), ChunkRef("n1"), ChunkRef("n2")])

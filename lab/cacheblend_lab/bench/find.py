@@ -168,8 +168,7 @@ class FindBench(Bench[FindSetting, FindRow]):
         return seconds_of(lambda: _split(catalog, engine, prompt))
 
     def _engine(self, folder: str) -> BlendEngine:
-        # Chunks are only named.
-        settings = engine_settings(encode_on="second_use", self_check=False)
+        settings = engine_settings(self_check=False)
         return BlendEngine(self._model, self._tokenizer, store=folder, **settings)
 
     def _name(self, engine: BlendEngine) -> None:

@@ -264,7 +264,6 @@ class ModelSetting(RoundsSetting):
 
         named: dict[str, Any] = {
             "enabled": True,
-            "encode_on": "add",
             "dtype": self.dtype,
             "device": self.device,
             # KV in RAM comes from RAM: on a CUDA device, what was used once would else stay there.

@@ -98,11 +98,11 @@ def test_what_no_model_can_be_measured_with_is_refused(
 
 
 def test_the_environment_does_not_change_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ENABLED": "false", "ENCODE_ON": "second_use", "DTYPE": "float16"}.items():
+    for name, value in {"ENABLED": "false", "DTYPE": "float16"}.items():
         monkeypatch.setenv(f"CACHEBLEND_{name}", value)
     settings = ModelSetting("tiny").engine_settings(selector="random")
     config, blend = settings["config"], settings["blend"]
-    assert (blend.enabled, config.encode_on, config.dtype) == (True, "add", "float32")
+    assert (blend.enabled, config.dtype) == (True, "float32")
     assert blend.selector == "random"
 
 

@@ -483,13 +483,6 @@ def test_where_nothing_can_be_written_it_is_kept_in_memory(
     assert sum("kept in memory" in record.message for record in caplog.records) == 1
 
 
-def test_only_a_second_use_is_kept_where_chunks_wait_for_one_too(make_engine: MakeEngine) -> None:
-    engine = make_engine(encode_on="second_use")
-    for heads, taken in ((0, 0), (1, 0), (1, HEAD_TOKENS)):
-        assert engine.prefill(asking()).report.head_tokens == taken
-        assert len(engine.heads()) == heads
-
-
 def test_nothing_of_a_question_or_history_is_kept(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(store=tmp_path)
     conversation = engine.conversation()

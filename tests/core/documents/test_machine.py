@@ -89,7 +89,6 @@ class DocumentMachine(RuleBasedStateMachine):
         disk_bytes=st.sampled_from([None, None, 12_000]),
         miss_tokens=st.sampled_from([0, 10, 1000]),
         write_back_bytes=st.sampled_from([0, 10**6]),
-        defers=st.sampled_from([False, False, True]),
     )
     def make(
         self,
@@ -100,14 +99,12 @@ class DocumentMachine(RuleBasedStateMachine):
         disk_bytes: int | None,
         miss_tokens: int,
         write_back_bytes: int,
-        defers: bool,
     ) -> None:
         self.settings = engine_settings(
             context_tokens=context_tokens,
             separator=separator,
             ttl_s=ttl_s,
             miss_tokens=miss_tokens,
-            encode_on="second_use" if defers else "add",
             encode_batch_tokens=32,
             recompute_ratio=0.0,
             selector="none",

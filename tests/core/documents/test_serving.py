@@ -128,27 +128,6 @@ def test_a_document_that_is_deleted_while_it_waits_is_not_stored(open_engine: Ma
     assert engine._store.stats().entries == 0
 
 
-def test_second_use_stores_the_slices_of_what_was_retrieved_twice(open_engine: MakeEngine) -> None:
-    engine = open_engine(encode_on="second_use")
-    assert engine.add(TEXT.chunks).encoded == 0
-    assert engine.estimate(TEXT.chunks).tokens == 0
-    assert engine.document("d") == IDS
-    assert ask(engine, "d-1", "d-3").report.chunks[0].reason == (
-        "it is retrieved for the first time, so it is computed like text"
-    )
-    assert held(engine) == [False] * 4
-    ask(engine, "d-3")
-    engine.flush()
-    assert held(engine) == [False, False, False, True]
-    assert_right(engine, [3], [0, 1, 2, 3])
-    # Behind another text it is another chunk, which has not been retrieved yet.
-    engine.delete(["d-0"])
-    assert ask(engine, "d-3").report.chunks[0].reason is not None
-    ask(engine, "d-3")
-    engine.flush()
-    assert_right(engine, [3], [1, 2, 3])
-
-
 def test_in_the_background(open_engine: MakeEngine) -> None:
     engine = open_engine()
     with engine._supply.scheduler:

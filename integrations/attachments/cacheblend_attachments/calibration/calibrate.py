@@ -230,9 +230,6 @@ def explain(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, targe
 def _is_blended(engine: BlendEngine, prompt: BlendPrompt, blend: BlendConfig) -> bool:
     """Return whether a prompt is blended, having had the KV of its chunks stored."""
     report = engine.prefill(prompt, blend=blend).report
-    if report.misses:
-        # With encode_on="second_use" the first time stores nothing.
-        report = engine.prefill(prompt, blend=blend).report
     return report.fallback_reason is None and report.context_tokens > 0 and prompt.positions is None
 
 

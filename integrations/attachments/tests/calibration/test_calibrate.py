@@ -115,7 +115,7 @@ def exact(count: int) -> list[BlendPrompt]:
 
 
 def test_prompts_that_are_never_blended_say_nothing() -> None:
-    with tiny(encode_on="second_use") as engine:
+    with tiny() as engine:
         bare = BlendPrompt("", [], words(3, 2))
         found = calibrate(engine, [bare, *exact(8)], ratios=(0.1,), max_new_tokens=2)
         assert (found.questions, found.skipped, found.recompute_ratio) == (8, 1, 0.1)
