@@ -22,17 +22,10 @@ Result = TypeVar("Result")
 
 
 class AnsweringStore:
-    """What an answer asks of a store, and hands to it.
+    """What an answer asks of a store, and hands to it; the methods are otherwise those of the store and of its names.
 
-    No call waits for another thread or process that writes, and none raises `StoreError`: one that fails has found nothing, and a
-    warning says so, once until all that failed works again. The methods are otherwise those of the store and of its names.
-
-    Attributes
-    ----------
-    store : KVStore
-        The store itself.
-    failures : int
-        How many calls failed.
+    No call waits for another thread or process that writes, and none raises `StoreError`: one that fails (`failures` counts
+    them) has found nothing, and a warning says so, once until all that failed works again.
     """
 
     def __init__(self, store: KVStore) -> None:

@@ -45,9 +45,7 @@ _LEAST_WINDOWS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens that follow each other without gaps, the chunk that they come from, and whether they are fixed text; no position:
-    right after what is before.
-    """
+    """Tokens without gaps, and what they are of; without a position they follow what is before."""
 
     ids: tuple[int, ...]
     position: int | None = None
@@ -109,13 +107,7 @@ class Assembler:
         return self._with_bos(self.tokenize(wanted or ""))
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the ids of `text` on its own, without special tokens added.
-
-        Raises
-        ------
-        PromptError
-            If it holds half a character.
-        """
+        """Return the ids of `text` on its own, without special tokens added; `PromptError` if it holds half a character."""
         check_text(text)
         # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -143,16 +135,9 @@ class Assembler:
         return None if places == tuple(range(start, start + len(places))) else places
 
     def record(self, chunk: Chunk) -> NodeRecord:
-        """Tokenise a chunk; of a piece of a document the key is the one it would have alone.
+        """Tokenise a chunk, or raise the `PromptError` that says why it cannot be served.
 
-        Raises
-        ------
-        EmptyChunkError
-            If its text has no tokens.
-        PromptTooLongError
-            If it does not fit the model's window after the preamble.
-        PromptError
-            If its text cannot be tokenised.
+        Of a piece of a document the key is the one it would have alone.
         """
         place = None
         if chunk.token_ids is not None:
@@ -207,11 +192,6 @@ class Assembler:
 
     def assemble(self, prompt: BlendPrompt) -> AssembledPrompt:
         """Look up and tokenise a whole prompt.
-
-        Parameters
-        ----------
-        prompt : BlendPrompt
-            The prompt.
 
         Raises
         ------
@@ -305,17 +285,7 @@ class Assembler:
     def with_whole_documents(self, prompt: AssembledPrompt) -> tuple[int, ...] | None:
         """Return the tokens of a prompt with the whole of each document in place of its chunks, where the first of them is.
 
-        This is what one would have to prefill to know as much as chunks remember.
-
-        Parameters
-        ----------
-        prompt : AssembledPrompt
-            The prompt.
-
-        Returns
-        -------
-        tuple of int or None
-            None where it does not fit the model's window, or the prompt places its segments itself.
+        None where that does not fit the model's window, or the prompt places its segments itself.
         """
         if prompt.places is not None:
             return None
@@ -372,10 +342,7 @@ class Assembler:
     def _known(self, segments: Sequence[Any]) -> dict[str, NodeRecord] | None:
         """Return what is recorded of the chunks that segments name, by their ids; None where it cannot be read.
 
-        Raises
-        ------
-        StoreError
-            If it cannot be read, and they name a chunk without its text.
+        That is a `StoreError` if they name a chunk without its text.
         """
         wanted = [segment.chunk if isinstance(segment, ChunkPart) else segment for segment in segments]
         ids = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
@@ -467,13 +434,7 @@ def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
 
 
 def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: int | None) -> Iterator[_Piece]:
-    """Cut what stands of a chunk where its positions have gaps.
-
-    Raises
-    ------
-    ConfigError
-        If there are gaps, and the prompt does not say where its segments stand.
-    """
+    """Cut what stands of a chunk where its positions have gaps, which are refused unless the prompt places its segments."""
     size = len(chunk.token_ids)
     start, stop = (segment.start, segment.stop) if isinstance(segment, ChunkPart) else (0, size)
     if stop > size:

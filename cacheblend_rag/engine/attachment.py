@@ -18,19 +18,21 @@ __all__ = ["Attachment", "RunningForward"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningForward:
-    """The forward over a prompt that is about to run, and the decoding behind it.
+    """The forward over a prompt that is about to run, and the decoding after it.
+
+    An attachment keeps in the request's `notes` what it needs when the prompt is answered, puts into `figures` what the
+    report is to say, and adds to `charge` the work that it does on chunk rows.
 
     Attributes
     ----------
     request : Request
-        The prompt: its `request`, `plan` and `layout`. An attachment keeps in `notes` what it needs when the prompt is answered,
-        puts into `figures` what the report is to say, and adds to `charge` the work that it does on chunk rows.
+        The prompt: its `request`, `plan` and `layout`.
     decoder : Decoder
         The model.
     cache : BlendCache
         The prompt's cache, empty.
     steering : Steering or None
-        What blends the prefill; None where that is in full, or the model only goes on behind stored KV.
+        What blends the prefill; None where that is in full, or the model only goes on after stored KV.
     headroom : int
         Most tokens that follow within it; 0 for a prefill alone.
     room : int

@@ -48,13 +48,6 @@ class AddResult:
 class AddJob:
     """Chunks that `BlendEngine.add` encodes in the background.
 
-    Parameters
-    ----------
-    finished, total : int
-        Chunks that are done already, and all of them.
-    on_progress : callable, optional
-        Called with both numbers whenever more are done.
-
     Attributes
     ----------
     progress : tuple of int
@@ -71,17 +64,7 @@ class AddJob:
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> AddResult:
-        """Wait for the end of the work.
-
-        Parameters
-        ----------
-        timeout_s : float, optional
-            Seconds to wait at most; by default as long as it takes.
-
-        Returns
-        -------
-        AddResult
-            What was done.
+        """Wait for the end of the work, at most `timeout_s` seconds, and return what was done.
 
         Raises
         ------

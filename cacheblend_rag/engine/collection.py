@@ -18,16 +18,10 @@ _BATCH = 1000
 
 
 class ChunkCollection:
-    """The chunks of a library that a vector store has; `ChunkLibrary.collection` makes one.
+    """The chunks of a library that a vector store has.
 
-    Of a chunk that one vector store has no longer, the other ones of this process over the same library are asked.
-
-    Parameters
-    ----------
-    library : Library
-        The library.
-    present : callable
-        Returns those of some ids that the vector store has; None if it cannot say.
+    `present` returns those of some ids that the vector store has; None if it cannot say. Of a chunk that one vector store
+    has no longer, the other ones of this process over the same library are asked.
     """
 
     _living: ClassVar[WeakSet[ChunkCollection]] = WeakSet()
@@ -45,14 +39,9 @@ class ChunkCollection:
         self._library.delete([*ids, *(id for id in made if id not in kept)], sources=sources)
 
     def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
-        """Forget what no vector store has any more, all or of some sources, without the ids that are `spared`.
+        """Forget what no vector store has any more, all or of some sources, without the ids that are `spared`; return how many.
 
-        Whatever keeps a vector store from answering keeps nobody from using it.
-
-        Returns
-        -------
-        int
-            How many chunks were forgotten.
+        What keeps a vector store from answering keeps no user from using it.
         """
         forgotten = 0
         try:

@@ -177,16 +177,9 @@ class Turn:
     def resume(self, prompt: AssembledPrompt, asked: Making | None, *, moves: bool, head: int = 0) -> Resumption | None:
         """Return what a prompt takes over, or None if that is nothing.
 
-        Parameters
-        ----------
-        prompt : AssembledPrompt
-            The prompt.
-        asked : Making or None
-            How it makes its own rows; None where it is prefilled in full.
-        moves : bool
-            Whether it takes rows over that stood elsewhere.
-        head : int
-            How many first rows are at hand in any case, exactly; they are taken where the conversation has no more.
+        `asked` is how it makes its own rows, None where it is prefilled in full; `moves` whether it takes rows over that
+        stood elsewhere; `head` how many first rows are at hand in any case, exactly, and taken where the conversation has
+        no more.
         """
         held = self._kept.fresh(
             self._conversation,
@@ -231,20 +224,9 @@ class Turn:
         resumption: Resumption | None,
         making: Making | None,
     ) -> None:
-        """Hold a turn that is over, instead of the one before.
+        """Hold a turn that is over, with the KV of all that the model has read, which is taken over, instead of the one before.
 
-        Parameters
-        ----------
-        prompt : AssembledPrompt
-            The prompt.
-        output_ids : sequence of int
-            What was generated.
-        layers : list of LayerKV
-            The KV of all that the model has read, ``(1, num_kv_heads, seq_len, head_dim)`` for each layer. Taken over.
-        resumption : Resumption or None
-            What the prompt took over.
-        making : Making or None
-            How its rows were made; None where it was prefilled in full.
+        `making` is how its rows were made, None where it was prefilled in full.
         """
         if prompt.places is not None:
             return
@@ -275,21 +257,21 @@ def _gaps(start: int, spans: Sequence[ChunkSpan], end: int) -> Iterator[tuple[in
 
 
 def _find_runs(
-    held: Sequence[int], wanted: Sequence[int], gaps: Iterator[tuple[int, int]], behind: int
+    held: Sequence[int], wanted: Sequence[int], gaps: Iterator[tuple[int, int]], after: int
 ) -> Iterator[Run]:
-    """Yield runs of `wanted`, within the gaps, that are in `held` from row `behind` on, in the same order in both.
+    """Yield runs of `wanted`, within the gaps, that are in `held` from row `after` on, in the same order in both.
 
-    Each row of `held` is used once at most. A chat only grows, so a question that is asked a second time finds nothing left of
-    the first time, and is computed.
+    Each row of `held` is used once at most. A chat only grows, so a question that is asked a second time finds nothing left
+    of the first time, and is computed.
     """
     places: dict[tuple[int, ...], list[int]] = {}
-    for row in range(behind, len(held) - _LEAST_RUN + 1):
+    for row in range(after, len(held) - _LEAST_RUN + 1):
         places.setdefault(tuple(held[row : row + _LEAST_RUN]), []).append(row)
     for start, end in gaps:
         row = start
         while row + _LEAST_RUN <= end:
             found = places.get(tuple(wanted[row : row + _LEAST_RUN]), [])
-            place = bisect_left(found, behind)
+            place = bisect_left(found, after)
             if place == len(found):
                 row += 1
                 continue
@@ -298,7 +280,7 @@ def _find_runs(
             while row + length < end and source + length < len(held) and held[source + length] == wanted[row + length]:
                 length += 1
             yield Run(row, row + length, source)
-            row, behind = row + length, source + length
+            row, after = row + length, source + length
 
 
 def _readers_of(held: HeldTurn, runs: Sequence[Run]) -> dict[int, KVReader]:
@@ -328,16 +310,9 @@ def _now(device: torch.device) -> torch.cuda.Event | None:
 def _seen_by(
     prompt: AssembledPrompt, resumption: Resumption | None, expiry: Mapping[str, float]
 ) -> dict[tuple[str | None, str], Seen]:
-    """Return for each chunk that a row of this turn may know of the first row that does, and when the chunk is over.
+    """Return the first row of this turn that may know of each chunk, and when the chunk is over.
 
-    Parameters
-    ----------
-    prompt : AssembledPrompt
-        The turn's prompt.
-    resumption : Resumption or None
-        What it took over. What knew of a chunk in the previous turn is over when it would have been there.
-    expiry : mapping of str to float
-        When the KV of the prompt's chunks is over, by their keys.
+    What knew of a chunk in the previous turn is over when it would have been there.
     """
     seen: dict[tuple[str | None, str], Seen] = {}
     if resumption is not None and resumption.held is not None:

@@ -62,13 +62,7 @@ _FOREIGN = {
 
 
 def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation options that say something, without those that are None.
-
-    Raises
-    ------
-    ConfigError
-        For options that nobody knows, or that cannot be combined with a blended prefill.
-    """
+    """Return the generation options that say something; refuse unknown ones, and those that blending rules out."""
     if not isinstance(max_new_tokens, Integral | None):
         raise ConfigError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give 1 or more")
     if max_new_tokens is not None and max_new_tokens < 1:
@@ -156,23 +150,9 @@ def make_result(
 def last_logits(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache | None, count: int = 1
 ) -> torch.Tensor:
-    """Prefill a prompt and return the logits behind its last tokens.
+    """Prefill a prompt over a cache, which may hold its beginning; return its last logits, ``(count, vocab)``.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    inputs : dict
-        The prompt's `input_ids`, ``(1, prompt_len)``, and what goes with them.
-    cache : Cache or None
-        The cache to fill, which may hold the prompt's beginning; None where the model is to have one of its own, if any.
-    count : int
-        Behind how many of its tokens, all of which are computed.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(count, vocab)``, where the model put them.
+    Without a cache the model has one of its own, if any. All of those tokens are computed.
     """
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
     if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
@@ -185,28 +165,11 @@ def last_logits(
 
 
 class RowEnds(TokenWatch):
-    """Ends each row of a batch by its own measure, hands its tokens on, and notes after how many, and when, it ended.
+    """Ends each row of a padded batch by a measure of its own, hands its tokens on, and counts them.
 
-    What goes wrong in one row's criteria, processors or streamer ends that row alone.
-
-    Parameters
-    ----------
-    batch : PaddedBatch
-        The rows.
-    requests : sequence of Request
-        What the rows are of: their further criteria see a row as a batch of one without padding, a streamer takes its tokens, and
-        `stop` ends it.
-    limits : sequence of int
-        Maximum tokens of each answer.
-    end_ids : collection of int
-        Tokens that end an answer.
-    shared : sequence of StoppingCriteria
-        Criteria that look at the last tokens of each row only, and see all rows at once.
-
-    Attributes
-    ----------
-    errors : dict
-        What went wrong, by rows. A row that is noted here before the first token has none.
+    A request's own criteria see its row as a batch of one without padding; what goes wrong in one of them, or in its
+    streamer, ends that row alone (`errors`). `shared` criteria look at the last tokens of each row only, and see all rows
+    at once.
     """
 
     def __init__(
@@ -275,17 +238,7 @@ class RowEnds(TokenWatch):
 
 
 class RowProcessor(LogitsProcessor):
-    """Applies each row's own logits processors to it, as to a batch of one without padding.
-
-    Parameters
-    ----------
-    starts : sequence of int
-        The column of each row's first token.
-    requests : sequence of Request
-        What the rows are of.
-    ends : RowEnds
-        Knows which rows have ended, whose processors are no longer asked, and is told what goes wrong.
-    """
+    """Applies each row's own logits processors to it, as to a batch of one without padding, until it has ended."""
 
     def __init__(
         self,

@@ -84,18 +84,7 @@ def special_ids(tokenizer: Any, strings: Iterable[str]) -> frozenset[int]:
 
 @dataclass(eq=False)
 class TokenWatch(StoppingCriteria):
-    """Notes when each token is there, and ends the generation when told to.
-
-    Parameters
-    ----------
-    stop : threading.Event
-        Ends it at the next token.
-
-    Attributes
-    ----------
-    times : list of float
-        When each token was there, by `time.perf_counter`.
-    """
+    """Notes when each token is there (`times`, by `time.perf_counter`), and ends the generation at the next one when told to."""
 
     _stop: threading.Event
     times: list[float] = field(default_factory=list)
@@ -226,21 +215,10 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
 
 
 class PieceStreamer(BaseStreamer):
-    """Shows the text of tokens as they come.
+    """Calls `show` with the text of tokens, piece by piece, as they come.
 
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer.
-    show : callable
-        Called with each piece of text.
-
-    Attributes
-    ----------
-    next_tokens_are_prompt : bool
-        Whether what comes next is the prompt, which is not shown.
-    has_shown : bool
-        Whether anything was.
+    `next_tokens_are_prompt` says whether what comes next is the prompt, which is not shown, `has_shown` whether anything
+    was.
     """
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:

@@ -29,25 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Text:
-    """A text to be encoded.
+    """A text to be encoded, and the chunks (one at least) that are this text after the same context.
 
-    Parameters
-    ----------
-    names : list of NamedTarget
-        The chunks that are this text after the same context: one at least.
-    positions : tuple of int, optional
-        The positions of its tokens when they are encoded; by default right after the preamble.
-
-    Attributes
-    ----------
-    key : str
-        Where its KV is stored.
-    num_tokens : int
-        Its tokens.
-    target : Target
-        What is computed.
-    units : set of (str, str)
-        What its chunks are named together with.
+    `units` are what its chunks are named together with; `positions` those of its tokens when they are encoded, by default
+    right after the preamble.
     """
 
     def __init__(self, names: list[NamedTarget], positions: tuple[int, ...] | None = None) -> None:
@@ -89,13 +74,7 @@ class _Todo:
 
 
 class _Naming:
-    """Says when chunks can be named: once their KV is stored, all chunks of a document together.
-
-    Parameters
-    ----------
-    todo : _Todo
-        The chunks.
-    """
+    """Says when chunks can be named: once their KV is stored, all chunks of a document together."""
 
     def __init__(self, todo: _Todo) -> None:
         self._names: dict[tuple[str, str], list[NodeRecord]] = {}
@@ -118,18 +97,7 @@ def _unit(target: NamedTarget) -> tuple[str, str]:
 class Ingest:
     """Brings chunks into the store.
 
-    Parameters
-    ----------
-    assembler : Assembler
-        Tokenises chunks and knows where their names are.
-    supply : KVSupply
-        Computes KV.
-    store : KVStore
-        Where it is kept.
-    form : Decoder, ModelCard or None
-        What is known of the model's KV; None if it cannot be blended: chunks are then known by their tokens, and have no KV.
-    config : EngineConfig
-        Whose chunks they are, how long their KV lives, and whether they are only named until they are retrieved.
+    Of a model that cannot be blended chunks are known by their tokens, and have no KV.
     """
 
     def __init__(
@@ -181,8 +149,8 @@ class Ingest:
     ) -> AddJob:
         """Name what is not stored yet, and have it encoded in the background; see `BlendEngine.add`.
 
-        The names come first: a chunk that is retrieved meanwhile is a miss, and one that is deleted or replaced meanwhile is seen
-        to be no longer wanted, whatever process did it.
+        The names come first: a chunk that is retrieved meanwhile is a miss, and one that is deleted or replaced meanwhile
+        is seen to be no longer wanted, whatever process did it.
         """
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
@@ -194,11 +162,6 @@ class Ingest:
         """Have chunks that are named encoded in the background, as far as their KV is still missing then.
 
         It does not matter if that fails: they are misses, as they were.
-
-        Parameters
-        ----------
-        ids : sequence of str
-            The chunks.
         """
         try:
             targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
@@ -223,10 +186,7 @@ class Ingest:
         whole: bool = False,
         is_trial: bool = False,
     ) -> _Todo:
-        """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same.
-
-        A trial forgets nothing.
-        """
+        """Tokenise chunks; find out which are not stored exactly so, and whose KV is there all the same."""
         # What was met as a miss is written first, so that it is not computed again.
         self._store.settle()
         records: list[NodeRecord] = []
@@ -274,17 +234,10 @@ class Ingest:
     def _encode(
         self, todo: _Todo, store: Callable[[Batch], None], given_up: Callable[[], bool] | None = None
     ) -> AddResult:
-        """Encode texts batch by batch while the batch before is stored.
+        """Encode texts batch by batch, while the batch before is stored by `store` in a thread.
 
-        Parameters
-        ----------
-        todo : _Todo
-            The texts; its job is told how many chunks are finished.
-        store : callable
-            Stores a batch, in a thread, while the next one is computed.
-        given_up : callable, optional
-            Asked before each batch whether to stop, in the background: there all prompts that wait go first, and what was
-            deleted, replaced or encoded for a prompt meanwhile is left out.
+        In the background, `given_up` is asked before each batch whether to stop; there all prompts that wait go first, and
+        what was deleted, replaced or encoded for a prompt meanwhile is left out.
         """
         encoded = tokens = chunks = 0
         started = time.perf_counter()

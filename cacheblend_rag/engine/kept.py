@@ -28,15 +28,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """How rows that are not exact were made, or are asked for.
-
-    Attributes
-    ----------
-    ratio : float
-        The recompute ratio; 0 where the selector recomputes nothing.
-    selector : Selector
-        What says which rows are recomputed, in which layers and when.
-    """
+    """How rows that are not exact were made, or are asked for; a selector that recomputes nothing has ratio 0."""
 
     ratio: float
     selector: Selector
@@ -117,24 +109,10 @@ class HeldTurn:
 
 
 class KeptTurns:
-    """The last turn of each conversation of an engine, as long as somebody has the conversation.
+    """The last turn of each conversation of an engine, as long as the conversation is in use.
 
-    Together they take at most a given number of bytes of KV; the least recently used turn is dropped first. All methods may be
-    called from any thread.
-
-    Parameters
-    ----------
-    store : AnsweringStore
-        Knows which chunks there are.
-    namespace : str
-        Where their names are.
-    limit_bytes : int
-        Maximum bytes of all turns together.
-
-    Attributes
-    ----------
-    lock : threading.RLock
-        Held by every method; held around several of them, they are one.
+    Together they take at most `limit_bytes` of KV; the least recently used turn is dropped first. All methods may be called
+    from any thread; `lock` is held by each, and makes several of them one.
     """
 
     def __init__(self, store: AnsweringStore, namespace: str, limit_bytes: int) -> None:
@@ -155,12 +133,7 @@ class KeptTurns:
     def fresh(self, owner: object, given: Mapping[str, str]) -> HeldTurn | None:
         """Return of a conversation what knows of no chunk that is gone, forget the rest, and mark it as used.
 
-        Parameters
-        ----------
-        owner : object
-            The conversation.
-        given : mapping of str to str
-            The keys of a prompt's chunks by their ids, which may be news.
+        `given` are the keys of a prompt's chunks by their ids, which may be news.
         """
         with self.lock:
             self._cut([owner], self._names([owner]), given)

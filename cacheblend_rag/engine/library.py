@@ -43,30 +43,7 @@ Own = TypeVar("Own", bound="ChunkLibrary")
 class ChunkLibrary(ABC):
     """The chunks of one model and one tenant in a store, and the prompts that are made of them.
 
-    `BlendEngine` is the library of a model in this process, which answers as well.
-
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer.
-    identity : str
-        What the model's KV depends on.
-    form : Decoder, ModelCard or None
-        What is known of the model's KV; None if it cannot be blended.
-    window : int or None
-        Maximum tokens that the model can read and write; None if its configuration does not say.
-    store : KVStore
-        The store.
-    config : EngineConfig
-        The settings.
-    tuning : Tuning
-        Constants.
-    make_encoder : callable
-        Returns what computes KV behind a preamble; None if the model cannot be blended.
-    num_kv_layers : int
-        Layers of the model that have KV of their own.
-    scheduler : Scheduler
-        Lets one computation at a time have the model.
+    `BlendEngine` is the library of a model in this process, which answers as well; vLLM and Ray bring others.
 
     Attributes
     ----------
@@ -395,11 +372,6 @@ class ChunkLibrary(ABC):
         """Return a prompt in tokens, and the keys of its head and chunks whose KV is on disk, for servers that read it there.
 
         A new head (the tokens before the first chunk) is encoded now, missing chunks that have a name in the background.
-
-        Raises
-        ------
-        PromptError
-            As for `generate`.
         """
         self._check_open()
         assembled = self._assembler.assemble(prompt)
@@ -420,17 +392,7 @@ class ChunkLibrary(ABC):
         """Return a prompt with whole documents, each in the place of the first of its chunks, instead of the chunks.
 
         Its full prefill knows all that the chunks of `prompt` remember, so answers from those chunks are compared with it.
-
-        Parameters
-        ----------
-        prompt : BlendPrompt
-            The prompt.
-
-        Returns
-        -------
-        BlendPrompt or None
-            The prompt in token ids; the same tokens if no chunk is a piece of a document, and None if the documents do not
-            fit the model's window.
+        None if the documents do not fit the model's window.
         """
         self._check_open()
         ids = self._assembler.with_whole_documents(self._assembler.assemble(prompt))

@@ -73,16 +73,8 @@ _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
 class Extent:
     """How far prompts that are decoded together reach.
 
-    Attributes
-    ----------
-    width : int
-        Tokens of the longest prompt.
-    end : int
-        The position behind the last token of the prompt that reaches farthest.
-    limit : int
-        Maximum tokens of the longest answer, up to which all are computed.
-    rows : int
-        How many prompts.
+    `width` are the tokens of the longest prompt, `end` the position after the last token of the one that reaches farthest,
+    `limit` the most tokens of an answer, up to which all are computed.
     """
 
     width: int
@@ -106,19 +98,9 @@ class Extent:
 
 
 def plan_decoding(extents: Sequence[Extent], has_room: Callable[[Extent], bool]) -> list[list[int]]:
-    """Group prompts of similar length that are decoded together.
+    """Group prompts of similar length that are decoded together: indices into `extents`, longest prompts first.
 
-    Parameters
-    ----------
-    extents : sequence of Extent
-        Of each prompt.
-    has_room : callable
-        Whether prompts of such an extent may be decoded together; one that has none is a group of its own.
-
-    Returns
-    -------
-    list of list of int
-        Indices into `extents`, longest prompts first.
+    A prompt of an extent that has no room is a group of its own.
     """
     groups: list[list[int]] = []
     extent: Extent | None = None
@@ -151,14 +133,8 @@ class Many:
     def answer(self, request: Request) -> GenerationResult:
         """Answer a prompt together with those that wait and may be decoded with it, in this thread or that of one of them.
 
-        An answer does not depend on its company, except for rounding.
-
-        Raises
-        ------
-        AnswerTimeoutError
-            If the model was not free within the time that the prompt may wait.
-        CacheBlendError
-            If it was given up before its turn came.
+        An answer does not depend on its company, except for rounding. `AnswerTimeoutError` if the model was not free within
+        the time that the prompt may wait; `CacheBlendError` if it was given up before its turn came.
         """
         scheduler = self._runner.scheduler
         if scheduler.is_mine:
@@ -228,21 +204,10 @@ class Many:
     def answer_all(
         self, requests: Sequence[Request], batch_size: int | None, stop: threading.Event
     ) -> Iterator[tuple[int, GenerationResult]]:
-        """Answer prompts whose options differ in objects only; see `options_of_each`.
+        """Answer prompts whose options differ in objects only (`options_of_each`); yield the index of each, and its answer.
 
-        Parameters
-        ----------
-        requests : sequence of Request
-            The prompts.
-        batch_size : int or None
-            Maximum prompts that are decoded together.
-        stop : threading.Event
-            Ends the generation at the next token; prompts whose turn has not come are left out.
-
-        Yields
-        ------
-        (int, GenerationResult)
-            The index of a prompt in `requests`, and its answer.
+        At most `batch_size` are decoded together. `stop` ends the generation at the next token; prompts whose turn has not
+        come are left out.
         """
         reasons = (self.alone_reason(request) for request in requests) if len(requests) > 1 and batch_size != 1 else ()
         reason = next((each for each in reasons if each is not None), None)
@@ -292,15 +257,8 @@ class Many:
     def together(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
         """Answer prompts in one batch, whose options differ in objects and limits only; one by one if there is no memory for it.
 
-        Parameters
-        ----------
-        requests : sequence of Request
-            The prompts, of none of which `alone_reason` says why not. One that was given up gets an answer without tokens.
-
-        Returns
-        -------
-        list of GenerationResult or Exception
-            The answers, or what went wrong with one of them.
+        Of none of them `alone_reason` says why not. One that was given up gets an answer without tokens, one that failed
+        its error.
         """
         answers: list[GenerationResult | Exception | None]
         try:
@@ -460,8 +418,8 @@ class Many:
 def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """Return the options of each of that many prompts.
 
-    Stopping criteria and logits processors are objects for all prompts, of which each gets copies, since they may keep a state
-    for the answer they are used in; or lists of them, one for each prompt.
+    Stopping criteria and logits processors are objects for all prompts, of which each gets copies, since they may keep a
+    state for the answer they are used in; or lists of them, one for each prompt.
     """
     each = [dict(options) for _ in range(count)]
     for name in _OBJECTS:

@@ -27,29 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def look_at_model(model: PreTrainedModel, *, strict: bool, self_check: bool) -> tuple[Decoder | None, str | None]:
-    """Find out how a model is blended.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    strict : bool
-        Whether a model that cannot be blended is refused.
-    self_check : bool
-        Whether blending is verified on it.
-
-    Returns
-    -------
-    decoder : Decoder or None
-        The model as blending sees it, or None if it cannot be blended.
-    unsupported : str or None
-        Why it cannot.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If it cannot, and `strict` is set.
-    """
+    """Return the model as blending sees it, or None and why it cannot be blended; `strict` raises that."""
     try:
         # Another engine may be at work on it.
         with scheduler_of(model):
@@ -65,22 +43,9 @@ def look_at_model(model: PreTrainedModel, *, strict: bool, self_check: bool) -> 
 
 
 def engine_identity(model: PreTrainedModel, tokenizer: Any, *, private: bool) -> str:
-    """Return a digest of a model and a tokenizer.
+    """Return a digest of a model's weights and a tokenizer's vocabulary and rules: 32 hexadecimal digits.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model; all its weights are read.
-    tokenizer : Any
-        The tokenizer; its vocabulary and rules are read.
-    private : bool
-        Whether the store is seen by this engine alone. A random identity then does as well, and no weights need to be
-        read.
-
-    Returns
-    -------
-    str
-        32 hexadecimal digits.
+    In a `private` store, seen by this engine alone, a random identity does as well, and no weights need to be read.
     """
     if private:
         return uuid.uuid4().hex
@@ -92,27 +57,10 @@ def engine_identity(model: PreTrainedModel, tokenizer: Any, *, private: bool) ->
 def open_engine_store(
     store: KVStore | str | Path | None, config: EngineConfig, tuning: Tuning, decoder: Decoder | None
 ) -> KVStore:
-    """Open a store with tiers of the sizes and codecs that the settings name.
+    """Open a store with tiers of the sizes and codecs that the settings name; one that is open already is returned.
 
-    Parameters
-    ----------
-    store : KVStore, str, Path or None
-        A folder, or None for this process's RAM; a store that is open already is returned.
-    config : EngineConfig
-        The settings.
-    tuning : Tuning
-        Whether memory is page-locked, and how much waits to be written.
-    decoder : Decoder or None
-        The model, on whose devices KV is kept too; None if it cannot be blended.
-
-    Raises
-    ------
-    ConfigError
-        If `store` is none of these.
-    StoreFormatError
-        If the folder is no store, or one of another version.
-    StoreReadOnlyError
-        If a store cannot be made there. One that is there but cannot be opened, for whatever reason, is replaced by RAM.
+    A folder that is no store, is one of another version, or cannot be written though there is no store in it, is refused. A
+    store that is there but cannot be opened, for whatever reason, is replaced by RAM.
     """
     if isinstance(store, KVStore):
         return store

@@ -32,12 +32,8 @@ class _Read:
 class Prefetch:
     """Reads that `BlendEngine.prefetch` has begun.
 
-    Parameters
+    Attributes
     ----------
-    prefetcher : Prefetcher
-        Who reads.
-    reads : list of _Read
-        One for each chunk that is read, until it is let go.
     chunks : int
         How many chunks are known, each text once.
     """
@@ -47,14 +43,9 @@ class Prefetch:
     chunks: int
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to read; return whether that is so.
+        """Wait until nothing is left to read, at most `timeout_s` seconds; return whether that is so.
 
         What was cancelled is not left to read, nor what a prompt has taken over, which reads it itself.
-
-        Parameters
-        ----------
-        timeout_s : float, optional
-            Maximum seconds to wait; no limit by default.
         """
         return self._prefetcher.wait(self.reads, timeout_s)
 
@@ -68,13 +59,6 @@ class Prefetcher:
     """Reads chunks in its own threads, so that the tiers keep them where they are read fast.
 
     From disk and remote tiers KV comes to RAM, and to the device, as far as these have room.
-
-    Parameters
-    ----------
-    store : AnsweringStore
-        Where KV is kept.
-    threads : int
-        How many chunks are read at once.
     """
 
     def __init__(self, store: AnsweringStore, threads: int) -> None:

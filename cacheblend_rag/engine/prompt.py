@@ -84,16 +84,9 @@ class PromptChunk(ChunkSpan):
 
 @dataclass(frozen=True, slots=True)
 class PromptHead:
-    """The fixed text that a prompt begins with.
+    """The fixed text that a prompt begins with: its tokens, the BOS among them, and where their KV is or will be stored.
 
-    Attributes
-    ----------
-    key : str
-        Where its KV is or will be stored.
-    token_ids : tuple of int
-        Its tokens, the BOS among them.
-    rows : int
-        How many of its rows need not be computed: all of them, but for the prompt's last.
+    Of its `rows` none need be computed: all, but for the prompt's last.
     """
 
     key: str

@@ -29,15 +29,7 @@ __all__ = ["Order", "Request", "make_report", "why_missed"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """Settings that an attachment puts in force for requests that bring none.
-
-    Attributes
-    ----------
-    blend : BlendConfig
-        The settings.
-    action : str or None
-        What it changed in the engine's own, and why.
-    """
+    """Settings that an attachment puts in force for requests that bring none; `action` says what it changed, and why."""
 
     blend: BlendConfig
     action: str | None = None
@@ -47,109 +39,60 @@ class Order:
 class Request:
     """A prompt on its way through the engine: what was asked, what is done, and what it cost.
 
-    Attributes
-    ----------
-    asked : BlendPrompt
-        The prompt as it was given.
-    prompt : AssembledPrompt
-        The prompt as it is answered: of chunks that would keep it waiting, some are text by then.
-    blend : BlendConfig
-        The settings in force.
-    started : float
-        When the call came. All moments are those of `time.perf_counter`.
-    patience : Patience
-        How long it waits for the model; the prompts of one call share it.
-    turn : Turn or None
-        The turn of a conversation that it is.
-    order : Order or None
-        What an attachment had put in force when the call came, if that brought no settings.
-    sets_ratio : bool
-        Whether the call itself says at which ratio.
-    max_new_tokens : int or None
-        Maximum tokens to generate; None for the model's own setting.
-    options : dict
-        Further options of ``generate``, checked by `checked_options`.
-    stop : threading.Event
-        Ends the answer at the next token.
-    streamer : PieceStreamer or None
-        Shows the answer as it comes.
-    answer : Future
-        The answer, where another request's thread computes it; None where that thread was interrupted.
-    plan : Plan or None
-        What is done, once that is decided.
-    resumed : Resumption or None
-        What it takes over: its fixed head, and what its conversation has.
-    hits : dict of (str, bool)
-        Whether the KV of each chunk, by its key as below, was stored when the call came.
-    tiers : dict of (str, str or None)
-        Where it is read from; None for a miss.
-    unreadable : dict of (str, bool)
-        What could not be read, and whether that is because it is damaged. What is not stays stored, and is not opened again.
-    fates : dict of (str, str or None)
-        What became of KV that was not stored, where that is known.
-    encoded : dict of (str, ChunkKV)
-        KV of misses that was computed before the prompt's turn came.
-    contexts : dict of (str, NamedTarget)
-        How KV is computed that was not stored when the prompt's turn came.
-    queue_s, encode_s, open_s, wait_s : float
-        Seconds spent on waiting for the model, on encoding misses, on opening stored KV, and, in the forward, on waiting for it.
-    ready, forward_started : float
-        When the prompt was in tokens, and when the forward began.
-    forward_ended : float or None
-        When the prefill ended, where other prompts were prefilled before the first output; None where that follows at once.
-    waits : list of Span
-        When that was that came before the forward.
-    recomputed : torch.Tensor or None
-        The chunk rows recomputed by the prefill; None when the whole prompt was computed.
-    charge : float
-        Work done on chunk rows, in decoder-block rows; without meaning when the whole prompt was computed.
-    attention : callable or None
-        Returns the share of the answer's attention that went to a chunk, where that is asked for.
-    output_ids : tuple of int
-        What was generated.
-    notes : dict
-        What each attachment keeps of it.
-    figures : dict
-        Further fields of its `BlendReport`: what few prompts use, and what attachments have to say.
-    layers : LayerTimes or None
-        When the layers of its stored KV were loaded and handed over; None where none was read.
+    Moments are those of `time.perf_counter`; dictionaries are by the keys of chunks.
     """
 
     asked: BlendPrompt
+    # As it is answered: of chunks that would keep it waiting, some are text by then.
     prompt: AssembledPrompt
     blend: BlendConfig
     started: float
+    # Shared by the prompts of one call.
     patience: Patience = field(default_factory=Patience)
     turn: Turn | None = None
+    # What an attachment had put in force when the call came, if that brought no settings.
     order: Order | None = None
     sets_ratio: bool = False
     max_new_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    # Ends the answer at the next token.
     stop: threading.Event = field(default_factory=threading.Event)
     streamer: PieceStreamer | None = None
+    # Where another request's thread computes it; None where that thread was interrupted.
     answer: Future[GenerationResult | None] = field(default_factory=Future)
     plan: Plan | None = None
     resumed: Resumption | None = None
+    # Whether KV was stored when the call came, and where it is read from.
     hits: dict[str, bool] = field(default_factory=dict)
     tiers: dict[str, str | None] = field(default_factory=dict)
+    # Whether what could not be read is damaged. What is not stays stored, and is not opened again.
     unreadable: dict[str, bool] = field(default_factory=dict)
     fates: dict[str, Fate | Literal["unsupported"] | None] = field(default_factory=dict)
+    # KV of misses that was computed before the prompt's turn came, and how that of others is computed.
     encoded: dict[str, ChunkKV] = field(default_factory=dict)
     contexts: dict[str, NamedTarget] = field(default_factory=dict)
+    # Seconds spent on waiting for the model, encoding misses, opening stored KV, and on waiting for it in the forward.
     queue_s: float = 0.0
     encode_s: float = 0.0
     open_s: float = 0.0
     wait_s: float = 0.0
+    # When it was in tokens, when the forward began, and when its prefill ended if others were prefilled before the first output.
     ready: float = field(default_factory=time.perf_counter)
     forward_started: float = 0.0
     forward_ended: float | None = None
+    # What came before the forward.
     waits: list[Span] = field(default_factory=list)
+    # Chunk rows that the prefill computed, and its work on them in decoder-block rows; None when the whole prompt was computed.
     recomputed: torch.Tensor | None = None
     charge: float = 0.0
+    # Returns the share of the answer's attention that went to a chunk, where that is asked for.
     attention: Callable[[ChunkSpan], float] | None = None
     output_ids: tuple[int, ...] = ()
+    # What each attachment keeps of it.
     notes: dict[object, Any] = field(default_factory=dict)
+    # Further fields of its `BlendReport`: what few prompts use, and what attachments have to say.
     figures: dict[str, Any] = field(default_factory=dict)
+    # When the layers of its stored KV were loaded and handed over.
     layers: LayerTimes | None = None
 
     @property
@@ -193,22 +136,9 @@ def make_report(
     token_times: Sequence[float] = (),
     tpot_s: float | None = None,
 ) -> BlendReport:
-    """Return what a request cost and where its KV came from.
+    """Return what an answered request cost and where its KV came from.
 
-    Parameters
-    ----------
-    request : Request
-        The request, answered.
-    num_layers : int
-        Decoder layers of the model.
-    first_output : float
-        When the first output was there, by `time.perf_counter`.
-    output_ids : tuple of int
-        The tokens generated.
-    token_times : sequence of float
-        When each of them was there, by `time.perf_counter`.
-    tpot_s : float, optional
-        Seconds per token after the first.
+    Moments are those of `time.perf_counter`: when the first output was there, and each token.
     """
     assert request.plan is not None
     layout = request.prompt.layout

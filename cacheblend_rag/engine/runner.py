@@ -72,21 +72,10 @@ class Runner:
         self.attachments: list[Attachment] = []
 
     def run(self, request: Request, headroom: int, forward: Forward) -> torch.Tensor:
-        """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
+        """Return what `forward` does with the prompt's ids and a cache that makes its first pass the blended prefill.
 
-        Parameters
-        ----------
-        request : Request
-            The prompt; its figures are filled in.
-        headroom : int
-            Tokens that will be generated at most, for which the cache keeps room.
-        forward : callable
-            Runs the model; called again if stored KV turns out damaged before its first pass is over.
-
-        Returns
-        -------
-        torch.Tensor
-            What `forward` returned.
+        It is called again if stored KV turns out damaged before its first pass is over. The cache keeps room for `headroom`
+        tokens, the most that are generated.
 
         Raises
         ------
@@ -119,13 +108,7 @@ class Runner:
                         self._store.discard(error.key)
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
-        """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
-
-        Parameters
-        ----------
-        requests : sequence of Request
-            The prompts, before their prefill. Of those that are prefilled in full nothing is encoded.
-        """
+        """Encode in one go the chunks without stored KV of several prompts, but for those prefilled in full."""
         self._supply.encode_misses([request for request in requests if self._whole_plan(request)[1] is None])
 
     def alone_reason(self, request: Request) -> str | None:
@@ -133,13 +116,7 @@ class Runner:
         return next(filter(None, (each.alone_reason(request) for each in (*self.attachments,))), None)
 
     def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
-        """Return what a model that cannot be blended is called with to put its tokens into their places.
-
-        Raises
-        ------
-        PromptError
-            If it takes no positions.
-        """
+        """Return what puts the tokens of a model that cannot be blended into their places; refuse where nothing does."""
         if places is None or list(places) == list(range(len(places))):
             return {}
         if not takes_positions(text_decoder(self._model)):
@@ -210,10 +187,7 @@ class Runner:
     ) -> torch.Tensor:
         """Have the model's first forward over a prompt be its prefill, as it is planned, and what follows be decoding.
 
-        Raises
-        ------
-        ChunkReadError
-            Out of the forward, if stored KV turns out damaged.
+        `ChunkReadError` comes out of the forward, if stored KV turns out damaged.
         """
         assert request.plan is not None
         tuning, room = self._tuning, min(headroom, ROOM_FOR_OUTPUT)
@@ -275,12 +249,7 @@ class Runner:
     def _resume(self, request: Request, ratio: float | None) -> None:
         """Take over the fixed head, and what the conversation has computed if this is a turn of one, where blending is on.
 
-        Parameters
-        ----------
-        request : Request
-            The prompt.
-        ratio : float or None
-            The ratio at which it is blended; None where it is prefilled in full.
+        `ratio` is that at which the prompt is blended; None where it is prefilled in full.
         """
         blend, layout, head = request.blend, request.prompt.layout, request.prompt.head
         if not blend.enabled or self._refusal(layout) is not None:

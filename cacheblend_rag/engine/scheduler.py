@@ -58,23 +58,14 @@ def _end_workers() -> None:
 class Patience:
     """How long a call waits for a model while others have it: until it has had it once, for then it is being answered.
 
-    Attributes
-    ----------
-    until : float or None
-        When to give up, by `time.perf_counter`; None waits as long as it takes.
+    `until` is when to give up, by `time.perf_counter`; None waits as long as it takes.
     """
 
     until: float | None = None
 
     @classmethod
     def of(cls, wait_s: float | None) -> Patience:
-        """Return the patience of a call that waits so many seconds from now on, None for as long as it takes.
-
-        Raises
-        ------
-        ConfigError
-            If it is no number of seconds.
-        """
+        """Return the patience of a call that waits that many seconds from now on, None for as long as it takes."""
         if wait_s is None:
             return cls()
         if not (isinstance(wait_s, int | float) and wait_s >= 0):
@@ -120,13 +111,7 @@ class Scheduler:
 
     @contextmanager
     def within(self, patience: Patience) -> Iterator[None]:
-        """Take the model, unless that takes longer than a call may wait.
-
-        Raises
-        ------
-        AnswerTimeoutError
-            If others have the model, or are before this thread in the line, for as long as that.
-        """
+        """Take the model, unless that takes longer than a call may wait, which is an `AnswerTimeoutError`."""
         self.take(patience)
         try:
             yield
@@ -157,28 +142,10 @@ class Scheduler:
         return bool(self._line)
 
     def take(self, patience: Patience, place: object = None, is_given_up: Callable[[], bool] | None = None) -> bool:
-        """Wait for the model and take it.
+        """Wait for the model and take it; return False if another thread picked `place` out of the line.
 
-        Parameters
-        ----------
-        patience : Patience
-            How long.
-        place : object, optional
-            What stands in the line meanwhile, for `pick` to find.
-        is_given_up : callable, optional
-            Whether to wait no more; asked several times a second.
-
-        Returns
-        -------
-        bool
-            Whether this thread has it; else another thread has picked `place`.
-
-        Raises
-        ------
-        AnswerTimeoutError
-            If it takes longer than that.
-        CacheBlendError
-            If it is given up.
+        `is_given_up` is asked several times a second whether to wait no more, which is a `CacheBlendError`; the end of the
+        patience is an `AnswerTimeoutError`.
         """
         place = object() if place is None else place
         with self._changed:
@@ -249,12 +216,9 @@ class GaveWayError(Exception):
 
 @contextmanager
 def aside(scheduler: Scheduler, decoder: Decoder, is_over: Callable[[], bool]) -> Iterator[None]:
-    """Take a model when nobody waits for it, and leave this thread's forwards between two layers when somebody does or `is_over`.
+    """Take a model when no thread waits for it; leave this thread's forwards between two layers when one does or `is_over`.
 
-    Raises
-    ------
-    GaveWayError
-        Out of the forward, or at once.
+    `GaveWayError` comes out of the forward, or at once.
     """
     device, thread = decoder.device, threading.get_ident()
 

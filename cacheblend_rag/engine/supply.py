@@ -32,27 +32,12 @@ logger = logging.getLogger(__name__)
 class KVSupply:
     """Supplies the KV of chunks, from one store or by one model.
 
-    Parameters
-    ----------
-    encoder : ChunkEncoder or None
-        Computes KV; None if the model cannot be blended: there is no KV then.
-    num_kv_layers : int
-        Layers of the model that have KV of their own.
-    scheduler : Scheduler
-        Lets one computation at a time have the model.
-    store : AnsweringStore
-        Where KV is kept.
-    assembler : Assembler
-        Knows where names are, and what precedes chunks when they are encoded.
-    config : EngineConfig
-        The engine's settings.
-    tuning : Tuning
-        How much is encoded at once, and how much an answer waits for.
-
     Attributes
     ----------
-    scheduler, num_kv_layers
-        As given.
+    scheduler : Scheduler
+        Lets one computation at a time have the model.
+    num_kv_layers : int
+        Layers of the model that have KV of their own.
     is_closed : bool
         Whether its engine was closed; set under `scheduler`.
     on_late : callable or None
@@ -97,14 +82,8 @@ class KVSupply:
     ) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
 
-        Parameters
-        ----------
-        targets : sequence of Target
-            What is to be encoded.
-        patient : bool
-            Whether all prompts that wait go first, rather than those that came first.
-        patience : Patience, optional
-            How long the first batch waits for the model; by default as long as it takes.
+        If `patient`, all prompts that wait go first, rather than those that came first. The first batch waits for the model
+        as long as `patience` says.
         """
         assert self._encoder is not None
         patience = patience or Patience()
@@ -118,13 +97,7 @@ class KVSupply:
             del batch
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
-        """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
-
-        Parameters
-        ----------
-        requests : sequence of Request
-            The prompts, before their prefill, all of which will be blended.
-        """
+        """Encode in one go the missing chunks of prompts to be blended, each once, and hand the KV to those prompts."""
         missing: dict[str, list[tuple[Request, PromptChunk]]] = {}
         for request in requests:
             keys = [chunk.key for chunk in request.prompt.chunks]
@@ -151,20 +124,9 @@ class KVSupply:
     def limit_misses(self, request: Request, keys: Sequence[str]) -> bool:
         """Have chunks that would keep a prompt waiting for too long computed like text, and encoded in the background.
 
-        That is, of chunks without stored KV, those whose documents would take more than `miss_tokens` to be read, and those whose
-        documents have changed since the prompt was assembled. Nothing is ever served as encoded alone that is not.
-
-        Parameters
-        ----------
-        request : Request
-            The prompt, before its prefill; how its misses are encoded is noted.
-        keys : sequence of str
-            The keys of its chunks that have no stored KV.
-
-        Returns
-        -------
-        bool
-            Whether there are such chunks, and the prompt is another now.
+        That is, of chunks without stored KV (`keys`), those whose documents would take more than `miss_tokens` to be read,
+        and those whose documents have changed since the prompt was assembled. Nothing is ever served as encoded alone that
+        is not. Returns whether there are such chunks, and the prompt is another now.
         """
         missing = {
             chunk.key: chunk for chunk in request.prompt.chunks if chunk.key in set(keys) - request.encoded.keys()
@@ -225,19 +187,8 @@ class KVSupply:
     ) -> Iterator[tuple[str, ChunkKV]]:
         """Encode chunks of prompts in one go, keep their KV, and yield it by its key.
 
-        Parameters
-        ----------
-        missing : mapping of str to sequence of PromptChunk
-            The places in prompts where the KV under each key is wanted.
-        contexts : mapping of str to NamedTarget
-            How it is computed, as far as that was found out already.
-        patience : Patience, optional
-            How long the first batch waits for the model; by default as long as it takes.
-
-        Raises
-        ------
-        ChunkReadError
-            If a name leads elsewhere by now; the prompt is to be begun anew.
+        `missing` are the places in prompts where the KV under each key is wanted, `contexts` how it is computed, as far as
+        that was found out already. `ChunkReadError` if a name leads elsewhere by now; the prompt is to be begun anew.
         """
         # What was evicted just now, or was damaged, was not missing before.
         found = {**contexts, **self._contexts(wanted[0] for key, wanted in missing.items() if key not in contexts)}
@@ -255,15 +206,7 @@ class KVSupply:
     def open_all(self, request: Request) -> dict[str, KVReader | None]:
         """Open the stored KV of every chunk of a prompt that no conversation has; its hits, tiers and times are filled in.
 
-        Parameters
-        ----------
-        request : Request
-            The prompt.
-
-        Returns
-        -------
-        dict of str to (KVReader or None)
-            A reader of each chunk, by its key; None where there is no stored KV.
+        Returns a reader of each chunk, by its key; None where there is no stored KV.
         """
         opening = time.perf_counter()
         found: dict[str, KVReader | None] = {}
@@ -302,19 +245,9 @@ class KVSupply:
             request.fates |= {**dict.fromkeys(new), **self._store.fates(new)}
 
     def readers(self, request: Request, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
-        """Return a reader for every chunk that no conversation has, encoding in one go those that have no stored KV.
+        """Return a reader for every chunk that no conversation has, by its first row; encode those that `found` lacks.
 
-        Parameters
-        ----------
-        request : Request
-            The prompt.
-        found : dict of str to (KVReader or None)
-            What `open_all` returned for it; completed.
-
-        Returns
-        -------
-        dict of int to KVReader
-            The readers, by the rows that the chunks begin at; of a chunk that stands there in part, of that part.
+        Of a chunk that stands there in part, it is of that part.
         """
         chunks = request.waiting
         missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
@@ -341,15 +274,7 @@ class KVSupply:
         }
 
     def head(self, request: Request, head: PromptHead) -> KVReader:
-        """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept.
-
-        Parameters
-        ----------
-        request : Request
-            The prompt; its times are filled in, and how many of these rows were stored.
-        head : PromptHead
-            Its head.
-        """
+        """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept."""
         started = time.perf_counter()
         computed = request.encoded.get(head.key)
         reader: KVReader | None = RamReader(computed) if computed is not None else self._open(request, head.key)
