@@ -1,4 +1,4 @@
-"""What a request cost and where its KV came from."""
+"""What a request cost and where its KV came from; what adding chunks did, or would cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from cacheblend_rag.trace import Trace
 
-__all__ = ["OTHER_TEXT", "BlendReport", "CallReport", "ChunkReport"]
+__all__ = ["OTHER_TEXT", "AddResult", "BlendReport", "CallReport", "ChunkReport", "WarmEstimate"]
 
 OTHER_TEXT = "its text is not the one that was added under this id"
 """The reason of a chunk whose id stands for another text."""
@@ -201,3 +201,50 @@ class CallReport(dict[str, Any]):
         made = cls(report.to_dict())
         made.last = report
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class AddResult:
+    """Result of `BlendEngine.add`.
+
+    Attributes
+    ----------
+    encoded : int
+        Texts whose KV was computed.
+    named : int
+        Chunks that are new or have a new text; more than were encoded if texts recur or their KV was there already.
+    unchanged : int
+        Chunks that were already stored in exactly this form.
+    tokens : int
+        Tokens encoded.
+    """
+
+    encoded: int
+    named: int
+    unchanged: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmEstimate:
+    """What encoding some chunks would cost.
+
+    Attributes
+    ----------
+    chunks : int
+        Texts that are not stored yet, those of their documents that would be encoded again among them.
+    tokens : int
+        Their tokens.
+    ram_bytes : int
+        Size of their KV as `ram_codec` packs it; RAM keeps at most `EngineConfig.ram_bytes` of it.
+    disk_bytes : int
+        Size of their files as `disk_codec` packs them, in a store with a folder.
+    seconds : float
+        Time to compute and store it, with no other work going on.
+    """
+
+    chunks: int
+    tokens: int
+    ram_bytes: int = 0
+    disk_bytes: int = 0
+    seconds: float = 0.0

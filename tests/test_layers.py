@@ -33,7 +33,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     ),
     1: ("kv", "rope", "reading", "selection", "layout", "codec"),
     2: ("store", "model"),
-    3: ("encode", "loader", "fuse", "metrics"),
+    3: ("encode", "loader", "fuse", "metrics", "prompt", "conversation"),
     4: ("engine",),
     5: ("pml", "documents", "chat", "cli"),
 }
@@ -55,7 +55,7 @@ WORKSHOPS = {
     "cacheblend_pml": ("cli",),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store", "reading"),
-    "vllm_cacheblend": ("kv", "layout", "store", "model", "encode", "loader"),
+    "vllm_cacheblend": ("kv", "prompt", "layout", "store", "model", "encode", "loader"),
 }
 # Which distributions they build on.
 ON_TOP_OF = {

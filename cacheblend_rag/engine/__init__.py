@@ -1,14 +1,14 @@
 """The engine and what it returns."""
 
-from cacheblend_rag.engine.background import AddJob, AddResult
-from cacheblend_rag.engine.collection import ChunkCollection
-from cacheblend_rag.engine.conversation import Conversation
-from cacheblend_rag.engine.cost import WarmEstimate
+from cacheblend_rag.conversation import Conversation
+from cacheblend_rag.engine.answering import ChunkCollection
+from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, StopStrings
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.prefetch import Prefetch
 from cacheblend_rag.engine.protocol import Engine, EngineCollection, EngineConversation, Library
+from cacheblend_rag.report import AddResult, WarmEstimate
 
 __all__ = [
     "AddJob",

@@ -14,7 +14,6 @@ import numpy as np
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, check_text, text_hash
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
-from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk, PromptHead
 from cacheblend_rag.errors import (
     ConfigError,
     EmptyChunkError,
@@ -27,6 +26,7 @@ from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.preamble import default_preamble
+from cacheblend_rag.prompt import AssembledPrompt, PromptChunk, PromptHead
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.report import OTHER_TEXT
 from cacheblend_rag.store import KVReader, NodeRecord

@@ -9,40 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.report import AddResult
 
-__all__ = ["AddJob", "AddResult", "Feed", "Jobs", "in_thread"]
+__all__ = ["AddJob", "Feed", "Jobs", "in_thread"]
 
 logger = logging.getLogger(__name__)
 
 Piece = TypeVar("Piece")
 Outcome = TypeVar("Outcome")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class AddResult:
-    """Result of `BlendEngine.add`.
-
-    Attributes
-    ----------
-    encoded : int
-        Texts whose KV was computed.
-    named : int
-        Chunks that are new or have a new text; more than were encoded if texts recur or their KV was there already.
-    unchanged : int
-        Chunks that were already stored in exactly this form.
-    tokens : int
-        Tokens encoded.
-    """
-
-    encoded: int
-    named: int
-    unchanged: int
-    tokens: int
 
 
 class AddJob:

@@ -15,13 +15,12 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.conversation import Conversation, KeptTurns, Turn
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.background import in_thread
-from cacheblend_rag.engine.conversation import Conversation, Turn
 from cacheblend_rag.engine.decode import checked_options, end_ids, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
-from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.many import Many, options_of_each
 from cacheblend_rag.engine.opening import engine_identity, look_at_model, open_engine_store

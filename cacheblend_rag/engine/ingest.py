@@ -7,25 +7,34 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.background import AddJob, AddResult, Jobs
-from cacheblend_rag.engine.cost import WarmEstimate, estimate_cost
+from cacheblend_rag.engine.background import AddJob, Jobs
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder, ModelCard
+from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import earliest
+from cacheblend_rag.store.chunkfile import encode_chunk
 
 __all__ = ["Ingest"]
 
 logger = logging.getLogger(__name__)
+
+# An estimate tries texts, more and more of them, until that has taken so long. Of their KV so many are written.
+_TRIAL_S = 1.0
+_WRITTEN = 8
+# Beside its file a chunk has a row, and is brought to its place: each is synced as well.
+_SYNCED = 2
 
 
 class _Text:
@@ -172,10 +181,42 @@ class Ingest:
             logger.debug("not encoded in the background: %s", error)
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
-        """Say what `add` would cost; see `BlendEngine.estimate`."""
+        """Say what `add` would cost, by encoding a few of its texts; see `BlendEngine.estimate`."""
         todo = self._todo(chunks, self._ttl_s, on_refused=lambda chunk, error: None, is_trial=True)
-        tokens = sum(text.num_tokens for text in todo.texts)
-        return estimate_cost([text.target for text in todo.texts], tokens, self._supply, self._store, self._config)
+        targets, tokens = [text.target for text in todo.texts], sum(text.num_tokens for text in todo.texts)
+        if not targets:
+            return WarmEstimate(0, tokens)
+        supply, plan = self._supply, self._supply.plan(targets)
+        # Batches are ordered by length, so that texts of the usual length are in the middle.
+        usual = [targets[index] for index in plan[len(plan) // 2]]
+        tried_s, token_s, encoded = 0.0, 0.0, list[ChunkKV]()
+        while len(encoded) < len(usual) and tried_s < _TRIAL_S:
+            trial = usual[: max(1, 4 * len(encoded))]
+            started = time.perf_counter()
+            encoded = [kv for batch in supply.encode(trial) for _, kv in batch]
+            elapsed = time.perf_counter() - started
+            tried_s += elapsed
+            # That of the most texts counts: a token takes less time among many, and more where much stands before it.
+            token_s = elapsed / supply.num_tokens(trial)
+        computing_s = token_s * supply.num_tokens(targets)
+        written = encoded[-_WRITTEN:]
+        started = time.perf_counter()
+        # A full disk, most likely.
+        with suppress(StoreError):
+            for probe in self._store.probes():
+                with probe(written):
+                    pass
+        storing_s = _SYNCED * (time.perf_counter() - started) * len(targets) / len(written)
+        # A batch is computed while the one before it is stored.
+        alone = 1 / len(plan)
+        seconds = alone * (computing_s + storing_s) + (1 - alone) * max(computing_s, storing_s)
+        ram, disk = make_codec(self._config.ram_codec), make_codec(self._config.disk_codec)
+        files = [pack_kv(kv, disk) for kv in encoded]
+        # Over a folder, RAM holds what the disk gives back.
+        held = [pack_kv(kv, ram).nbytes for kv in (encoded if self._store.path is None else files)]
+        share = sum(len(target.token_ids) for target in targets) / sum(len(kv.token_ids) for kv in encoded)
+        disk_bytes = sum(encode_chunk("0" * 32, kv).nbytes for kv in files)
+        return WarmEstimate(len(targets), tokens, round(share * sum(held)), round(share * disk_bytes), seconds)
 
     def _todo(
         self,

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import ChunkEncoder
-from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
+from cacheblend_rag.engine.answering import AnsweringStore, ChunkCollection, TenantStore
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.background import AddJob, AddResult
-from cacheblend_rag.engine.collection import ChunkCollection
-from cacheblend_rag.engine.cost import WarmEstimate
+from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
-from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.protocol import AddOptions, Present
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.supply import KVSupply
@@ -29,6 +26,8 @@ from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.metrics import EngineMetrics
 from cacheblend_rag.model import Decoder, ModelCard
+from cacheblend_rag.prompt import AssembledPrompt
+from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.tuning import Tuning
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload, r
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.engine.background import AddJob, AddResult
-from cacheblend_rag.engine.cost import WarmEstimate
+from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import NameChanges, NodeRecord
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ import torch
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.conversation import Resumption, Turn
+from cacheblend_rag.conversation import Resumption, Turn
 from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
-from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.scheduler import Patience
 from cacheblend_rag.fuse.plan import Plan
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate, NamedTarget
 from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk

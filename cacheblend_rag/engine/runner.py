@@ -13,10 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.conversation import Making, Resumption
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
-from cacheblend_rag.engine.conversation import Resumption
-from cacheblend_rag.engine.kept import Making
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ChunkReadError, ConfigError, PromptError

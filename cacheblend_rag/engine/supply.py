@@ -13,12 +13,12 @@ from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
 from cacheblend_rag.engine.request import Request, why_missed
 from cacheblend_rag.engine.scheduler import Patience, Scheduler
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.prompt import PromptChunk, PromptHead
 from cacheblend_rag.store import KVReader, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import part_of
 from cacheblend_rag.store.ram import RamReader

@@ -17,13 +17,11 @@ from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.codec import codec_names, make_codec, pack_kv
+from cacheblend_rag.codec import codec_names
 from cacheblend_rag.engine import AddJob
-from cacheblend_rag.engine.cost import _first, _total
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
-from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.chunkfile import encode_chunk
+from cacheblend_rag.kv import ChunkKV
 from tests.families import tiny_model, tiny_tokenizer, words
 
 MODEL = tiny_model("llama")
@@ -367,25 +365,14 @@ def test_no_error_of_storing_is_forgotten(
     assert any("late" in record.message for record in caplog.records)
 
 
-@settings(max_examples=40)
-@given(
-    codec=st.sampled_from(codec_names()),
-    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=12),
-    shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([8, 20, 64])),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_one_text_tells_the_size_of_all(
-    codec: str, lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype
-) -> None:
-    layers, heads, dim = shape
-    count = max(lengths)
-    tensors = torch.randn(layers, 2, heads, count, dim, generator=torch.Generator().manual_seed(count)).to(dtype)
-    kv = ChunkKV(tuple(range(count)), 1, [LayerKV(*layer) for layer in tensors])
-
-    def size(kv: ChunkKV) -> int:
-        return encode_chunk("0" * 32, pack_kv(kv, make_codec(codec))).nbytes
-
-    assert _total(kv, lengths, size) == pytest.approx(sum(size(_first(kv, length)) for length in lengths), rel=0.1)
+@pytest.mark.parametrize("codec", codec_names())
+def test_an_estimate_tells_the_size_of_what_is_added(codec: str, tmp_path: Path) -> None:
+    with make(tmp_path / "kv", ram_codec=codec, disk_codec=codec, encode_batch_tokens=256) as engine:
+        expected = engine.estimate(CHUNKS)
+        engine.add(CHUNKS)
+        held = engine.store.stats()
+    assert expected.disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
+    assert expected.ram_bytes == pytest.approx(held.ram_bytes, rel=0.1)
 
 
 _SCRIPT = """

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.keys import chunk_key
+from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import ChunkReport
 
 __all__ = ["PrefixPiece", "StoredPrefix", "stored_prefix"]

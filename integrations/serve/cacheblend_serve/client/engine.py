@@ -23,14 +23,14 @@ from transformers import AutoTokenizer
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text, chunk_list, id_list
 from cacheblend_rag.config import SERVER_KEY_VARIABLE, BlendConfig, EngineConfig
-from cacheblend_rag.engine.background import AddJob, AddResult, Jobs, in_thread
-from cacheblend_rag.engine.cost import WarmEstimate
+from cacheblend_rag.engine.background import AddJob, Jobs, in_thread
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult
 from cacheblend_rag.engine.many import options_of_each
 from cacheblend_rag.engine.protocol import AddOptions, EngineCollection, EngineConversation, Present
 from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import NameChanges, NodeRecord
 from cacheblend_serve.client.connection import Connection
 from cacheblend_serve.client.wire import PromptItem, asked_decoding, read_report

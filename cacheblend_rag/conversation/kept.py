@@ -8,14 +8,22 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.selection import Selector, make_selector
+from cacheblend_rag.store import NodeRecord
 
-__all__ = ["HeldTurn", "KeptTurns", "Making", "Seen"]
+__all__ = ["HeldTurn", "KeptTurns", "KnownChunks", "Making", "Seen"]
+
+
+class KnownChunks(Protocol):
+    """What a conversation asks about chunks; a store answers."""
+
+    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None: ...
+    def lifetimes(self, keys: Sequence[str]) -> list[float | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ class KeptTurns:
     from any thread; `lock` is held by each, and makes several of them one.
     """
 
-    def __init__(self, store: AnsweringStore, namespace: str, limit_bytes: int) -> None:
+    def __init__(self, store: KnownChunks, namespace: str, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.lock = threading.RLock()
         self._store = store

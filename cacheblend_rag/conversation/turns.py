@@ -11,11 +11,10 @@ from itertools import takewhile
 
 import torch
 
-from cacheblend_rag.engine.answering import AnsweringStore
-from cacheblend_rag.engine.kept import HeldTurn, KeptTurns, Making, Seen
-from cacheblend_rag.engine.prompt import AssembledPrompt
+from cacheblend_rag.conversation.kept import HeldTurn, KeptTurns, KnownChunks, Making, Seen
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
 
@@ -163,7 +162,7 @@ class Turn:
         # When the KV of the prompt's chunks is over, by `time.time` and by their keys.
         self._expiry: dict[str, float] = {}
 
-    def begin(self, prompt: AssembledPrompt, store: AnsweringStore, ttl_s: float | None) -> None:
+    def begin(self, prompt: AssembledPrompt, store: KnownChunks, ttl_s: float | None) -> None:
         """Note until when the KV of the prompt's chunks may be used; what the store does not hold lives for `ttl_s`.
 
         Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
