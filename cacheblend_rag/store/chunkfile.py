@@ -109,10 +109,10 @@ def _digest_of(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's file, not yet written: its bytes in order, which may be gone through again, its header digest, and its size."""
+    """A chunk's file, not yet written: its bytes in order, its size, and the head that they begin with, which has its digest."""
 
     buffers: Iterable[memoryview]
-    digest: bytes
+    head: bytes
     nbytes: int
 
 
@@ -163,8 +163,8 @@ def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
     header = json.dumps(tensors, separators=(",", ":")).encode("ascii")
     header += b" " * (-len(header) % 8)
     head = len(header).to_bytes(8, "little") + header + tokens
-    digest = _digest_of(head)
-    return EncodedChunk([memoryview(head + digest), *payload], digest, 8 + len(header) + place)
+    head += _digest_of(head)
+    return EncodedChunk([memoryview(head), *payload], head, 8 + len(header) + place)
 
 
 def _describe(number: int, what: str, form: TensorForm) -> dict[str, Any]:
@@ -225,8 +225,7 @@ class FileSource:
 class ChunkFile(KVReader):
     """Reads one chunk's stored bytes layer by layer; ChunkReadError if they are damaged, cut short, or another key's.
 
-    `digest` is the header digest, which tells this file from any other; `file_bytes` and `kv_bytes` are the sizes of the file,
-    and of the KV that its layers are unpacked to.
+    `file_bytes` and `kv_bytes` are the sizes of the file, and of the KV that its layers are unpacked to.
     """
 
     def __init__(self, source: ByteSource, key: str) -> None:
@@ -296,8 +295,7 @@ class ChunkFile(KVReader):
             raise ChunkReadError(self.key, "its header is damaged")
         if len(data) < head_end:
             data += self._read_exactly(len(data), head_end)
-        self.digest = data[tokens_end:head_end]
-        if self.digest != _digest_of(data[:tokens_end]):
+        if data[tokens_end:head_end] != _digest_of(data[:tokens_end]):
             raise ChunkReadError(self.key, "its header does not match its digest")
         try:
             self._parse(header, body, unpack_tokens(data[body:tokens_end]))

@@ -2,17 +2,14 @@
 
 ::
 
-    ROOT/ab/KEY/VERSION.safetensors    the chunk file; the version is its own digest
-    ROOT/tmp/                          files on their way in, where a file can be seen before it is complete
-
-Different bytes never share a name, so that a reader never sees two versions mixed.
+    ROOT/ab/KEY.safetensors    the chunk file
+    ROOT/tmp/                  files on their way in, where a file can be seen before it is complete
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,21 +22,18 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from cacheblend_rag.errors import ChunkReadError, ConfigError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk, FileSource
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, Guard, RemoteSettings, cut
+from cacheblend_rag.store.remote.base import Guard, RemoteSettings, cut
 
 __all__ = ["FsspecTier"]
 
-_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
 # Where a file appears only when it is complete; a renaming would copy it.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss"}
 # The least that object stores take as a part, all but the last.
 _LEAST_PART_BYTES = 5 * 1024 * 1024
-_REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 _PARALLEL = 16
-_ATTEMPTS = 4
 _ABANDONED = timedelta(days=1)
 
 Result = TypeVar("Result")
@@ -79,56 +73,34 @@ class FsspecTier:
         protocols = self._filesystem.protocol
         self._is_object_store = not _OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
         self._is_swept = False
-        self._guard = Guard(location, secret_words, settings, (Exception,), _is_refusal)
+        self._guard = Guard(location, secret_words, (Exception,))
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
-        folder = self._folder(key)
-        file = f"{folder}/{chunk.digest.hex()}.safetensors"
+        file = self._file(key)
         with self._guard.calling("store a chunk"):
-            held = self._list(folder)
-            if held.get(file) != chunk.nbytes:
+            if self._size(file) != chunk.nbytes or self._read(file, 0, len(chunk.head)) != chunk.head:
                 self._sweep()
                 self._send(file, chunk)
-            for other in held.keys() - {file}:
-                with suppress(FileNotFoundError):
-                    self._filesystem.rm_file(other)
 
     def open(self, key: str) -> ByteSource | None:
-        folder = self._folder(key)
+        file, scheme = self._file(key), self.location.partition(":")[0]
         with self._guard.calling("look a chunk up"):
-            held = self._list(folder)
-            if not held:
-                return None
-            # Several only while one takes the other's place, or where that was cut short. Each is right if it is sound.
-            file, size = max(held.items())
             if self._is_local:
-                try:
-                    return FileSource(file, self.location.partition(":")[0])
-                except FileNotFoundError:
-                    return None
-        if not 0 <= size <= MAX_CHUNK_BYTES:
-            raise ChunkReadError(key, f"a file of {size} bytes is not a chunk's")
-        return _FileRange(self, file, size)
+                with suppress(FileNotFoundError):
+                    return FileSource(file, scheme)
+                return None
+            size = self._size(file)
+        return None if size is None else _FileRange(self, file, size, scheme)
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        folders = [self._folder(key) for key in keys]
+        files = [self._file(key) for key in keys]
         with self._guard.calling("look chunks up"):
-            return self._each(folders, lambda folder: bool(self._list(folder)))
+            return self._each(files, lambda file: self._size(file) is not None)
 
     def drop(self, keys: Iterable[str]) -> None:
-        folders = [self._folder(key) for key in keys]
-
-        def remove(folder: str) -> None:
-            for file in self._list(folder):
-                with suppress(FileNotFoundError):
-                    self._filesystem.rm_file(file)
-            if not self._is_object_store:
-                # Another writer may have put something there in the meantime.
-                with suppress(OSError):
-                    self._filesystem.rmdir(folder)
-
+        files = [self._file(key) for key in keys]
         with self._guard.calling("remove chunks"):
-            self._each(folders, remove)
+            self._each(files, self._remove)
 
     def close(self) -> None:
         self._guard.closed = True
@@ -136,28 +108,33 @@ class FsspecTier:
     def read_range(self, file: str, view: memoryview, offset: int) -> int:
         """Fill `view` with the bytes of a file from `offset` on; return how many there were."""
         with self._guard.calling("read a layer"):
-            try:
-                data = self._filesystem.cat_file(file, start=offset, end=offset + len(view), **self._limits())
-            except FileNotFoundError:
-                data = None
+            data = self._read(file, offset, offset + len(view))
         if data is None:
-            raise FileNotFoundError(errno.ENOENT, "they were removed or replaced")
+            raise FileNotFoundError(errno.ENOENT, "they were removed")
         if len(data) > len(view):
             raise OSError(errno.EIO, "more bytes came than were asked for")
         view[: len(data)] = data
         return len(data)
 
-    def _folder(self, key: str) -> str:
-        return f"{self._root}/{valid_key(key)[:2]}/{key}"
+    def _file(self, key: str) -> str:
+        return f"{self._root}/{valid_key(key)[:2]}/{key}.safetensors"
 
-    def _list(self, folder: str) -> dict[str, int]:
-        """Return the chunk files in a folder, and their sizes."""
+    def _size(self, file: str) -> int | None:
         try:
-            entries = self._filesystem.ls(folder, detail=True, **self._limits())
+            return int(self._filesystem.info(file, **self._limits())["size"])
         except (FileNotFoundError, NotADirectoryError):
-            return {}
-        names = {f"{folder}/{PurePosixPath(entry['name']).name}": entry for entry in entries}
-        return {name: int(entry["size"]) for name, entry in names.items() if _FILE.fullmatch(PurePosixPath(name).name)}
+            return None
+
+    def _read(self, file: str, start: int, end: int) -> bytes | None:
+        try:
+            data: bytes = self._filesystem.cat_file(file, start=start, end=end, **self._limits())
+        except FileNotFoundError:
+            return None
+        return data
+
+    def _remove(self, file: str) -> None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._filesystem.rm_file(file)
 
     def _send(self, file: str, chunk: EncodedChunk) -> None:
         if self._is_object_store:
@@ -165,20 +142,14 @@ class FsspecTier:
             return
         part = f"{self._root}/tmp/{secrets.token_hex(8)}.part"
         try:
-            self._make_folder(f"{self._root}/tmp")
+            for path in (part, file):
+                self._make_folder(path.rpartition("/")[0])
             self._write(part, chunk)
-            for attempt in range(_ATTEMPTS):
-                self._make_folder(file.rpartition("/")[0])
-                try:
-                    if self._is_local:
-                        os.replace(part, file)
-                    else:
-                        self._filesystem.mv(part, file)
-                    return
-                except FileNotFoundError:
-                    # Another machine removed the folder again, being empty.
-                    if attempt == _ATTEMPTS - 1:
-                        raise
+            if self._is_local:
+                os.replace(part, file)
+            else:
+                self._remove(file)
+                self._filesystem.mv(part, file)
         except BaseException:
             with suppress(Exception):
                 self._filesystem.rm_file(part)
@@ -222,11 +193,11 @@ class FsspecTier:
                     if datetime.now(timezone.utc) - self._filesystem.modified(file) > _ABANDONED:
                         self._filesystem.rm_file(file)
 
-    def _each(self, folders: list[str], work: Callable[[str], Result]) -> list[Result]:
-        if len(folders) < 2 or self._is_local:
-            return [work(folder) for folder in folders]
-        with ThreadPoolExecutor(min(_PARALLEL, len(folders))) as pool:
-            return list(pool.map(work, folders))
+    def _each(self, files: list[str], work: Callable[[str], Result]) -> list[Result]:
+        if len(files) < 2 or self._is_local:
+            return [work(file) for file in files]
+        with ThreadPoolExecutor(min(_PARALLEL, len(files))) as pool:
+            return list(pool.map(work, files))
 
     def _limits(self) -> dict[str, float]:
         # Asynchronous filesystems take a time limit for each call; the others wait as long as their client does.
@@ -235,14 +206,10 @@ class FsspecTier:
 
 
 class _FileRange:
-    """The bytes of one chunk's file."""
+    """The bytes of one chunk's file; `scheme` is its URL's, so that no two filesystems are taken to be equally fast."""
 
-    def __init__(self, tier: FsspecTier, file: str, size: int) -> None:
-        self._tier = tier
-        self._file = file
-        self.size = size
-        # Named by its URL's scheme, so that local and remote filesystems are not taken to be equally fast.
-        self.tier = tier.location.partition(":")[0]
+    def __init__(self, tier: FsspecTier, file: str, size: int, scheme: str) -> None:
+        self._tier, self._file, self.size, self.tier = tier, file, size, scheme
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill `view` with the bytes from `offset` on; return how many there were, fewer only where the bytes end."""
@@ -252,7 +219,3 @@ class _FileRange:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
-def _is_refusal(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in _REFUSED

@@ -135,7 +135,7 @@ class Offsite:
     def _tell(self, error: RemoteUnavailableError) -> None:
         with self._lock:
             was_out, self.is_out = self.is_out, True
-        if not was_out:
+        if not was_out and not self._closed:
             _log.warning("%s; its KV counts as not stored, and nothing is uploaded, until it answers again", error)
         self._mend_later()
 
@@ -188,6 +188,8 @@ class Offsite:
             self._undropped.difference_update(keys)
 
     def _upload(self, upload: _Upload) -> None:
+        if self.is_out:
+            return
         fails = False
         try:
             if upload.drops_first:

@@ -22,14 +22,14 @@ from typing import Any
 
 import redis
 
-from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.documents import NamedPiece
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.remote import RemoteSettings, redis_address, shown_url
 from cacheblend_rag.store.remote.base import Guard
-from cacheblend_rag.store.remote.redis import connected, is_refusal
+from cacheblend_rag.store.remote.redis import connected
 
 __all__ = ["Behind", "NameLog", "Page", "Unit", "UnitName"]
 
@@ -37,8 +37,6 @@ _PREFIX = "cacheblend-rag:{names}:"
 # Who has missed more changes than this reads all units anew.
 _KEPT = 10_000
 _UNITS_A_PAGE = 500
-# Whoever waits for names waits for an answer: what was out of reach is tried again soon.
-_SETTINGS = RemoteSettings(max_back_off_s=4.0)
 
 # What both scripts begin with: the log's birth and position, and the digits of the change at one.
 _STATE = """
@@ -228,8 +226,8 @@ class NameLog:
                 f"names are shared through Redis or Valkey, and {shown_url(url)} is neither; give redis://host:port/db"
             )
         address, self.location, secret_words = server
-        self._client: Any = connected(address, _SETTINGS)
-        self._guard = Guard(self.location, secret_words, _SETTINGS, (redis.RedisError, OSError), is_refusal)
+        self._client: Any = connected(address, RemoteSettings())
+        self._guard = Guard(self.location, secret_words, (redis.RedisError, OSError))
         self._keys = [_PREFIX + name for name in ("birth", "position", "units", "log")]
 
     def since(self, birth: str, position: int) -> Page:
@@ -264,14 +262,9 @@ class NameLog:
         states = [part for name, state in units.items() for part in (name, state or b"")]
         digits = secrets.token_hex(8)
         arguments = [*_parts(birth), position, digits, names, _KEPT, len(units), *states]
-        # Not by the guard, which takes a lock: this is called within a transaction, and right after `since`, which went by it.
-        try:
+        # Whether a change whose answer is lost was made is seen at the next look-up.
+        with self._guard.calling("change names"):
             outcome, last, now = self._client.eval(_CHANGE, 4, *self._keys, *arguments)
-        except (redis.RedisError, OSError) as error:
-            raise RemoteUnavailableError(
-                f"names at {self.location} could not be changed ({type(error).__name__}); whether they were is seen at the next "
-                "look-up, so try again"
-            ) from None
         if outcome != b"done":
             raise Behind
         return _whole(now, digits.encode()), int(last)

@@ -222,7 +222,7 @@ def test_kv_with_a_time_to_live_stays_here(tmp_path: Path, opener: Opener) -> No
 
 
 def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis_server: RedisServer) -> None:
-    tier = open_remote(redis_server.url(), read_timeout_s=0.3, back_off_s=0.01, max_back_off_s=0.05)
+    tier = open_remote(redis_server.url(), read_timeout_s=0.3)
     store = opened(tmp_path, tier)
     add(store, 1)
     store.flush()
@@ -233,7 +233,6 @@ def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis
     finally:
         redis_server.signal(signal.SIGCONT)
     other = open_remote(redis_server.url())
-    assert other.holds([key_of(1)]) == [True]
     eventually(lambda: other.holds([key_of(1)]) == [False])
 
 
@@ -248,12 +247,12 @@ def eventually(is_so: Callable[[], bool]) -> None:
 def test_only_the_first_waits_for_a_server_that_does_not_answer(
     redis_server: RedisServer, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = open_remote(redis_server.url(), read_timeout_s=0.3, back_off_s=0.01, max_back_off_s=0.02)
+    tier = open_remote(redis_server.url(), read_timeout_s=0.3)
     store = opened(None, tier)
     store.put(key_of(1), make_kv(1))
     store.flush()
     store.close()
-    tier = open_remote(redis_server.url(), read_timeout_s=0.3, back_off_s=0.01, max_back_off_s=0.02)
+    tier = open_remote(redis_server.url(), read_timeout_s=0.3)
     store = opened(None, tier)
     assert store.holds([key_of(1)]) == [True]
     redis_server.signal(signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
@@ -285,7 +284,7 @@ def test_only_the_first_waits_for_a_server_that_does_not_answer(
 def test_answers_while_redis_is_killed_and_restarted(tmp_path: Path, redis_server: RedisServer, turns: int) -> None:
     """Every failure of the remote tier is a miss, and the answer that of an undisturbed run."""
     chance = random.Random(turns)
-    tier = open_remote(redis_server.url(), back_off_s=0.01, max_back_off_s=0.05)
+    tier = open_remote(redis_server.url())
     # There is room on disk for a single chunk: the others come from the remote tier.
     store = open_store(tmp_path, 0, 20_000, write_back_bytes=10**6, remote=tier)
     settings = engine_settings(recompute_ratio=0.3)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.codec import make_codec
-from cacheblend_rag.errors import RemoteUnavailableError
 from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.remote import RemoteTier, open_remote
-from cacheblend_rag.store.remote.base import Guard, RemoteSettings
 from cacheblend_rag.store.remote.offsite import Offsite
 from tests.store.kit import is_held, key_of, make_kv
 
@@ -34,7 +32,7 @@ class Gate:
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[RemoteTier]:
     pytest.importorskip("fsspec")
-    tier = open_remote(f"file://{tmp_path}/share", back_off_s=1000, max_back_off_s=1000)
+    tier = open_remote(f"file://{tmp_path}/share")
     yield tier
     tier.close()
 
@@ -91,7 +89,7 @@ def test_what_is_dropped_does_not_arrive_later(tier: RemoteTier, gate: Gate) -> 
 
 def test_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("redis")
-    store = offsite(open_remote("redis://:hunter2@127.0.0.1:1", back_off_s=1000, max_back_off_s=1000))
+    store = offsite(open_remote("redis://:hunter2@127.0.0.1:1"))
     with caplog.at_level(logging.WARNING):
         put(store, *range(5))
         store.close()
@@ -112,28 +110,3 @@ def test_the_thread_survives_what_is_not_foreseen(
     store.flush()
     assert "a bug" in caplog.text
     assert tier.holds([key_of(0), key_of(1)]) == [False, True]
-
-
-def test_what_fails_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    guard = Guard("place", [], RemoteSettings(back_off_s=1.0, max_back_off_s=5.0), (OSError,), lambda error: False)
-
-    def fails() -> None:
-        with guard.calling("answer"):
-            raise OSError("it is down")
-
-    for wait_s in (1.0, 2.0, 4.0, 5.0, 5.0):
-        with pytest.raises(RemoteUnavailableError, match="could not answer"):
-            fails()
-        now += wait_s - 0.25
-        with pytest.raises(RemoteUnavailableError, match=r"it is down; it is left alone for 0\.2 s more"):
-            fails()
-        now += 0.25
-    with guard.calling("answer"):
-        pass
-    with pytest.raises(RemoteUnavailableError, match="could not answer"):
-        fails()
-    now += 1.0
-    with guard.calling("answer"):
-        pass
