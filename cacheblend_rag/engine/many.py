@@ -98,10 +98,7 @@ class Extent:
 
 
 def plan_decoding(extents: Sequence[Extent], has_room: Callable[[Extent], bool]) -> list[list[int]]:
-    """Group prompts of similar length that are decoded together: indices into `extents`, longest prompts first.
-
-    A prompt of an extent that has no room is a group of its own.
-    """
+    """Group prompts of similar length that are decoded together: indices into `extents`, the longest first."""
     groups: list[list[int]] = []
     extent: Extent | None = None
     for index in sorted(range(len(extents)), key=lambda index: extents[index].width, reverse=True):

@@ -374,7 +374,7 @@ def test_an_unsupported_model_is_answered_one_by_one(monkeypatch: pytest.MonkeyP
     def refuse(model: Any) -> None:
         raise UnsupportedModelError("no such thing")
 
-    monkeypatch.setattr("cacheblend_rag.engine.opening.inspect_model", refuse)
+    monkeypatch.setattr("cacheblend_rag.engine.engine.inspect_model", refuse)
     prompts = some_prompts(3)
     with engine_of() as engine:
         results = engine.generate_many(prompts, 3, do_sample=False)

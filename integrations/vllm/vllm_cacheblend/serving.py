@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.engine.opening import engine_identity, look_at_model, open_engine_store
+from cacheblend_rag.engine.engine import engine_identity, look_at_model, open_engine_store
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window

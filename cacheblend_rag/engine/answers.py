@@ -1,0 +1,340 @@
+"""Answering prompts: from a call to its request, and what is counted of the answer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.conversation import Conversation, KeptTurns, Turn
+from cacheblend_rag.engine.attachment import Attachment
+from cacheblend_rag.engine.background import in_thread
+from cacheblend_rag.engine.decode import checked_options, last_logits
+from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
+from cacheblend_rag.engine.library import ChunkLibrary
+from cacheblend_rag.engine.many import Many, options_of_each
+from cacheblend_rag.engine.request import Request, make_report
+from cacheblend_rag.engine.runner import Runner
+from cacheblend_rag.engine.scheduler import GaveWayError, Patience, aside
+from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.fuse.plan import check_selector
+from cacheblend_rag.model import (
+    Decoder,
+    WeightsWatch,
+    num_decoder_layers,
+)
+from cacheblend_rag.report import BlendReport
+from cacheblend_rag.tuning import Tuning
+
+__all__ = ["AnsweringLibrary"]
+
+logger = logging.getLogger(__name__)
+
+
+class AnsweringLibrary(ChunkLibrary):
+    """A library whose prompts a model in this process answers; `BlendEngine` puts it together."""
+
+    model: PreTrainedModel
+    decoder: Decoder | None
+    blend: BlendConfig
+    tuning: Tuning
+    _weights: WeightsWatch
+    _kept: KeptTurns
+    _runner: Runner
+    _many: Many
+
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """What is attached."""
+        return tuple(self._runner.attachments)
+
+    def check_blend(self, blend: BlendConfig) -> BlendConfig:
+        """Return the settings that a call uses: the engine's own, except those that the call sets.
+
+        Raises
+        ------
+        ConfigError
+            If they name a selector or a layer that does not exist, or ask for something that the model does not have.
+        """
+        blend = BlendConfig.of(blend)
+        blend = self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
+        # A model whose configuration names no layers is never blended.
+        if self.decoder is not None or num_decoder_layers(self.model):
+            check_selector(blend, num_decoder_layers(self.model), self.decoder)
+        return blend
+
+    def conversation(self, max_bytes: int | None = None) -> Conversation:
+        """Begin a conversation, whose turns reuse what earlier turns have computed, and which is passed to each of them.
+
+        Parameters
+        ----------
+        max_bytes : int, optional
+            Maximum bytes of KV that it keeps, in the memory in which the model computes; by default it is limited only by
+            ``config.conversation_bytes``, which all conversations of this engine share.
+        """
+        self._check_open()
+        limit = self.config.conversation_bytes if max_bytes is None else max_bytes
+        if limit < 0:
+            raise ConfigError(f"max_bytes={limit} is negative; give a number of bytes, 0 to keep nothing")
+        return Conversation(self._kept, limit)
+
+    def prefill(
+        self,
+        prompt: BlendPrompt,
+        *,
+        blend: BlendConfig | None = None,
+        conversation: Conversation | None = None,
+        logits_to_keep: int | None = None,
+    ) -> PrefillResult:
+        """Prefill a prompt, blending its chunks; return logits, token ids and report.
+
+        Parameters
+        ----------
+        prompt, blend, conversation
+            As for `generate`.
+        logits_to_keep : int, optional
+            Return the logits after each of that many last tokens, which must be text; by default those after the last one.
+
+        Raises
+        ------
+        PromptError
+            If the prompt cannot be served.
+        ConfigError
+            If the settings do not fit the model.
+        """
+        request = self._begin(prompt, blend, conversation)
+        count, layout = 1 if logits_to_keep is None else logits_to_keep, request.prompt.layout
+        text = len(layout.token_ids) - max((chunk.stop for chunk in layout.chunks), default=0)
+        if not 1 <= count <= text:
+            raise PromptError(
+                f"logits_to_keep={count} must be from 1 to {text}, the tokens behind the prompt's last chunk"
+            )
+        logits = self._runner.run(request, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
+        report = make_report(request, num_decoder_layers(self.model), time.perf_counter())
+        self._observe(report)
+        return PrefillResult(logits[0] if logits_to_keep is None else logits, request.prompt.layout.token_ids, report)
+
+    def generate(
+        self,
+        prompt: BlendPrompt,
+        max_new_tokens: int | None = None,
+        *,
+        blend: BlendConfig | None = None,
+        conversation: Conversation | None = None,
+        wait_s: float | None = None,
+        **generation_kwargs: Any,
+    ) -> GenerationResult:
+        """Answer a prompt; return text, token ids and report.
+
+        Parameters
+        ----------
+        prompt : BlendPrompt
+            The prompt.
+        max_new_tokens : int, optional
+            Maximum tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
+        blend : BlendConfig, optional
+            Blending settings for this call; those it does not set are the engine's.
+        conversation : Conversation, optional
+            The conversation that this is a turn of (`conversation`).
+        wait_s : float, optional
+            Maximum seconds to wait for the model while other calls have it; by default as long as it takes.
+        **generation_kwargs : Any
+            Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so on.
+
+        Raises
+        ------
+        PromptError
+            If the prompt cannot be served.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
+        ConfigError
+            If an option cannot be combined with blending.
+        """
+        options = checked_options(self.model, max_new_tokens, generation_kwargs)
+        patience = Patience.of(wait_s)
+        request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
+        return self._answer(request)
+
+    def generate_many(
+        self,
+        prompts: Sequence[BlendPrompt],
+        max_new_tokens: int | None = None,
+        *,
+        batch_size: int | None = None,
+        blend: BlendConfig | None = None,
+        wait_s: float | None = None,
+        stop: threading.Event | None = None,
+        **generation_kwargs: Any,
+    ) -> list[GenerationResult]:
+        """Answer many prompts, which is faster than one after the other; return the answers in their order.
+
+        Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one
+        after the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`,
+        except for rounding: if two tokens are equally likely to the last digits, either may be chosen. Sampled answers are
+        different draws. Where settings or options do not allow a batch (`Repair`, `SnapKV`, options that read a prompt's
+        ids), answers are decoded one by one, and each report's `alone_reason` says why. The times in the reports count from
+        this call on.
+
+        Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
+        copies of those given, unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of BlendPrompt
+            The prompts. All of them are checked before the first is computed.
+        batch_size : int, optional
+            Maximum prompts that are decoded together; by default as many as memory is meant to allow.
+        stop : threading.Event, optional
+            Ends all answers at the next token once it is set.
+        max_new_tokens, blend, wait_s, **generation_kwargs
+            As for `generate`, which also says what is raised.
+        """
+        started = time.perf_counter()
+        options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
+        if not isinstance(prompts, Iterable):
+            raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
+        stop = stop or threading.Event()
+        requests = [
+            self._begin(prompt, blend, patience=patience, started=started, max_new_tokens=max_new_tokens, options=own)
+            for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
+        ]
+        for request in requests:
+            request.stop = stop
+        results: dict[int, GenerationResult] = {}
+        for index, result in self._many.answer_all(requests, batch_size, stop):
+            results[index] = result
+            self._finish(requests[index], result)
+        return [results[index] for index in sorted(results)]
+
+    async def agenerate_many(
+        self, prompts: Sequence[BlendPrompt], max_new_tokens: int | None = None, **options: Any
+    ) -> list[GenerationResult]:
+        """Answer many prompts as `generate_many` does, in a separate thread; if cancelled, that ends at the next token."""
+        return await in_thread(partial(self.generate_many, prompts, max_new_tokens, **options))
+
+    def stream(
+        self,
+        prompt: BlendPrompt,
+        max_new_tokens: int | None = None,
+        *,
+        blend: BlendConfig | None = None,
+        conversation: Conversation | None = None,
+        wait_s: float | None = None,
+        **generation_kwargs: Any,
+    ) -> BlendStream:
+        """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once.
+
+        Returns
+        -------
+        BlendStream
+            An iterator over pieces of text; its `result` holds the report.
+        """
+        options = checked_options(self.model, max_new_tokens, generation_kwargs)
+        patience = Patience.of(wait_s)
+        request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
+
+        def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
+            request.streamer, request.stop = PieceStreamer(self.tokenizer, show), stop
+            return self._answer(request)
+
+        return BlendStream(work)
+
+    def _answer(self, request: Request) -> GenerationResult:
+        result = self._many.answer(request)
+        self._finish(request, result)
+        return result
+
+    def _finish(self, request: Request, result: GenerationResult) -> None:
+        self._observe(result.report)
+        # An answer that was cut short would differ for that reason alone.
+        if not request.stop.is_set():
+            for each in self.attachments:
+                each.answered(request, result)
+
+    def generate_aside(
+        self, prompt: BlendPrompt, blend: BlendConfig, max_new_tokens: int | None = None, **generation_kwargs: Any
+    ) -> GenerationResult | None:
+        """Answer a prompt when no other call needs the model, uncounted, unlogged and without telling attachments of the answer.
+
+        None where it was left between two layers, because another call came or the engine was closed.
+        """
+        if self.decoder is None:
+            raise UnsupportedModelError(f"{self.unsupported_reason}; ask it by generate, which does not give way")
+        options = checked_options(self.model, max_new_tokens, generation_kwargs)
+        request = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options)
+        # The interpreter waits for the thread that asks when it ends; nobody waits for what it finds out then.
+        with (
+            suppress(GaveWayError),
+            aside(
+                self._runner.scheduler,
+                self.decoder,
+                lambda: self._supply.is_closed or not threading.main_thread().is_alive(),
+            ),
+        ):
+            return self._many.alone(request)
+        return None
+
+    def _observe(self, report: BlendReport) -> None:
+        """Count and log what was answered."""
+        self.metrics.observe(report)
+        if logger.isEnabledFor(logging.INFO):
+            # Formatters that write fields, as JSON for example, find the figures under "blend".
+            logger.info("%s", report, extra={"blend": report.to_dict()})
+
+    def _begin(
+        self,
+        prompt: BlendPrompt,
+        blend: BlendConfig | None,
+        conversation: Conversation | None = None,
+        patience: Patience | None = None,
+        started: float | None = None,
+        max_new_tokens: int | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Request:
+        """Return the request for a prompt, checked, in tokens and under the settings in force, but not computed."""
+        self._check_open()
+        began = time.perf_counter()
+        started = began if started is None else started
+        if conversation is not None and not conversation.belongs_to(self._kept):
+            raise ConfigError(
+                "the conversation belongs to another engine, whose KV is of no use here; make one by this engine's conversation()"
+            )
+        # Before all that takes time: what is reset from now on forgets this turn too.
+        turn = None if conversation is None else Turn(conversation)
+        self._weights.check()
+        order, sets_ratio = None, False
+        if blend is not None and blend is not self.blend:
+            blend, sets_ratio = self.check_blend(blend), "recompute_ratio" in blend.model_fields_set
+        else:
+            order = next(filter(None, (each.order() for each in reversed(self.attachments))), None)
+            blend = self.blend if order is None else order.blend
+        assembled = self._assembler.assemble(prompt)
+        if order is not None and assembled.layout.remembers:
+            # What an attachment falls back to knows less than these chunks.
+            blend = self.blend
+        if blend.enabled:
+            self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
+        return Request(
+            prompt,
+            assembled,
+            blend,
+            started,
+            Patience() if patience is None else patience,
+            turn,
+            order,
+            sets_ratio,
+            max_new_tokens,
+            options or {},
+            # While the others of a batch were put into tokens, it waited.
+            queue_s=began - started,
+        )
