@@ -36,17 +36,8 @@ _MOST_CHARACTERS = 2**62
 
 
 def text_hash(text: str) -> str:
-    """Return the digest by which a chunk's text is recognised.
-
-    Parameters
-    ----------
-    text : str
-        The text that the language model sees.
-
-    Returns
-    -------
-    str
-        32 hexadecimal digits (blake2b, 128 bits).
+    """Return the digest by which a chunk's text, as the model sees it, is recognised: 32 hexadecimal digits (blake2b, 128
+    bits).
     """
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -190,19 +181,9 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Some of a chunk's tokens, with the KV that they have in the whole of it.
+    """Some of a chunk's tokens, from `start` to before `stop`, with the KV that they have in the whole of it.
 
-    Parameters
-    ----------
-    chunk : Chunk
-        The chunk, which is encoded and stored as a whole.
-    start, stop : int
-        Its tokens from `start` to before `stop`.
-
-    Raises
-    ------
-    ConfigError
-        If there are no such tokens, provided that the chunk says how many it has.
+    `ConfigError` if there are no such tokens, provided that the chunk says how many it has.
     """
 
     chunk: Chunk
@@ -325,13 +306,7 @@ class BlendPrompt:
                 raise ConfigError(f"positions {list(self.positions)} include a negative one; positions count from 0")
 
     def without(self, ids: Container[str]) -> BlendPrompt:
-        """Return the prompt without the chunks that are named by these ids, and the separator beside each.
-
-        Parameters
-        ----------
-        ids : container of str
-            The ids.
-        """
+        """Return the prompt without the chunks that are named by these ids, and the separator beside each."""
 
         def stays(segment: object) -> bool:
             return not isinstance(segment, ChunkRef) or segment.id not in ids

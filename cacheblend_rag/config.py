@@ -62,13 +62,7 @@ class SettingsBase(BaseSettings):
 
     @classmethod
     def of(cls: type[_Settings], given: Any) -> _Settings:
-        """Return settings as they were given, or those of the environment for None.
-
-        Raises
-        ------
-        ConfigError
-            If they are of another type.
-        """
+        """Return settings as they were given, or those of the environment for None; `ConfigError` if they are of another type."""
         if given is None:
             return cls()
         if not isinstance(given, cls):
@@ -108,12 +102,8 @@ class SettingsBase(BaseSettings):
         return cls(**{name: value for name, value in named.items() if cls.kinds.get(name, cls) is cls})
 
     def replace(self: _Settings, **changes: Any) -> _Settings:
-        """Return a copy with some settings changed, all of them checked again.
-
-        Raises
-        ------
-        ConfigError
-            If a name is unknown or a value is invalid.
+        """Return a copy with some settings changed, all of them checked again; `ConfigError` for an unknown name or an invalid
+        value.
         """
         given = {name: getattr(self, name) for name in type(self).model_fields}
         replaced = type(self)(**(given | changes))

@@ -25,20 +25,11 @@ _SHARED_PREAMBLE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Tokens to be encoded.
-
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The tokens whose KV is kept, at least one.
-    context : tuple of int
-        What they are encoded behind, beside the preamble.
-    positions : tuple of int or None
-        Where they stand, of tokens without a context; None: right behind what stands before them, without gaps.
-    """
+    """Tokens to be encoded, one at least, after the preamble and a context."""
 
     token_ids: tuple[int, ...]
     context: tuple[int, ...] = ()
+    # Where they stand, of tokens without a context; None: right after what stands before them, without gaps.
     positions: tuple[int, ...] | None = None
 
 
@@ -51,21 +42,10 @@ parts from the one before.
 
 
 def plan_batches(lengths: Sequence[int], preamble_len: int, batch_tokens: int) -> list[list[int]]:
-    """Group chunks of similar length so that little is padded.
+    """Group chunks of these lengths, in tokens, so that little is padded; return indices, longest first.
 
-    Parameters
-    ----------
-    lengths : sequence of int
-        Tokens of each chunk.
-    preamble_len : int
-        Tokens of the preamble, which stands before each chunk.
-    batch_tokens : int
-        Most tokens of a batch, padding included; a longer chunk is a batch of its own.
-
-    Returns
-    -------
-    list of list of int
-        Indices into `lengths`, longest chunks first so that the largest batch shows early whether memory suffices.
+    The largest batch shows early whether memory suffices. A batch has at most `batch_tokens` tokens, preambles and padding
+    included; a longer chunk is a batch of its own.
     """
     batches: list[list[int]] = []
     width = 0
@@ -79,17 +59,7 @@ def plan_batches(lengths: Sequence[int], preamble_len: int, batch_tokens: int) -
 
 
 class ChunkEncoder(ABC):
-    """Computes the KV of each chunk behind the preamble and its context, wherever the model is.
-
-    Parameters
-    ----------
-    form : Decoder or ModelCard
-        The model's KV.
-    preamble : sequence of int
-        The preamble.
-    batch_tokens : int
-        Most tokens of a batch, preamble and padding included.
-    """
+    """Computes the KV of each chunk after the preamble and its context, wherever the model is."""
 
     def __init__(self, form: Decoder | ModelCard, preamble: Sequence[int], batch_tokens: int) -> None:
         self._form = form
@@ -98,36 +68,16 @@ class ChunkEncoder(ABC):
 
     @abstractmethod
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
-        """Compute the KV of chunks.
+        """Compute the KV of chunks, in batches: the index of each target, and its KV on the CPU, as if it stood right after
+        the preamble.
 
-        A document is read once, front to back: of targets that stand behind each other what comes first is computed once, and cut
-        back where the next one begins before its end.
-
-        Parameters
-        ----------
-        targets : sequence of Target
-            What is to be encoded, in any order.
-
-        Yields
-        ------
-        list of (int, ChunkKV)
-            One batch: the index of each target, and its KV on the CPU, as if it stood right behind the preamble.
+        A document is read once, front to back: of targets that stand after each other what comes first is computed once,
+        and cut back where the next one begins before its end.
         """
 
     @abstractmethod
     def head(self, token_ids: Sequence[int]) -> ChunkKV:
-        """Compute the KV of what a prompt begins with, behind nothing.
-
-        Parameters
-        ----------
-        token_ids : sequence of int
-            The tokens, the BOS among them.
-
-        Returns
-        -------
-        ChunkKV
-            Their KV on the CPU, from position 0 on.
-        """
+        """Compute the KV of what a prompt begins with, the BOS included, from position 0 on; it is on the CPU."""
 
     def plan(self, targets: Sequence[Target]) -> list[list[int]]:
         """Return the batches in which targets are encoded, as indices into `targets`."""
@@ -167,12 +117,7 @@ class ChunkEncoder(ABC):
     def cut_out(self, layers: Sequence[LayerKV], target: Target) -> ChunkKV:
         """Return a target's KV, cut out of that of its sequence and turned to where it would stand without its context.
 
-        Parameters
-        ----------
-        layers : sequence of LayerKV
-            The KV of the preamble and the sequence, ``(num_kv_heads, seq_len, head_dim)``.
-        target : Target
-            The target.
+        `layers` are the KV of the preamble and the sequence, ``(num_kv_heads, seq_len, head_dim)``.
         """
         start, distance, count = len(self.preamble), len(target.context), len(target.token_ids)
         first = start + distance
@@ -194,19 +139,9 @@ class ChunkEncoder(ABC):
 class Encoder(ChunkEncoder):
     """Computes the KV of chunks with the model of this process.
 
-    Encoding behind the preamble and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
-    chunks. A preamble that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
-
-    Parameters
-    ----------
-    decoder : Decoder
-        The model.
-    preamble : sequence of int
-        The preamble.
-    batch_tokens : int
-        Most tokens of a batch, preamble and padding included.
-    share_preamble : bool, optional
-        Whether the preamble is computed once rather than in every row; by default where that is faster.
+    Encoding after the preamble and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
+    chunks. A preamble that is long enough to be worth it, unless `share_preamble` says otherwise, is computed once, and its
+    KV handed to every row of every batch.
     """
 
     def __init__(
@@ -267,8 +202,8 @@ class Encoder(ChunkEncoder):
         return self._forward([[*ahead, *row] for row in padded], cache)
 
     def _begin(self, rows: int, length: int) -> tuple[tuple[int, ...], KVCache]:
-        """Return what each row begins with, and a cache with what stands before that and room for `length` tokens more: nothing
-        behind the KV of a shared preamble, or else the preamble behind nothing.
+        """Return what each row begins with, and a cache with what stands before that and room for `length` tokens more:
+        nothing after the KV of a shared preamble, or else the preamble after nothing.
         """
         if not self._shares_preamble:
             return self.preamble, KVCache(self._decoder.num_layers)

@@ -12,19 +12,9 @@ __all__ = ["needs_extra"]
 
 @contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Turn a failing import inside a ``with`` block into a message that says what to install.
+    """Turn a failing import in a ``with`` block into a `ConfigError` that names the extra of cacheblend-rag to install.
 
-    Parameters
-    ----------
-    extra : str
-        The extra of cacheblend-rag that brings the package.
-    what : str
-        What the package is needed for, as the subject of a sentence.
-
-    Raises
-    ------
-    ConfigError
-        If an import inside the block fails.
+    `what` needs the package: the subject of a sentence.
     """
     try:
         yield

@@ -25,13 +25,7 @@ _SHOWN = 300
 
 
 def read_yaml_text(path: Path) -> str:
-    """Return the text of a YAML file of settings.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be read, is not UTF-8, or is too long.
-    """
+    """Return the text of a YAML file of settings; `ConfigError` if it cannot be read, is not UTF-8, or is too long."""
     try:
         with open(path, "rb") as file:
             data = file.read(_LONGEST_YAML_BYTES + 1)
@@ -44,19 +38,9 @@ def read_yaml_text(path: Path) -> str:
 
 
 def load_yaml(text: str, name: str) -> Any:
-    """Return what a YAML text holds, as `yaml.safe_load` does.
+    """Return what a YAML text holds, as `yaml.safe_load` does; messages call it `name`.
 
-    Parameters
-    ----------
-    text : str
-        The text.
-    name : str
-        What messages call it.
-
-    Raises
-    ------
-    ConfigError
-        If it is not YAML, is nested too deeply, or is too long once its aliases are written out.
+    `ConfigError` if it is not YAML, is nested too deeply, or is too long once its aliases are written out.
     """
     try:
         loader = _BoundedLoader(text)
@@ -103,21 +87,9 @@ class _BoundedLoader(yaml.SafeLoader):
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file so that it is there completely or not at all; a file that was there keeps its mode.
+    """Write a text file, its line ends as they are, so that it is there completely or not at all.
 
-    Parameters
-    ----------
-    path : Path
-        The file; its folder must exist.
-    text : str
-        What it is to hold, in UTF-8, with the line ends that it has.
-    private : bool
-        Whether it is readable by its owner alone (mode 0600), whatever its mode was.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
+    A file that was there keeps its mode; with `private` it is readable by its owner alone (mode 0600).
     """
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)

@@ -26,25 +26,11 @@ def chunk_key(
     *,
     is_head: bool = False,
 ) -> str:
-    """Return the key under which the KV of a chunk, or of what prompts begin with, is stored.
+    """Return the key of the KV of a chunk, or of what prompts begin with: 40 hexadecimal digits (blake2b, 160 bits).
 
-    Parameters
-    ----------
-    namespace : str
-        Digest of the model, the tokenizer, the preamble and the tenant.
-    token_ids : sequence of int
-        The tokens of which there is KV.
-    places : sequence of int, optional
-        Where they stand when they are encoded; by default right behind what they are encoded behind, without gaps.
-    context : str
-        What `context_digest` makes of the tokens that they are encoded behind, beside the preamble.
-    is_head : bool
-        Whether prompts begin with them, the BOS among them, so that they are encoded behind nothing.
-
-    Returns
-    -------
-    str
-        40 hexadecimal digits (blake2b, 160 bits).
+    `namespace` is the digest of the model, the tokenizer, the preamble and the tenant; `places` where the tokens stand when
+    they are encoded, by default right after what precedes them; `context` what `context_digest` makes of the tokens before
+    them, beside the preamble. A head has the BOS among its tokens, and is encoded after nothing.
     """
     # Keys of chunks that are encoded alone stay what they are in every store there is.
     placed = b"" if places is None else b"|at|" + _packed(places)

@@ -33,23 +33,14 @@ Layer = TypeVar("Layer", bound=_Sized, covariant=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KV(Generic[Layer]):
-    """The KV of one chunk, encoded behind the preamble and its context.
-
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The chunk's tokens.
-    start : int
-        The position of its first token when it was encoded; its keys are rotated accordingly.
-    layers : sequence
-        One for each decoder layer, in the form that a kind of KV has them in.
-    context : str
-        Digest of the tokens that it was encoded behind, beside the preamble (`cacheblend_rag.keys`); empty where alone.
-    """
+    """The KV of one chunk, encoded after the preamble and its context; one of `layers` for each decoder layer that has KV."""
 
     token_ids: tuple[int, ...]
+    # The position of its first token when it was encoded; its keys are rotated accordingly.
     start: int
     layers: Sequence[Layer]
+    # Digest of the tokens that it was encoded after, beside the preamble (`cacheblend_rag.keys`); empty where there are
+    # none.
     context: str = ""
 
     @property

@@ -26,28 +26,18 @@ class ChunkSpan:
 class PromptLayout:
     """The token ids of a prompt and the place of each chunk in it.
 
-    A *row* is a token's index in the prompt; a *position* is what rotary embeddings see. They are equal unless the
-    prompt places its segments elsewhere.
-
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The whole prompt.
-    positions : tuple of int
-        The position of each token.
-    chunks : tuple of ChunkSpan
-        The chunks in prompt order, not overlapping.
-    resumed_rows : int
-        How many leading rows a conversation has KV of, which are neither computed nor part of any chunk here.
-    remembers : bool
-        Whether the stored KV of any chunk knows of text that stands before it in its document. Full prefill of the prompt
-        then gives another answer, not the one that blending falls short of.
+    A *row* is a token's index in the prompt; a *position* is what rotary embeddings see. They are equal unless the prompt
+    places its segments elsewhere.
     """
 
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
+    # In prompt order, not overlapping.
     chunks: tuple[ChunkSpan, ...]
+    # How many leading rows a conversation has KV of, which are neither computed nor part of any chunk here.
     resumed_rows: int = 0
+    # Whether the stored KV of any chunk knows of text that stands before it in its document. Full prefill of the prompt
+    # then gives another answer, not the one that blending falls short of.
     remembers: bool = False
 
     def __len__(self) -> int:
@@ -68,7 +58,7 @@ class PromptLayout:
 
     @property
     def end_position(self) -> int:
-        """The position behind the last one used."""
+        """The position after the last one used."""
         return max(self.positions) + 1
 
     @property

@@ -32,19 +32,11 @@ _SUMS = {
 
 
 class EngineMetrics:
-    """Counts what an engine does; nothing leaves the process unless the registry is served.
+    """Counts what an engine does, in a `registry` to which attachments add theirs; nothing leaves the process unless that is
+    served.
 
-    Parameters
-    ----------
-    stats : callable
-        Returns the figures of what the engine's tenant has in the store; called when the registry is read.
-    failures : callable
-        Returns how often an answer could not ask the store; called when the registry is read.
-
-    Attributes
-    ----------
-    registry : CollectorRegistry
-        What ``prometheus_client.start_http_server(port, registry=...)`` serves; attachments add theirs.
+    `stats` and `failures` are called when it is read: what the engine's tenant has in the store, and how often an answer
+    could not ask the store.
     """
 
     def __init__(self, stats: Callable[[], StoreStats], failures: Callable[[], int]) -> None:

@@ -29,23 +29,14 @@ _PASSAGE = (
 
 
 def default_preamble(tokenizer: Any) -> str:
-    """Return the text that chunks are encoded behind where the settings name none.
+    """Return the text that chunks are encoded after where the settings name none.
 
-    A chunk's first tokens read as the beginning of a text when nothing stands before them: they become attention sinks, in every
-    chunk of a prompt anew, and what follows is computed for a prompt of another kind than it is used in. So chunks are encoded
-    behind what a prompt most likely begins with: what the tokenizer's chat template writes before a user's words, an
-    instruction, and then a passage that has nothing to do with any question. APE (section 4) shares a prefix for the first of
-    these reasons. docs/encoding.md has the figures.
-
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer; without a chat template its chunks get the instruction and the passage.
-
-    Returns
-    -------
-    str
-        The same on every day and every machine, since it is part of every key.
+    A chunk's first tokens read as the beginning of a text when nothing stands before them: they become attention sinks, in
+    every chunk of a prompt anew, and what follows is computed for a prompt of another kind than it is used in. So chunks
+    are encoded after what a prompt most likely begins with: what the tokenizer's chat template writes before a user's
+    words, if it has one, an instruction, and then a passage that has nothing to do with any question. APE (section 4)
+    shares a prefix for the first of these reasons. docs/encoding.md has the figures. The text is the same on every day and
+    every machine, since it is part of every key.
     """
     return f"{_opening(tokenizer)}{_INSTRUCTION}{_PASSAGE}"
 

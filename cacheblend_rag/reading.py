@@ -16,29 +16,18 @@ _LEAST_OVERLAP = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of a chunk in its document.
-
-    Attributes
-    ----------
-    document : str
-        The document.
-    start : int or None
-        Where the chunk's body begins in it, in characters.
-    previous : str or None
-        The id of the chunk before it, where it has no `start`.
-    length : int
-        Characters of its body.
-    text : str
-        The body, where there is no `start` to tell overlaps by; else empty.
-    ends : tuple of int
-        For each of its tokens, how many characters of the body have ended with it.
-    """
+    """Place of a chunk in its document."""
 
     document: str
+    # Where the chunk's body begins in it, in characters.
     start: int | None
+    # The id of the chunk before it, where it has no `start`.
     previous: str | None
+    # Characters of its body.
     length: int
+    # The body, where there is no `start` to tell overlaps by; else empty.
     text: str
+    # For each of its tokens, how many characters of the body have ended with it.
     ends: tuple[int, ...]
 
 
@@ -53,34 +42,19 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
-    """Rules by which documents are read.
+    """Rules by which documents are read."""
 
-    Attributes
-    ----------
-    limit : int or None
-        Most tokens of a context and the chunk behind it.
-    separator : tuple of int
-        What stands between two chunks that do not overlap, in tokens.
-    """
-
+    # Most tokens of a context and the chunk after it.
     limit: int | None = None
+    # What stands between two chunks that do not overlap, in tokens.
     separator: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Context that a chunk is encoded behind, a part of its document's text.
+    """Context that a chunk is encoded after: tokens `begin` to `end` of its document's text, which all its chunks share."""
 
-    Attributes
-    ----------
-    first : int
-        The number of the chunk that it begins with, in reading order.
-    text : tuple of int
-        The tokens of the document, which the contexts of all its chunks share.
-    begin, end : int
-        Which of them it has.
-    """
-
+    # The number of the chunk that it begins with, in reading order.
     first: int
     text: tuple[int, ...]
     begin: int
@@ -93,17 +67,8 @@ class Context:
 
 
 def in_order(members: Sequence[Member]) -> list[Member]:
-    """Return the chunks of a document in the order in which they are read.
-
-    Parameters
-    ----------
-    members : sequence of Member
-        The chunks in the order in which they came.
-
-    Returns
-    -------
-    list of Member
-        Those with a `start` by it; each of the others behind the one that it names as `previous`, or at the end.
+    """Return the chunks of a document in reading order: those with a `start` by it, each of the others after its `previous`,
+    or last.
     """
     known = {member.id for member in members}
     behind: dict[str, list[Member]] = {}
@@ -156,23 +121,12 @@ def _border(text: str, tail: str) -> int:
 
 
 def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
-    """Return the tokens that each chunk of a document is encoded behind, beside the preamble.
+    """Return the context of each chunk of a document, which are given in reading order.
 
-    A document that is longer than the rules allow is read in windows: the first begins with the first chunk, and where a chunk
-    does not fit any more the next one begins at the border of a chunk before it, so that at most a quarter of a window is read
-    again. What is cropped on the left is still remembered by the KV that is left; a window knows of nothing before it.
-
-    Parameters
-    ----------
-    members : sequence of Member
-        The chunks in reading order.
-    rules : ReadingRules
-        How they are read.
-
-    Returns
-    -------
-    list of Context
-        The context of each.
+    A document that is longer than the rules allow is read in windows: the first begins with the first chunk, and where a
+    chunk does not fit any more the next one begins at the border of a chunk before it, so that at most a quarter of a
+    window is read again. What is cropped on the left is still remembered by the KV that is left; a window knows of nothing
+    before it.
     """
     # What each chunk leaves for those behind it.
     pieces = [_left(before, after, rules.separator) for before, after in pairwise(members)]

@@ -15,36 +15,23 @@ OTHER_TEXT = "its text is not the one that was added under this id"
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """What happened to one chunk of a prompt.
-
-    Attributes
-    ----------
-    id : str or None
-        The chunk's id, if it has one.
-    tokens : int
-        Its length in tokens.
-    hit : bool
-        Whether its KV was available when the request came: in the store, or at its place in the conversation.
-    recomputed_tokens : int
-        How many of its tokens went through all of the model's later layers again.
-    reason : str or None
-        Why it was not served from stored KV: it was never added, another text was added under its id, its KV was evicted,
-        damaged or not computed yet, or why it was computed like text or left out. None for a hit. If the whole prompt
-        was computed, `BlendReport.fallback_reason` says why.
-    tier : str or None
-        Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it was at the same place in the
-        previous turn; None if it was not read.
-    attention : float or None
-        The share of the answer's attention that went to it, 0 to 1: the mean over the answer's tokens, the heads, and
-        the middle layers. None unless `SourceAttention` is attached to the engine.
-    """
+    """What happened to one chunk of a prompt."""
 
     id: str | None
     tokens: int
+    # Whether its KV was available when the request came: in the store, or at its place in the conversation.
     hit: bool
+    # How many of its tokens went through all of the model's later layers again.
     recomputed_tokens: int = 0
+    # Why it was not served from stored KV: it was never added, another text was added under its id, its KV was evicted,
+    # damaged or not computed yet, or why it was computed like text or left out. None for a hit; where the whole prompt was
+    # computed, `BlendReport.fallback_reason` says why.
     reason: str | None = None
+    # Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it was at the same place in the
+    # previous turn; None if it was not read.
     tier: str | None = None
+    # The share of the answer's attention that went to it, 0 to 1: the mean over the answer's tokens, the heads, and the
+    # middle layers. None unless `SourceAttention` is attached to the engine.
     attention: float | None = None
 
 
@@ -173,26 +160,15 @@ class BlendReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain Python objects, for logs, JSON and framework metadata.
-
-        Returns
-        -------
-        dict
-            One item for each attribute; `chunks` is a list of dictionaries.
-        """
+        """Return the report as plain Python objects, one item for each attribute, for logs, JSON and framework metadata."""
         figures = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trace"}
         return {**figures, "chunks": [asdict(chunk) for chunk in self.chunks]}
 
 
 class CallReport(dict[str, Any]):
-    """The `BlendReport` of a call as a dictionary.
+    """The `BlendReport` of a call as a dictionary."""
 
-    Attributes
-    ----------
-    last : BlendReport or None
-        The report itself; None where there is none yet, or the dictionary was read from a file.
-    """
-
+    # The report itself; None where there is none yet, or the dictionary was read from a file.
     last: BlendReport | None = None
 
     @classmethod
@@ -205,46 +181,27 @@ class CallReport(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class AddResult:
-    """Result of `BlendEngine.add`.
+    """Result of `BlendEngine.add`."""
 
-    Attributes
-    ----------
-    encoded : int
-        Texts whose KV was computed.
-    named : int
-        Chunks that are new or have a new text; more than were encoded if texts recur or their KV was there already.
-    unchanged : int
-        Chunks that were already stored in exactly this form.
-    tokens : int
-        Tokens encoded.
-    """
-
+    # Texts whose KV was computed, and their `tokens`.
     encoded: int
+    # Chunks that are new or have a new text; more than were encoded if texts recur or their KV was there already.
     named: int
+    # Chunks that were already stored in exactly this form.
     unchanged: int
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class WarmEstimate:
-    """What encoding some chunks would cost.
+    """What encoding some chunks would cost."""
 
-    Attributes
-    ----------
-    chunks : int
-        Texts that are not stored yet, those of their documents that would be encoded again among them.
-    tokens : int
-        Their tokens.
-    ram_bytes : int
-        Size of their KV as `ram_codec` packs it; RAM keeps at most `EngineConfig.ram_bytes` of it.
-    disk_bytes : int
-        Size of their files as `disk_codec` packs them, in a store with a folder.
-    seconds : float
-        Time to compute and store it, with no other work going on.
-    """
-
+    # Texts that are not stored yet, those of their documents that would be encoded again among them, and their tokens.
     chunks: int
     tokens: int
+    # Size of their KV as `ram_codec` packs it; RAM keeps at most `EngineConfig.ram_bytes` of it.
     ram_bytes: int = 0
+    # Size of their files as `disk_codec` packs them, in a store with a folder.
     disk_bytes: int = 0
+    # Time to compute and store it, with no other work going on.
     seconds: float = 0.0

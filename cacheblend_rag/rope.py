@@ -19,22 +19,16 @@ __all__ = ["Rotation", "RotationTable", "shift_layer"]
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Rotation of one layer's keys.
+    """Rotation of one layer's keys."""
 
-    Attributes
-    ----------
-    inv_freq : torch.Tensor
-        Angle per position of each pair of dimensions, float32, ``(rotary_dim / 2,)``; negative where a model turns the other way.
-    layout : {"half", "interleaved"}
-        Whether dimension i is paired with i + rotary_dim / 2, or 2 i with 2 i + 1. Dimensions from rotary_dim on are
-        not rotated.
-    part : {"keys", "values"}
-        Which of the two tensors that the layer hands to its cache is rotated. Latent attention (DeepSeek) hands over the latent
-        as keys and the rotary part of the keys as values.
-    """
-
+    # Angle per position of each pair of dimensions, float32, ``(rotary_dim / 2,)``; negative where a model turns the other
+    # way.
     inv_freq: torch.Tensor
+    # Whether dimension i is paired with i + rotary_dim / 2, or 2 i with 2 i + 1. Dimensions from rotary_dim on are not
+    # rotated.
     layout: Literal["half", "interleaved"]
+    # Which of the two tensors that the layer hands to its cache is rotated. Latent attention (DeepSeek) hands over the
+    # latent as keys and the rotary part of the keys as values.
     part: Literal["keys", "values"] = "keys"
 
     @property
@@ -43,20 +37,7 @@ class Rotation:
         return 2 * self.inv_freq.numel()
 
     def table(self, distances: torch.Tensor, device: torch.device) -> RotationTable:
-        """Return cosines and sines for moving tokens by `distances` positions.
-
-        Parameters
-        ----------
-        distances : torch.Tensor
-            New position minus old position of each token, integer, ``(seq_len,)``.
-        device : torch.device
-            Where the keys are.
-
-        Returns
-        -------
-        RotationTable
-            The table for `shift_layer`.
-        """
+        """Return cosines and sines for moving tokens by `distances` positions, new minus old, integer, ``(seq_len,)``."""
         # Tokens of a chunk move equally far.
         different, counts = torch.unique_consecutive(distances, return_counts=True)
         # float64 keeps the angle of a far position as exact as the frequency itself.
@@ -76,14 +57,8 @@ class RotationTable:
 
 
 def shift_layer(kv: LayerKV, table: RotationTable) -> None:
-    """Turn a layer's KV in place to the positions that `table` was made for.
-
-    Parameters
-    ----------
-    kv : LayerKV
-        ``(..., seq_len, head_dim)`` each, any floating dtype. The arithmetic is float32, rounded once.
-    table : RotationTable
-        From `Rotation.table`.
+    """Turn a layer's KV, ``(..., seq_len, head_dim)``, in place to the positions that `table` was made for, in float32,
+    rounded once.
     """
     keys = kv.values if table.part == "values" else kv.keys
     half = table.cos.shape[-1]

@@ -15,12 +15,7 @@ _MOST_TOKENS = 4
 class Spelling:
     """Spells tokens out one after the other: all pieces together are the text of all tokens.
 
-    A token may be written otherwise at the beginning of a text (without its space), so each is read behind those before it.
-
-    Parameters
-    ----------
-    decode : callable
-        Returns the text of tokens.
+    A token may be written otherwise at the beginning of a text (without its space), so each is read after those before it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -49,20 +44,7 @@ class Spelling:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return `text` up to where the first stop string in it begins.
-
-    Parameters
-    ----------
-    text : str
-        What was generated.
-    stops : sequence of str
-        The stop strings; none of them is empty.
-
-    Returns
-    -------
-    str
-        What stands before the stop string that begins first, or all of it.
-    """
+    """Return a text up to where the first of the stop strings in it begins, none of which is empty."""
     return text[: min((place for place in map(text.find, stops) if place >= 0), default=len(text))]
 
 
@@ -70,11 +52,6 @@ class StopCutter:
     """Cuts a text that comes in pieces where `cut_at_stop` cuts the whole.
 
     What may be the beginning of a stop string is held back until it is known.
-
-    Parameters
-    ----------
-    stops : sequence of str
-        The stop strings; none of them is empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -112,7 +89,7 @@ def cut_pieces(pieces: Iterable[str], stops: Sequence[str]) -> Generator[str, No
 
 
 async def acut_pieces(pieces: AsyncIterable[str], stops: Sequence[str]) -> AsyncGenerator[str, None]:
-    """Do what `cut_pieces` does, on an event loop."""
+    """Async version of `cut_pieces`."""
     cutter = StopCutter(stops)
     async for piece in pieces:
         if shown := cutter.feed(piece):

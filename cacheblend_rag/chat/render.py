@@ -86,25 +86,10 @@ def render_chat(
 ) -> list[str | Piece]:
     """Render a conversation by the tokenizer's chat template, up to where the answer begins, as text and chunks.
 
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer.
-    turns : sequence of dict
-        The messages as chat templates take them (`role`, `content`, `tool_calls`, ...), the content being a list of text and
-        chunks.
-    tools : sequence of dict
-        Tools in OpenAI's form.
-    documents : sequence of Passage
-        Documents beside the conversation. They stand where the template shows documents, or else, where it knows none, before the
-        text of the last message of the user.
-
-    Raises
-    ------
-    ConfigError
-        If the tokenizer has no chat template.
-    PromptError
-        If the template cannot show the conversation, its tools included.
+    Turns are messages as chat templates take them (`role`, `content`, `tool_calls`, ...), the content being a list of text
+    and chunks; tools are in OpenAI's form. Documents stand where the template shows documents, or else, where it knows
+    none, before the text of the last message of the user. `ConfigError` if the tokenizer has no chat template,
+    `PromptError` if that cannot show the conversation, its tools included.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("this model's tokenizer has no chat template; set tokenizer.chat_template, or use BlendLLM")
@@ -129,22 +114,8 @@ def render_chat(
 def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables: Any) -> str:
     """Write turns as one text, up to where the assistant's answer begins, with the BOS if the template writes one.
 
-    Some templates know no system message, or only one. Those get the system messages as one, or at the head of the first user
-    message.
-
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer, with a chat template.
-    turns : sequence of dict
-        The turns, whose content is text.
-    **variables : Any
-        What else the template is given.
-
-    Raises
-    ------
-    PromptError
-        If the template refuses them.
+    Some templates know no system message, or only one. Those get the system messages as one, or at the head of the first
+    user message. `PromptError` if the template refuses them.
     """
     refusal: Exception | None = None
     for change in (list, _one_system_turn, _without_system_turn):
@@ -161,13 +132,9 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
 
 
 def around_context(tokenizer: Any, head: str, tail: str) -> tuple[str, str]:
-    """Return `head` and `tail` with what a tokenizer's chat template writes around them, as the message of a user in which a
-    context stands between them.
+    """Return `head` and `tail` with what a chat template writes around them, as a user's message with a context between them.
 
-    Raises
-    ------
-    PromptError
-        If the template refuses them.
+    `PromptError` if the template refuses that.
     """
     message = {"role": "user", "content": f"{head}{_PROBE}{tail}"}
     before, _, behind = apply_template(tokenizer, [message]).partition(_PROBE)

@@ -12,17 +12,7 @@ class SeededSampling(LogitsProcessor):
     """Makes greedy decoding draw: to each token's score a number is added such that the greatest is a draw (Gumbel-max).
 
     transformers draws from one generator for a whole batch; here each answer has its own, so that it is the same alone.
-
-    Parameters
-    ----------
-    seed : int
-        What is drawn follows from it and from the number of the token.
-    temperature : float
-        Above 0.
-    top_k : int, optional
-        Only so many of the likeliest tokens are drawn from.
-    top_p : float, optional
-        Only the likeliest tokens that together have this probability are drawn from.
+    What is drawn follows from the seed and the number of the token.
     """
 
     is_of_one_answer = True

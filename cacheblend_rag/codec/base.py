@@ -99,12 +99,10 @@ class NativeCodec:
     name: str
 
     def pack(self, layer: LayerKV) -> PackedLayer:
-        """Keep one layer as it is."""
         parts = {"keys": layer.keys.contiguous(), "values": layer.values.contiguous()}
         return PackedLayer.of(self.name, layer, parts)
 
     def unpack(self, packed: PackedLayer) -> LayerKV:
-        """Return what was packed."""
         return LayerKV(packed.parts["keys"], packed.parts["values"])
 
 
@@ -124,7 +122,6 @@ class CastCodec:
     dtype: torch.dtype
 
     def pack(self, layer: LayerKV) -> PackedLayer:
-        """Cast one layer."""
         if any(not t.is_floating_point() or t.dtype.itemsize <= self.dtype.itemsize for t in layer):
             return NATIVE.pack(layer)
         cast = LayerKV(*(tensor.to(self.dtype).contiguous() for tensor in layer))
@@ -133,7 +130,6 @@ class CastCodec:
         return PackedLayer.of(self.name, layer, {"keys": cast.keys, "values": cast.values})
 
     def unpack(self, packed: PackedLayer) -> LayerKV:
-        """Cast one layer back."""
         return LayerKV(
             packed.parts["keys"].to(packed.key_form.dtype), packed.parts["values"].to(packed.value_form.dtype)
         )

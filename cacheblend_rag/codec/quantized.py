@@ -43,7 +43,6 @@ class QuantizedCodec:
     values_along: Axis
 
     def pack(self, layer: LayerKV) -> PackedLayer:
-        """Quantise one layer."""
         keys = self._quantize(layer.keys, "channel")
         values = self._quantize(layer.values, self.values_along)
         if keys is None or values is None:
@@ -53,7 +52,6 @@ class QuantizedCodec:
         return PackedLayer.of(self.name, layer, parts)
 
     def unpack(self, packed: PackedLayer) -> LayerKV:
-        """Compute one layer from its numbers and grids."""
         parts = packed.parts
         return LayerKV(
             self._dequantize(parts["keys.grid"], parts["keys.codes"], packed.key_form, "channel"),

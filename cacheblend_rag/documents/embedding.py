@@ -31,15 +31,8 @@ def packaged_minilm() -> Path | None:
 class Embedding:
     """Turns texts into vectors; the model is loaded when it is first needed.
 
-    Parameters
-    ----------
-    name : str, optional
-        A sentence-transformers model, hub id or folder; by default all-MiniLM-L6-v2, from its package or else the hub.
-
-    Attributes
-    ----------
-    name : str
-        What a library remembers, so that it is never searched with another model's vectors.
+    A library remembers the `name`, a hub id or a folder, by default all-MiniLM-L6-v2, from its package or else the hub: it
+    is never searched with another model's vectors.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -47,13 +40,7 @@ class Embedding:
 
     @cached_property
     def model(self) -> SentenceTransformer:
-        """The model.
-
-        Raises
-        ------
-        ConfigError
-            If it cannot be loaded.
-        """
+        """The model; `ConfigError` if it cannot be loaded."""
         with needs_extra("documents", "finding passages"):
             from sentence_transformers import SentenceTransformer
 
@@ -68,12 +55,6 @@ class Embedding:
             ) from error
 
     def embed(self, texts: Sequence[str]) -> list[list[float]]:
-        """Return one vector for each text.
-
-        Raises
-        ------
-        ConfigError
-            If the model cannot be loaded.
-        """
+        """Return one vector for each text."""
         vectors: list[list[float]] = self.model.encode(list(texts), show_progress_bar=False).tolist() if texts else []
         return vectors

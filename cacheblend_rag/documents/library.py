@@ -88,12 +88,7 @@ def passage_config(config: EngineConfig | None = None) -> EngineConfig:
 def open_chroma(folder: Path) -> Iterator[Client]:
     """Open the Chroma of a library, making it if there is none.
 
-    Raises
-    ------
-    ConfigError
-        If Chroma is not installed.
-    StoreError
-        If it cannot be opened, or fails inside the block.
+    `ConfigError` if Chroma is not installed, `StoreError` if it cannot be opened, or fails inside the block.
     """
     with needs_extra("documents", "a library of documents"):
         import chromadb
@@ -121,13 +116,7 @@ def open_chroma(folder: Path) -> Iterator[Client]:
 
 
 def clear_library(folder: Path) -> None:
-    """Remove every passage and all KV; the folder stays.
-
-    Raises
-    ------
-    StoreError
-        If another process is changing the library.
-    """
+    """Remove every passage and all KV; the folder stays. `StoreError` if another process is changing the library."""
     with _alone_in(folder), open_chroma(folder) as client:
         if PASSAGES in (collection.name for collection in client.list_collections()):
             client.delete_collection(PASSAGES)
@@ -153,13 +142,7 @@ class LibrarySettings:
 
     @classmethod
     def load(cls, folder: Path) -> LibrarySettings | None:
-        """Return the settings of the library in `folder`, or None if there is none.
-
-        Raises
-        ------
-        ConfigError
-            If they cannot be read.
-        """
+        """Return the settings of the library in `folder`, or None if there is none; `ConfigError` if they cannot be read."""
         path = folder / "library.json"
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -182,25 +165,16 @@ class LibrarySettings:
 
 @dataclass(frozen=True, slots=True)
 class WarmResult:
-    """Figures of a `Library.warm`.
+    """Figures of a `Library.warm`."""
 
-    Attributes
-    ----------
-    encoded, unchanged, removed : int
-        Passages whose KV was computed, was there already, and was deleted with them.
-    left_out : int
-        Passages that did not fit the budget any more.
-    tokens : int
-        Tokens encoded.
-    kv_bytes : int
-        Bytes of KV in the store now.
-    """
-
+    # Passages whose KV was computed, was there already, and was deleted with them.
     encoded: int
     unchanged: int
     removed: int
+    # Passages that did not fit the budget any more.
     left_out: int
     tokens: int
+    # Bytes of KV in the store now.
     kv_bytes: int
 
 
@@ -220,26 +194,11 @@ def open_library(folder: Path, engine: BlendEngine, embedding: Embedding) -> Ite
 
 
 class Library:
-    """Passages in Chroma and their KV in the engine's store.
+    """Passages in Chroma and their KV in the engine's store, the folder ``kv``.
 
-    KV is written before its passage is shown in Chroma, and removed after it: whatever Chroma finds has been encoded. What a
-    killed run leaves is KV without a passage, which the next `warm` finds by comparing the names on both sides.
-
-    Parameters
-    ----------
-    folder : Path
-        The library's folder.
-    client : Client
-        Its Chroma.
-    engine : BlendEngine
-        Encodes; its store is the folder ``kv``.
-    embedding : Embedding
-        The model that passages are found by.
-
-    Raises
-    ------
-    ConfigError
-        If the folder was filled with another embedding model.
+    KV is written before its passage is shown in Chroma, and removed after it: whatever Chroma finds has been encoded. What
+    a killed run leaves is KV without a passage, which the next `warm` finds by comparing the names on both sides.
+    `ConfigError` if the folder was filled with another embedding model.
     """
 
     def __init__(self, folder: Path, client: Client, engine: BlendEngine, embedding: Embedding) -> None:
@@ -271,28 +230,11 @@ class Library:
         budget_bytes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> WarmResult:
-        """Make the library hold exactly `passages` of all files at and below `roots`; other files' passages stay.
+        """Make the library hold exactly `passages`, all of the files at and below `roots`; other files' passages stay.
 
-        Parameters
-        ----------
-        passages : sequence of Passage
-            All passages of those files.
-        roots : sequence of Path
-            The files and folders that were read.
-        budget_bytes : int, optional
-            Most bytes of KV in the store; the passages from the first on that would exceed it are left out.
-        progress : callable, optional
-            Called with the number of finished passages and of all.
-
-        Returns
-        -------
-        WarmResult
-            The figures.
-
-        Raises
-        ------
-        StoreError
-            If another process is changing this library, or KV cannot be stored; what was warmed until then stays.
+        The passages from the first on that would have the store hold more than `budget_bytes` of KV are left out.
+        `progress` is called with the number of finished passages and of all. `StoreError` if another process is changing
+        this library, or KV cannot be stored; what was warmed until then stays.
         """
         with _alone_in(self._folder):
             shown = self._shown()

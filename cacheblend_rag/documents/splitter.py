@@ -28,26 +28,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a file.
+    """A piece of a file."""
 
-    Attributes
-    ----------
-    id : str
-        The file's path and a digest of the text: a passage that moves within its file keeps its id, one that changes does not.
-    source : str
-        The absolute path of the file.
-    position : int
-        Its number in the file, from 0.
-    text : str
-        What the model reads.
-    start : int
-        Where it begins, in characters, in the file's passages with a blank line between them.
-    """
-
+    # The file's path and a digest of the text: a passage that moves within its file keeps its id, one that changes does
+    # not.
     id: str
+    # The absolute path of the file, and the number of the passage in it, from 0.
     source: str
     position: int
     text: str
+    # Where it begins, in characters, in the file's passages with a blank line between them.
     start: int = 0
 
     @property
@@ -59,28 +49,10 @@ class Passage:
 def read_passages(
     paths: Sequence[Path], count_tokens: TokenCount, chunk_tokens: int
 ) -> tuple[list[Passage], list[str]]:
-    """Read files, and folders with all text and markdown files below them, and cut them into passages.
+    """Read files as `read_texts` does, and cut them into passages of at most `chunk_tokens` tokens, by path, in reading order.
 
-    Parameters
-    ----------
-    paths : sequence of Path
-        Files and folders. Hidden files and folders inside a folder are left out.
-    count_tokens : callable
-        How many tokens a text has.
-    chunk_tokens : int
-        Most tokens of a passage.
-
-    Returns
-    -------
-    list of Passage
-        By path, in reading order.
-    list of str
-        One sentence for each file that was left out.
-
-    Raises
-    ------
-    ConfigError
-        If a path names a file that cannot be read, or is not UTF-8 text.
+    The second list has a sentence for each file that was left out. `ConfigError` if a path names a file that cannot be
+    read.
     """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1")
@@ -99,19 +71,10 @@ def read_passages(
 
 
 def read_texts(path: Path, tell: Callable[[str], object] = _log.warning) -> Iterator[tuple[Path, str]]:
-    """Yield a file and its text, or for a folder all text and markdown files below it and theirs.
+    """Yield a file and its text, or for a folder all text and markdown files below it and theirs, but for hidden ones.
 
-    Parameters
-    ----------
-    path : Path
-        A file or a folder. Hidden files and folders inside a folder are left out.
-    tell : callable
-        Called with a sentence for each file in a folder that cannot be read, and is left out.
-
-    Raises
-    ------
-    ConfigError
-        If `path` is a file that cannot be read, or is not UTF-8 text.
+    `tell` is called with a sentence for each file in a folder that cannot be read, and is left out; `ConfigError` if `path`
+    is a file that cannot be read, or is not UTF-8 text.
     """
     for file in _files(path) if path.is_dir() else [path]:
         try:
@@ -146,23 +109,10 @@ def named_passages(source: str, pieces: Sequence[str]) -> Iterator[Passage]:
 
 
 def split_text(text: str, count_tokens: TokenCount, chunk_tokens: int) -> list[str]:
-    """Cut a text into pieces of at most `chunk_tokens` tokens, at paragraphs as far as they fit.
+    """Cut plain text or markdown into pieces of at most `chunk_tokens` tokens, at paragraphs as far as they fit.
 
-    A heading stays with the paragraph below it, and begins a new piece when the one before is at least half full.
-
-    Parameters
-    ----------
-    text : str
-        Plain text or markdown.
-    count_tokens : callable
-        How many tokens a text has.
-    chunk_tokens : int
-        Most tokens of a piece; only a single character may have more.
-
-    Returns
-    -------
-    list of str
-        The pieces without white space around them, none empty.
+    A heading stays with the paragraph below it, and begins a new piece when the one before is at least half full. There is
+    no white space around pieces, and none is empty; only a single character may have more tokens.
     """
     pieces: list[str] = []
     current = ""

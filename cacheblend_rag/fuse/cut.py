@@ -18,20 +18,7 @@ _GENERATION_AXES = {"position_ids": -1, "cache_position": -1}
 
 
 class RowCutter:
-    """Cuts the arguments of decoder layers that were made for a whole prompt.
-
-    Parameters
-    ----------
-    decoder : Decoder
-        The model.
-    length : int
-        Rows of the whole prompt.
-
-    Attributes
-    ----------
-    states_axis : int
-        The axis of the rows of the hidden states.
-    """
+    """Cuts the arguments of decoder layers that were made for a whole prompt of `length` rows."""
 
     def __init__(self, decoder: Decoder, length: int) -> None:
         self._model_name = type(decoder.model).__name__
@@ -49,28 +36,11 @@ class RowCutter:
         rows: torch.Tensor | None,
         is_last: bool = False,
     ) -> dict[str, Any]:
-        """Cut to `rows` every argument with a row axis.
+        """Return the arguments of a layer, by name, with those that have a row axis cut to `rows`.
 
-        Parameters
-        ----------
-        arguments : dict
-            What the layer was called with, by name. All but the hidden states are of the whole prompt.
-        before : torch.Tensor or None
-            The rows that the hidden states hold; None for all.
-        rows : torch.Tensor or None
-            The rows wanted, ascending, some of `before`; None for all.
-        is_last : bool
-            Whether no other layer will ask, so that what was cut is let go: masks above all, which are large.
-
-        Returns
-        -------
-        dict
-            What it is to be called with.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If an argument cannot be cut.
+        All but the hidden states, which hold the rows `before`, are of the whole prompt; `rows` are some of those,
+        ascending. None is every row of the prompt. With `is_last` no other layer will ask, so that what was cut is let go:
+        masks above all, which are large. `UnsupportedModelError` if an argument cannot be cut.
         """
         if rows is None:
             return arguments

@@ -38,18 +38,7 @@ class RowMask(torch.Tensor):
 
     @classmethod
     def over(cls, mask: torch.Tensor) -> torch.Tensor:
-        """Return `mask` with its blocks, or as it is where blocks would not pay.
-
-        Parameters
-        ----------
-        mask : torch.Tensor
-            The mask of ascending rows.
-
-        Returns
-        -------
-        torch.Tensor
-            A mask of the same contents.
-        """
+        """Return the mask of ascending rows with its blocks, or as it is where blocks would not pay."""
         rows = mask.shape[-2]
         count = min(rows // _BLOCK_ROWS, _MOST_BLOCKS)
         # Measured on the CPU only: on a GPU, more and smaller kernels may cost more than they save.
@@ -66,21 +55,10 @@ class RowMask(torch.Tensor):
         return known
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Compute attention.
+        """Compute attention: ``(1, rows, num_heads, head_dim)``, contiguous.
 
-        Parameters
-        ----------
-        query : torch.Tensor
-            ``(1, num_heads, rows, head_dim)``.
-        key, value : torch.Tensor
-            ``(1, num_kv_heads, columns, head_dim)``; heads that several query heads share are not copied for each.
-        scale : float or None
-            What scores are multiplied with; by default the inverse square root of the width.
-
-        Returns
-        -------
-        torch.Tensor
-            ``(1, rows, num_heads, head_dim)``, contiguous.
+        The query is ``(1, num_heads, rows, head_dim)``, key and value ``(1, num_kv_heads, columns, head_dim)``; heads that
+        several query heads share are not copied for each. Without a scale it is the inverse square root of the width.
         """
         batch, heads, rows = query.shape[:3]
         out = query.new_empty(batch, rows, heads, value.shape[-1])

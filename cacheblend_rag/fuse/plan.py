@@ -15,36 +15,21 @@ __all__ = ["Plan", "check_layers", "check_selector", "make_plan", "whole_plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of one prompt's prefill.
+    """Plan of one prompt's prefill: the share of the chunk tokens to recompute, and what chooses them."""
 
-    Attributes
-    ----------
-    selection : Selection or None
-        Chooses the rows to recompute; None where the prompt is prefilled in full.
-    selector : str
-        Name of the selector; "full" without a selection.
-    ratio : float
-        Share of the chunk tokens to recompute; 1 without a selection.
-    fallback_reason : str or None
-        Why the prompt is prefilled in full although blending was asked for.
-    """
-
+    # None where the prompt is prefilled in full; the selector's name is then "full", and the ratio 1.
     selection: Selection | None
     selector: str
     ratio: float = 1.0
+    # Why the prompt is prefilled in full although blending was asked for.
     fallback_reason: str | None = None
 
 
 def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None = None) -> Selector:
-    """Return the selector that the settings name, if a model of `num_layers` layers has what it needs.
+    """Return the selector that the settings name; `ConfigError` if a model of `num_layers` layers does not have what it needs.
 
-    With `decoder` it is also seen that the model shows what the settings need to see of it: its attention, and the KV of check
-    layers.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such selector, or the model does not have what it needs.
+    With `decoder` it is also seen that the model shows what the settings need to see of it: its attention, and the KV of
+    check layers.
     """
     selector = make_selector(blend.selector)
     selector.validate(num_layers)

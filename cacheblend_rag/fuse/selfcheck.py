@@ -33,13 +33,8 @@ def true_kv(layers: Sequence[LayerKV]) -> LayerSource:
 
 @torch.no_grad()
 def check_blending(decoder: Decoder) -> None:
-    """Check that steered rows over the model's own KV give the model's own logits, and that moved keys are those of the
-    new position.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If they do not, with the size of the difference, or if the model fails on selected rows.
+    """Raise `UnsupportedModelError` if computing some rows over the model's own KV, or KV that was moved, is not what the
+    model computes.
     """
     name = type(decoder.model).__name__
     with refusing_failures(name, "blended"):
@@ -100,13 +95,7 @@ def _check_move(decoder: Decoder, name: str, drawn: torch.Tensor, own: list[Laye
 
 @torch.no_grad()
 def check_batching(decoder: Decoder) -> None:
-    """Check that a prompt beside a longer one, padded on the left, goes on with the logits that it has alone.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If it does not, with the size of the difference.
-    """
+    """Raise `UnsupportedModelError` if a prompt beside a longer one, padded on the left, goes on with other logits than alone."""
     name = type(decoder.model).__name__
     with refusing_failures(name, "run in a padded batch"):
         difference = _batching_difference(decoder)

@@ -75,28 +75,8 @@ class _ProbingCache(KVCache):
 class Steering:
     """One blended prefill under way.
 
-    Parameters
-    ----------
-    decoder : Decoder
-        The model.
-    cache : BlendCache
-        An empty cache; it is filled with the blended KV of the whole prompt.
-    layout : PromptLayout
-        The prompt.
-    selection : Selection
-        Chooses the rows.
-    source : LayerSource
-        Returns the chunks' stored KV of a layer.
-    text_rows : torch.Tensor, optional
-        The rows that are computed whatever is selected, ascending; by default all that are not of a chunk. All others must be in
-        the source.
-
-    Attributes
-    ----------
-    charge : float
-        Work done on chunk rows so far, in decoder-block rows; what was done on text only to select is part of it.
-    recomputed_rows : torch.Tensor
-        The chunk rows that the last layer to compute any has computed, ascending.
+    The cache is empty, and filled with the blended KV of the whole prompt. `text_rows`, ascending, are computed whatever is
+    selected, by default all that are not of a chunk; all others must be in the source.
     """
 
     def __init__(
@@ -131,7 +111,9 @@ class Steering:
         self._passed: list[dict[str, Any]] = []
         self._looking_at: int | None = None
         self._is_last_under_way = False
+        # Work done on chunk rows so far, in decoder-block rows; what was done on text only to select is part of it.
         self.charge = 0.0
+        # The chunk rows that the last layer to compute any has computed, ascending.
         self.recomputed_rows = self._candidates
 
     @contextmanager
@@ -159,17 +141,7 @@ class Steering:
         """Narrow the computed rows where this layer is one to do so, and cut the layer's arguments to them (CacheBlend,
         section 6).
 
-        Parameters
-        ----------
-        layer : int
-            The layer about to run.
-        arguments : dict
-            What it was called with, by name.
-
-        Returns
-        -------
-        dict or None
-            What it is to be called with; None leaves the call alone, as one with another cache.
+        Arguments are by name; None leaves the call alone, as one with another cache.
         """
         if self._cache.steering is not self or not any(value is self._cache for value in arguments.values()):
             return None
@@ -319,19 +291,8 @@ class Steering:
         self._rows = torch.cat((self._text_rows, self._chosen)).sort().values
 
     def scatter(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge freshly computed rows into the layer's chunk KV and return the layer's KV for the whole prompt.
-
-        Parameters
-        ----------
-        layer : int
-            The layer that computed them.
-        keys, values : torch.Tensor
-            Fresh KV of the rows now computed, ``(1, num_kv_heads, rows, head_dim)``.
-
-        Returns
-        -------
-        tuple of torch.Tensor
-            Keys and values, ``(1, num_kv_heads, prompt_len, head_dim)``.
+        """Merge freshly computed rows, ``(1, num_kv_heads, rows, head_dim)``, into the layer's chunk KV; return that of the
+        whole prompt.
         """
         held = self._cache.kv_layers[layer]
         if self._rows is None:

@@ -39,43 +39,22 @@ class KVForm(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Chunks that are loaded in one go, with the rows of text between them, which the computation overwrites.
+    """Chunks that are loaded in one go, with the rows of text between them, which the computation overwrites."""
 
-    Attributes
-    ----------
-    chunks : slice
-        Their indices.
-    rows : slice
-        Their rows, and those between them.
-    gaps : tuple of int
-        How many rows are between each chunk and the next.
-    is_resident : bool
-        Whether their KV is on its device.
-    """
-
+    # Their indices, and their rows with those between them.
     chunks: slice
     rows: slice
+    # How many rows are between each chunk and the next.
     gaps: tuple[int, ...]
+    # Whether their KV is on its device.
     is_resident: bool
 
 
 class Assembly:
-    """The buffers of one prompt. A layer is filled piece by piece, by any threads, and then finished by one.
+    """The buffers of one prompt, of `capacity` rows. A layer is filled piece by piece, by any threads, and then finished by one.
 
-    Parameters
-    ----------
-    form : KVForm
-        The model's KV.
-    layout : PromptLayout
-        The prompt.
-    readers : sequence of KVReader
-        One for each chunk of the layout.
-    capacity : int
-        Rows of the buffers.
-    shares : int
-        In how many pieces of like size a layer is cut, where it is large enough.
-    reposition : bool
-        Whether keys are turned to their position in the prompt.
+    `readers` are one for each chunk of the layout; a layer that is large enough is cut into `shares` pieces of like size.
+    Without `reposition`, keys stay as they were stored.
     """
 
     def __init__(
@@ -128,12 +107,8 @@ class Assembly:
     def fill(self, layer: int, piece: Piece) -> int:
         """Read one layer of the chunks of a piece and put it into the layer's buffer; return its bytes.
 
-        What is resident on a device of its own is put into place by `finish`.
-
-        Raises
-        ------
-        ChunkReadError
-            If the stored KV of a chunk is gone or damaged.
+        What is resident on a device of its own is put into place by `finish`. `ChunkReadError` if the stored KV of a chunk
+        is gone or damaged.
         """
         is_staged = _is_staged(self._devices[layer])
         if piece.is_resident and is_staged:
@@ -188,14 +163,8 @@ class Assembly:
     def _on_device(self, layer: int, staged: LayerKV | None, direct: Sequence[list[LayerKV] | None]) -> LayerKV:
         """Put a layer together on its device, by copies that do not wait.
 
-        Parameters
-        ----------
-        layer : int
-            The layer.
-        staged : LayerKV, optional
-            The buffer that `fill` filled, ``(1, num_kv_heads, capacity, head_dim)``, if there was any need of it.
-        direct : sequence of (list of LayerKV) or None
-            For each piece the layer of its chunks, where `fill` did not put them into the buffer.
+        `staged` is the buffer that `fill` filled, ``(1, num_kv_heads, capacity, head_dim)``, if there was any need of it;
+        `direct` has for each piece the layer of its chunks, where `fill` did not put them into the buffer.
         """
         device = self._devices[layer]
         made: LayerKV | None = None

@@ -22,7 +22,7 @@ _HUGE_PAGE = 1 << 21
 
 
 class BufferPool:
-    """Lends memory until nobody has a tensor in it any more, and keeps up to `kept_bytes` of what is not lent.
+    """Lends memory until no tensor is in it any more, and keeps up to `kept_bytes` of what is not lent.
 
     May be used from any thread. What a forked child gets back is its own copy.
     """

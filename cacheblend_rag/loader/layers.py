@@ -40,34 +40,9 @@ class LayerLoader:
     """Assembles the chunks of one prompt, layer by layer, ahead of the computation; a context manager.
 
     The work is cut into pieces, some chunks of one layer each, in ascending order of layers. Each thread takes the next
-    piece that is within the window; whoever waits for a layer takes pieces of it as well. Without threads that is all.
-
-    Parameters
-    ----------
-    form : KVForm
-        The model's KV.
-    layout : PromptLayout
-        The prompt.
-    readers : sequence of KVReader
-        One for each chunk of the layout.
-    first_layer : int
-        The first layer that will be asked for; the ones before are computed in full and need no stored KV.
-    capacity : int
-        Rows of the buffers, at least the length of the prompt; what is more is room for generated tokens.
-    ahead : int
-        How many layers may be loaded before they are asked for.
-    threads : int
-        How many threads load; 0 loads every layer when it is asked for, one read after the other. Small layers are
-        loaded so in any case.
-    reposition : bool
-        Whether keys are turned to their position in the prompt; False leaves them as they were stored.
-    times : LayerTimes, optional
-        Where it is noted when each layer was loaded and handed over.
-
-    Attributes
-    ----------
-    load_bytes : int
-        Bytes of KV loaded so far, as the model takes it; what is resident on its device is not loaded.
+    piece that is within the window, `ahead` layers before they are asked for; a thread that waits for a layer takes pieces
+    of it as well. With no threads, and where layers are small, that is all. Layers before `first_layer` are computed in
+    full and need no stored KV; rows of `capacity` beyond the prompt are room for generated tokens.
     """
 
     def __init__(
@@ -100,6 +75,7 @@ class LayerLoader:
         self._closed = False
         # What is begun by one thread is finished by another, and what is made in inference mode may be written to in no other.
         self._infers = torch.is_inference_mode_enabled()
+        # Of KV as the model takes it; what is resident on its device is not loaded.
         self.load_bytes = 0
         self._host_wait_s = 0.0
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -136,22 +112,11 @@ class LayerLoader:
         return self._host_wait_s + stalled_ms / 1000
 
     def synchronize(self, layer: int) -> LayerKV:
-        """Wait until a layer is loaded and hand it over; each layer once, in ascending order.
+        """Wait until a layer is loaded and hand it over, each once, in ascending order: ``(1, num_kv_heads, capacity,
+        head_dim)``.
 
-        Parameters
-        ----------
-        layer : int
-            The layer, from `first_layer` on.
-
-        Returns
-        -------
-        LayerKV
-            ``(1, num_kv_heads, capacity, head_dim)``; rows of chunk tokens are filled, all others are undefined.
-
-        Raises
-        ------
-        ChunkReadError
-            If the stored KV of a chunk is gone or damaged.
+        Rows of chunk tokens are filled, all others are undefined. `ChunkReadError` if the stored KV of a chunk is gone or
+        damaged.
         """
         device = self._devices[layer]
         started = self._times.asked[layer] = time.perf_counter()
@@ -204,15 +169,7 @@ class LayerLoader:
         return layer, piece
 
     def fetch_kv(self, layer: int, piece: int) -> None:
-        """Load one layer of some chunks (CacheBlend, section 6); what goes wrong is raised where the layer is waited for.
-
-        Parameters
-        ----------
-        layer : int
-            The layer.
-        piece : int
-            Which of the pieces that the prompt's chunks are cut into.
-        """
+        """Load one layer of one piece (CacheBlend, section 6); what goes wrong is raised where the layer is waited for."""
         try:
             loaded_bytes = self._assembly.fill(layer, self._assembly.pieces[piece])
             with self._changed:

@@ -18,33 +18,21 @@ __all__ = ["AttentionCall", "AttentionFunction", "attention_weights", "replace_a
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """Arguments of one call of a layer's attention.
+    """Arguments of one call of a layer's attention."""
 
-    Attributes
-    ----------
-    query : torch.Tensor
-        Rotated queries of the computed rows, ``(batch, num_heads, rows, head_dim)``.
-    key : torch.Tensor
-        ``(batch, num_kv_heads, seq_len, head_dim)``; the object that the cache returned.
-    mask : torch.Tensor or None
-        Boolean (True where a row may attend) or additive, ``(batch, 1 or num_heads, rows, seq_len)``; None where the kernel's
-        causal flag is relied on.
-    scaling : float
-        What queries times keys are multiplied with.
-    softcap : float or None
-        The bound that scores are bent to by a hyperbolic tangent.
-    sinks : torch.Tensor or None
-        A score for each head that takes attention from all tokens, ``(num_heads,)``.
-    position_bias : torch.Tensor or None
-        What is added to the scores because of the distance of two tokens.
-    """
-
+    # Rotated queries of the computed rows, ``(batch, num_heads, rows, head_dim)``.
     query: torch.Tensor
+    # ``(batch, num_kv_heads, seq_len, head_dim)``; the object that the cache returned.
     key: torch.Tensor
+    # Boolean (True where a row may attend) or additive, ``(batch, 1 or num_heads, rows, seq_len)``; None where the kernel's
+    # causal flag is relied on.
     mask: torch.Tensor | None
     scaling: float
+    # The bound that scores are bent to by a hyperbolic tangent.
     softcap: float | None = None
+    # A score for each head that takes attention from all tokens, ``(num_heads,)``.
     sinks: torch.Tensor | None = None
+    # What is added to the scores because of the distance of two tokens.
     position_bias: torch.Tensor | None = None
 
 
@@ -52,19 +40,11 @@ AttentionFunction = Callable[..., Any]
 
 
 def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
-    """Return what the last rows attend to, computed from the layer's own queries and keys.
+    """Return what the last `window` rows attend to, from the layer's own queries and keys: float32, ``(num_heads, window,
+    seq_len)``.
 
-    Parameters
-    ----------
-    call : AttentionCall
-        The layer's attention call, of one sequence; its last row is the last token of that sequence.
-    window : int
-        How many of the last rows; without a mask they must be the last tokens of the sequence.
-
-    Returns
-    -------
-    torch.Tensor
-        float32, ``(num_heads, window, seq_len)``; query heads that share a key head stand next to each other.
+    The call is of one sequence, and its last row is that sequence's last token; without a mask all rows must be its last
+    tokens. Query heads that share a key head stand next to each other.
     """
     key = call.key[0]
     kv_heads, columns, width = key.shape
@@ -107,14 +87,9 @@ def replace_attention(replacement: AttentionFunction, *, innermost: bool = True)
     """Have the models of this thread attend by another function, for the duration of a ``with`` block.
 
     All models of transformers ask one table for their attention function, eager attention included; the table's answer is
-    replaced while any block is open, and only in the threads that opened one.
-
-    Parameters
-    ----------
-    replacement : callable
-        Called with the attention function that a model is about to use, and behind it with what transformers calls that with.
-    innermost : bool
-        Whether the replacements of blocks that are open already are handed this one, rather than this one them.
+    replaced while any block is open, and only in the threads that opened one. `replacement` is called with the function
+    that a model is about to use, and then what transformers calls that with. `innermost` says whether the replacements of
+    blocks that are open already are handed this one, rather than this one them.
     """
     global _open
     with _lock:
@@ -136,12 +111,7 @@ def replace_attention(replacement: AttentionFunction, *, innermost: bool = True)
 def watch_attention(watcher: Callable[[AttentionCall], None], *, before: bool = False) -> AbstractContextManager[None]:
     """Have `watcher` called at every attention call of this thread, for the duration of a ``with`` block.
 
-    Parameters
-    ----------
-    watcher : callable
-        Called with an `AttentionCall`.
-    before : bool
-        Whether it is called before the attention is computed, rather than after; it may then leave the layer by raising.
+    With `before` it is called before the attention is computed, and may leave the layer by raising.
     """
     return replace_attention(partial(_watched, watcher, before), innermost=False)
 

@@ -15,16 +15,12 @@ __all__ = ["KVCache", "KVCacheLayer"]
 
 
 class KVCacheLayer(DynamicLayer):
-    """One layer's KV, ``(batch, num_kv_heads, seq_len, head_dim)``, in a buffer with room behind it.
+    """One layer's KV, ``(batch, num_kv_heads, seq_len, head_dim)``, in a buffer with room for more.
 
     transformers' own dynamic layer copies everything for each new token; this one writes the token into the buffer.
-
-    Attributes
-    ----------
-    evicted_tokens : int
-        Tokens that every head has dropped. They count in the layer's length, by which positions and masks are made.
     """
 
+    # Tokens that every head has dropped. They count in the length, by which positions and masks are made.
     evicted_tokens = 0
     _buffer: LayerKV | None = None
     _expected: tuple[int, Callable[[], LayerKV]] | None = None
@@ -83,14 +79,9 @@ class KVCacheLayer(DynamicLayer):
         return self.held_tokens + query_length, self.evicted_tokens
 
     def keep(self, rows: torch.Tensor, room: int) -> None:
-        """Drop all tokens but some, which may differ from head to head, and give back their memory.
+        """Drop all tokens but some, give back their memory, and leave room for `room` more.
 
-        Parameters
-        ----------
-        rows : torch.Tensor
-            The tokens that each head keeps, ascending, int64, ``(num_kv_heads, kept)``.
-        room : int
-            Tokens for which there is room behind them.
+        `rows` are the tokens that each head keeps, ascending, int64, ``(num_kv_heads, kept)``.
         """
         assert self.keys is not None and self.values is not None
         kept = []
@@ -133,16 +124,9 @@ class KVCache(Cache):
 
     @classmethod
     def behind(cls, prefix: Sequence[LayerKV], batch: int, length: int) -> KVCache:
-        """Return a cache of `batch` rows that all begin with the same tokens.
+        """Return a cache of `batch` rows of room for `length` tokens that all begin with the same tokens.
 
-        Parameters
-        ----------
-        prefix : sequence of LayerKV
-            Those tokens' KV, ``(1, num_kv_heads, prefix_len, head_dim)`` for each layer.
-        batch : int
-            Rows.
-        length : int
-            Tokens for which there is room in each row, the prefix included.
+        `prefix` is those tokens' KV, ``(1, num_kv_heads, prefix_len, head_dim)`` for each layer.
         """
         cache = cls(len(prefix))
         for layer, kept in zip(cache.kv_layers, prefix, strict=True):

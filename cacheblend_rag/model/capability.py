@@ -16,41 +16,23 @@ __all__ = ["Capability", "LayerCapability", "capability"]
 
 @dataclass(frozen=True, slots=True)
 class LayerCapability:
-    """Description of one decoder layer.
-
-    Attributes
-    ----------
-    number : int
-        Of the layer, from 0.
-    attention : str
-        What it attends with, and to what.
-    positions : str
-        What its KV owes to the position.
-    blending : str
-        What blending does there, or why it does nothing.
-    """
+    """Description of one decoder layer, numbered from 0."""
 
     number: int
+    # What it attends with, and to what.
     attention: str
+    # What its KV owes to the position.
     positions: str
+    # What blending does there, or why it does nothing.
     blending: str
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Description of what blending can do on a model.
-
-    Attributes
-    ----------
-    model : str
-        The model's class.
-    reason : str or None
-        Why it is refused; None where it is not.
-    layers : tuple of LayerCapability
-        Its decoder layers.
-    """
+    """Description of what blending can do on a model of this class."""
 
     model: str
+    # Why it is refused; None where it is not.
     reason: str | None
     layers: tuple[LayerCapability, ...]
 
@@ -66,24 +48,10 @@ class Capability:
 
 
 def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: str | None = None) -> Capability:
-    """Describe a model's layers, inspecting it on a few tokens.
+    """Describe a model's layers, inspecting it on a few tokens where neither its decoder nor why it is refused is known.
 
     That its own logits come out of blending is for the engine to check (`check_blending`), which says so in
     `BlendEngine.unsupported_reason`.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model in evaluation mode.
-    decoder : Decoder, optional
-        What is known of it already.
-    reason : str, optional
-        Why it is refused, if that is known already.
-
-    Returns
-    -------
-    Capability
-        Its layers, and why it cannot be blended, if so.
     """
     if decoder is None and reason is None:
         try:

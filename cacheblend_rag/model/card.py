@@ -19,32 +19,20 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class ModelCard:
-    """How a model's KV looks, for a process that serves the same weights in another way.
+    """How a model's KV looks, for a process that serves the same weights in another way."""
 
-    Attributes
-    ----------
-    identity : str
-        Digest of the model's weights and its tokenizer, which is part of every key.
-    window : int or None
-        Maximum tokens that it can read and write; None if its configuration does not say.
-    dtype : torch.dtype
-        The dtype of its KV.
-    shapes : tuple of (int, int, int)
-        For each layer the number of KV heads, and the size of a head of keys and of values.
-    rotations : tuple of (Rotation or None)
-        How each layer rotates its keys; None where it does not. Equal ones are the same object.
-    rope_reach : int or None
-        The position from which on its rotary frequencies change with the length of the prompt; None where they do not.
-    device : torch.device
-        Where the KV is to go; not a part of what is written.
-    """
-
+    # Digest of the model's weights and its tokenizer, which is part of every key.
     identity: str
+    # Maximum tokens that it can read and write; None if its configuration does not say.
     window: int | None
     dtype: torch.dtype
+    # For each layer the number of KV heads, and the size of a head of keys and of values.
     shapes: tuple[tuple[int, int, int], ...]
+    # How each layer rotates its keys; None where it does not. Equal ones are the same object.
     rotations: tuple[Rotation | None, ...]
+    # The position from which on its rotary frequencies change with the length of the prompt; None where they do not.
     rope_reach: int | None = None
+    # Where the KV is to go; not a part of what is written.
     device: torch.device = _CPU
 
     @property
@@ -73,15 +61,7 @@ class ModelCard:
 
     @classmethod
     def of(cls, decoder: Decoder, identity: str, window: int | None) -> ModelCard:
-        """Return the card of a model, which is run on one token.
-
-        Parameters
-        ----------
-        decoder : Decoder
-            The model, as blending sees it; its KV must be movable.
-        identity, window
-            As in the card.
-        """
+        """Return the card of a model, whose KV must be movable; it is run on one token."""
         with torch.no_grad():
             layers = decoder.kv_at(torch.zeros((1, 1), dtype=torch.int64, device=decoder.device), 0)
         shapes = tuple((kv.keys.shape[1], kv.keys.shape[-1], kv.values.shape[-1]) for kv in layers)
@@ -105,13 +85,7 @@ class ModelCard:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ModelCard:
-        """Return the card that `to_dict` wrote.
-
-        Raises
-        ------
-        ConfigError
-            If it is none.
-        """
+        """Return the card that `to_dict` wrote; `ConfigError` if it is none."""
         try:
             different = [
                 Rotation(torch.tensor(each["inv_freq"], dtype=torch.float32), each["layout"], each["part"])

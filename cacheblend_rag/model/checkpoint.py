@@ -34,26 +34,9 @@ _REFERENCE = "reference"
 def load_pretrained(
     model: str | Path, config: EngineConfig, model_kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a model and its tokenizer; see `BlendEngine.from_pretrained`.
+    """Load a model, on its device, and its tokenizer; see `BlendEngine.from_pretrained`.
 
-    Parameters
-    ----------
-    model : str or Path
-        A Hugging Face id, a folder, a GGUF file or a folder with one, or "reference".
-    config : EngineConfig
-        `dtype` and `device` say how the model is loaded.
-    model_kwargs : dict
-        Passed to ``AutoModelForCausalLM.from_pretrained``.
-
-    Returns
-    -------
-    model, tokenizer
-        Both, the model on its device.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such model, it cannot be reached, its device is not there, or an option is one of the engine's settings.
+    `ConfigError` if there is no such model, it cannot be reached, its device is not there, or an option is a setting.
     """
     settings = sorted(_ONLY_SETTINGS.intersection(model_kwargs))
     if settings:
@@ -86,12 +69,8 @@ def load_pretrained(
 
 
 def model_folder(model: str | Path) -> Path:
-    """Return the folder of a model, which is downloaded first if it is on the Hub and not here.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such model, or it cannot be reached.
+    """Return the folder of a model, which is downloaded first if it is on the Hub and not here; `ConfigError` if it cannot be
+    had.
     """
     name = _checked_name(model)
     if Path(name).is_dir():

@@ -57,60 +57,39 @@ def num_decoder_layers(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """A causal language model, seen as blending sees it.
-
-    Attributes
-    ----------
-    model : PreTrainedModel
-        The model itself.
-    layers : sequence of nn.Module
-        Its decoder layers, in order.
-    num_layers : int
-        How many there are.
-    num_kv_layers : int
-        How many of them have KV of their own; the last ones may attend to that of others.
-    states : str
-        The name of the hidden states among the arguments of a decoder layer.
-    row_axes : mapping of str to (int or None)
-        The axis of the computed rows of each tensor that a layer is called with; see `LayerCalls`.
-    restores_rows : bool
-        Whether what comes after the layers wants all rows, computed or not.
-    rotations : tuple of (Rotation or None)
-        How each layer that has KV rotates its keys; None where it does not.
-    is_movable : bool
-        Whether KV can be moved to another position. Where positions are learned it cannot: it is that of the position at which
-        it was encoded, and of no other.
-    takes_positions : bool
-        Whether positions are an argument of its forward; else it counts the tokens in its cache.
-    column_biases : tuple of str
-        The arguments of its layers that are added to scores and depend on the position of the column (ALiBi).
-    rope_reach : int or None
-        The position from which on the model's rotary frequencies change with the length of the prompt; None where they do not.
-    probe_share : float
-        Share of a decoder block's arithmetic that is done when it hands over its keys and values.
-    row_flops : int
-        Floating-point operations of a decoder block on one row.
-    kv_bytes_per_token : int
-        Bytes of KV of one token over all layers.
-    shows_attention : bool
-        Whether what its layers attend to can be watched (`watch_attention`).
-    """
+    """A causal language model, seen as blending sees it."""
 
     model: PreTrainedModel
+    # Its decoder layers, in order.
     layers: Sequence[nn.Module]
     num_layers: int
+    # How many of them have KV of their own; the last ones may attend to that of others.
     num_kv_layers: int
+    # The name of the hidden states among the arguments of a decoder layer.
     states: str
+    # The axis of the computed rows of each tensor that a layer is called with; see `LayerCalls`.
     row_axes: Mapping[str, int | None]
+    # Whether what comes after the layers wants all rows, computed or not.
     restores_rows: bool
+    # How each layer that has KV rotates its keys; None where it does not.
     rotations: tuple[Rotation | None, ...]
+    # Whether KV can be moved to another position. Where positions are learned it cannot: it is that of the position at
+    # which it was encoded, and of no other.
     is_movable: bool
+    # Whether positions are an argument of its forward; else it counts the tokens in its cache.
     takes_positions: bool
+    # The arguments of its layers that are added to scores and depend on the position of the column (ALiBi).
     column_biases: tuple[str, ...]
+    # The position from which on the model's rotary frequencies change with the length of the prompt; None where they do
+    # not.
     rope_reach: int | None
+    # Share of a decoder block's arithmetic that is done when it hands over its keys and values.
     probe_share: float
+    # Floating-point operations of a decoder block on one row.
     row_flops: int
+    # Bytes of KV of one token over all layers.
     kv_bytes_per_token: int
+    # Whether what its layers attend to can be watched (`watch_attention`).
     shows_attention: bool
 
     @property
@@ -132,22 +111,8 @@ class Decoder:
     def placing(self, cache: KVCache, positions: Sequence[int] | None) -> Iterator[dict[str, torch.Tensor]]:
         """Have the model's forward take the positions of one sequence, for the duration of a ``with`` block.
 
-        Parameters
-        ----------
-        cache : KVCache
-            The cache it is called with.
-        positions : sequence of int or None
-            The position of each token; tokens that are generated follow the last one. None leaves everything to the model.
-
-        Yields
-        ------
-        dict
-            What its forward is to be called with as well.
-
-        Raises
-        ------
-        PromptError
-            If it takes no positions.
+        Tokens that are generated follow the last of `positions`; None leaves everything to the model. Yields what its
+        forward, whose cache is `cache`, is to be called with as well; `PromptError` if it takes no positions.
         """
         if positions is None:
             yield {}
@@ -169,22 +134,8 @@ class Decoder:
 
 
 def inspect_model(model: PreTrainedModel) -> Decoder:
-    """Find out how to blend on `model`, running it on a few tokens.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model in evaluation mode.
-
-    Returns
-    -------
-    Decoder
-        Everything the blended prefill needs.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If its KV cannot be blended, with the reason.
+    """Find out how to blend on a model in evaluation mode, running it on a few tokens; `UnsupportedModelError` with the reason
+    if not.
     """
     _refuse_by_configuration(model)
     name = type(model).__name__
@@ -194,13 +145,7 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
 
 @contextmanager
 def refusing_failures(name: str, doing: str) -> Iterator[None]:
-    """Turn what a model's own code raises in a ``with`` block into a refusal, with the reason.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If it fails.
-    """
+    """Turn what a model's own code raises in a ``with`` block into an `UnsupportedModelError`, with the reason."""
     try:
         yield
     except (CacheBlendError, torch.OutOfMemoryError):

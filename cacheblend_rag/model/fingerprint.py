@@ -23,20 +23,10 @@ _ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters",
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Return a digest of a model's weights, buffers, dtype, configuration and active adapters.
+    """Return a digest of a model's weights, buffers, dtype, configuration and active adapters: 32 hexadecimal digits (blake2b).
 
-    Every byte of the weights is read, so that two models of one name but different weights never share KV; about a
-    second for two gigabytes.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model, with whatever adapters are in it.
-
-    Returns
-    -------
-    str
-        32 hexadecimal digits (blake2b, 128 bits).
+    Every byte of the weights is read, so that two models of one name but different weights never share KV; about a second
+    for two gigabytes.
     """
     tensors = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])
     with ThreadPoolExecutor() as pool:
@@ -58,13 +48,8 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 class WeightsWatch:
     """Notices that a model was changed after its fingerprint was taken.
 
-    What torch counts is seen, which is every change in place and every parameter put in the place of another, and every switch
-    of adapters; what is written past torch (``parameter.data``) is not. It takes microseconds.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
+    What torch counts is seen, which is every change in place and every parameter put in the place of another, and every
+    switch of adapters; what is written past torch (``parameter.data``) is not. It takes microseconds.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -78,13 +63,7 @@ class WeightsWatch:
         self._adapters = [(name, module, _adapter_state(module)) for name, module in _adapter_layers(model)]
 
     def check(self) -> None:
-        """See that nothing was changed.
-
-        Raises
-        ------
-        ConfigError
-            If a weight was changed, or another adapter is at work.
-        """
+        """Raise `ConfigError` if a weight was changed, or another adapter is at work."""
         for path, module, name, parameter, version in self._parameters:
             is_changed = version is not None and parameter._version != version
             if is_changed or module._parameters.get(name) is not parameter:

@@ -61,30 +61,18 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass
 class LayerCalls:
-    """Observations of a model's decoder layers.
+    """Observations of a model's decoder layers."""
 
-    Attributes
-    ----------
-    row_axes : dict of str to (int or None)
-        For each tensor that layers are called with, by its path, the axis along which it has an entry for each computed row,
-        counted from the end; None where it has none, as what is made for all tokens that are seen.
-    probe_share : float
-        Share of a block's arithmetic that is done when it hands over its KV.
-    row_flops : int
-        Floating-point operations of a block on one row.
-    order : list of int
-        The layers, in the order in which they were called.
-    updates : list of int
-        The layers that handed KV to the cache, in the order in which they did.
-    restores_rows : bool
-        Whether the model fails if its last layer returns some of the rows only.
-    """
-
+    # For each tensor that layers are called with, by its path, the axis along which it has an entry for each computed row,
+    # counted from the end; None where it has none, as what is made for all tokens that are seen.
     row_axes: dict[str, int | None] = field(default_factory=dict)
+    # Share of a block's arithmetic that is done when it hands over its KV, and its floating-point operations on one row.
     probe_share: float = 1.0
     row_flops: int = 1
+    # The layers, in the order in which they were called, and in which they handed KV to the cache.
     order: list[int] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
+    # Whether the model fails if its last layer returns some of the rows only.
     restores_rows: bool = False
 
 
@@ -124,15 +112,11 @@ class _NotingCache(KVCache):
 def watch_layer_calls(
     decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor]
 ) -> LayerCalls:
-    """Run a few tokens, and then a few more behind them, and see how the arguments of the layers grow.
+    """Run a few tokens, and then a few more after them, and see how the arguments of the layers grow.
 
-    Of the second run's arguments, an axis as long as its tokens runs along the rows; one as long as all tokens so far does not.
-    What other threads run on the model meanwhile is neither seen nor changed. `ids` returns so many token ids, ``(1, count)``.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If an argument has more than one axis that could be that of the rows.
+    Of the second run's arguments, an axis as long as its tokens runs along the rows; one as long as all tokens so far does
+    not. What other threads run on the model meanwhile is neither seen nor changed. `ids` returns so many token ids, ``(1,
+    count)``. `UnsupportedModelError` if an argument has more than one axis that could be that of the rows.
     """
     flops = _Flops()
     noting = _NotingCache(len(layers), flops)

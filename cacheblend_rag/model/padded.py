@@ -20,26 +20,11 @@ __all__ = ["PaddedBatch"]
 
 
 class PaddedBatch:
-    """Prompts side by side, each padded on the left, so that all go on in the same column.
+    """Prompts side by side, each padded on the left to `width` tokens, so that all go on in the same column.
 
-    Each prompt is prefilled by itself, and its KV is copied into its row. The model's ``generate`` is then called with all
-    prompts and an empty cache, and its prefill is answered with what is there.
-
-    Parameters
-    ----------
-    prompts : sequence of sequence of int
-        The token ids of each prompt, none empty.
-    positions : sequence of sequence of int
-        The position of each of those tokens.
-    room : int
-        Tokens after the prompts for which each layer has room at once.
-
-    Attributes
-    ----------
-    width : int
-        Tokens of the longest prompt.
-    starts : list of int
-        The column of each prompt's first token.
+    Each prompt is prefilled by itself, and its KV is copied into its row, where it begins in column `starts`. The model's
+    ``generate`` is then called with all prompts and an empty cache, and its prefill is answered with what is there. Prompts
+    are token ids, none empty, with a position for each; `room` is how many tokens more each layer has room for at once.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], room: int) -> None:
@@ -53,16 +38,8 @@ class PaddedBatch:
         self._logits: list[torch.Tensor | None] = [None] * len(prompts)
 
     def take(self, row: int, cache: KVCache, logits: torch.Tensor) -> None:
-        """Copy a prompt's KV into its row.
-
-        Parameters
-        ----------
-        row : int
-            Which prompt.
-        cache : KVCache
-            Its cache after the prefill.
-        logits : torch.Tensor
-            Logits of the token after it, ``(vocab,)``.
+        """Copy a prompt's KV, in its cache after the prefill, into its row, and keep the logits of the token after it,
+        ``(vocab,)``.
         """
         held = cache.kv()
         if not self._buffers:
@@ -88,12 +65,8 @@ class PaddedBatch:
     def prefilled(self, model: PreTrainedModel) -> Iterator[KVCache]:
         """Answer the model's first forward over a cache with the prompts' KV and logits, for the duration of a ``with`` block.
 
-        Calls with another cache, of other threads for example, are the model's own business. The caller has the model's lock.
-
-        Yields
-        ------
-        KVCache
-            The cache to call ``generate`` with, empty until that forward.
+        Yields that cache, empty until then, to call ``generate`` with. Calls with another cache, of other threads for
+        example, are the model's own business. The caller has the model's lock.
         """
         # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
         model = unwrapped(model)

@@ -62,20 +62,11 @@ def kv_at(decoder: nn.Module, num_layers: int, ids: torch.Tensor, position: int)
 def find_rotations(
     model: PreTrainedModel, singles: Mapping[int, Sequence[LayerKV]]
 ) -> tuple[Rotation | None, ...] | None:
-    """Return how each layer rotates its keys.
+    """Return how each layer rotates its keys, None where its KV does not depend on the position; equal ones are the same object.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model; its rotary frequencies are the buffers whose names end in ``inv_freq``, or those of the usual formula.
-    singles : mapping of int to sequence of LayerKV
-        The KV of the same tokens, each run alone, at several positions; 0 must be among them.
-
-    Returns
-    -------
-    tuple of (Rotation or None), or None
-        One for each layer, equal ones being the same object; None where a layer's KV does not depend on the position. None
-        instead of the tuple if that of some layer depends on it in another way: positions are learned, for example.
+    None instead of the tuple if that of some layer depends on it in another way: positions are learned, for example.
+    `singles` are the KV of the same tokens, each run alone, at several positions, 0 among them. The model's rotary
+    frequencies are the buffers whose names end in ``inv_freq``, or those of the usual formula.
     """
     candidates = [*_own(model), *_usual(model, singles[0])]
     positions = [position for position in singles if position]
@@ -189,7 +180,7 @@ def biases_at(
     """Add for the duration of a ``with`` block what belongs to the true positions; calls with another cache are left alone.
 
     The arguments with `names`, from `column_biases`, are moved for the one sequence in `cache`: its first tokens stand at
-    `positions`, and those behind follow the last one without gaps.
+    `positions`, and later ones follow the last without gaps.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

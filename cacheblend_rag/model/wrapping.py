@@ -41,17 +41,9 @@ def watch_forward(
 ) -> Iterator[None]:
     """Have a model's forward hooked for the duration of a ``with`` block, in which a compiled model runs as it is written.
 
-    What is around a model hands ``generate`` on to the model inside, which then calls itself: only a hook on the model inside
-    sees every forward, and sees it once.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model, with whatever is around it.
-    before : callable, optional
-        Called before each forward, as a pre-hook with keywords is.
-    after : callable, optional
-        Called after each forward, as a hook with keywords is; what it returns, if not None, takes the place of the output.
+    `before` and `after` are hooks with keywords; what `after` returns, if not None, takes the place of the output. What is
+    around a model hands ``generate`` on to the model inside, which then calls itself: only a hook on the model inside sees
+    every forward, and sees it once.
     """
     inner = unwrapped(model)
     with ExitStack() as stack:

@@ -29,7 +29,6 @@ class FixedSelection(Selection):
         self.stop_layer = stop_layer
 
     def rows(self) -> torch.Tensor:
-        """Return the rows."""
         return self._rows
 
 
@@ -40,7 +39,6 @@ class NoneSelector(Selector):
     name = "none"
 
     def begin(self, task: SelectionTask) -> Selection:
-        """Return the empty selection."""
         return FixedSelection(task.layout.context_rows[:0])
 
 
@@ -51,7 +49,6 @@ class FullSelector(Selector):
     name = "full"
 
     def begin(self, task: SelectionTask) -> Selection:
-        """Return all candidates."""
         return FixedSelection(task.layout.context_rows)
 
 
@@ -67,7 +64,6 @@ class RandomSelector(Selector):
             raise self.refusal("seed", "must be a whole number of 64 bits")
 
     def begin(self, task: SelectionTask) -> Selection:
-        """Return `task.budget` rows drawn at random."""
         candidates = task.layout.context_rows
         # Seeded by the prompt as well: with one seed for all prompts of a length, "random" would be one fixed pattern.
         ids = torch.tensor(task.layout.token_ids, dtype=torch.int64).numpy().tobytes()
@@ -82,12 +78,7 @@ class BoundarySelector(Selector):
     """The first tokens of each chunk (LegoLink in EPIC, arXiv 2410.15332; a baseline of A3, section 5); costs nothing to choose.
 
     Encoded on its own, a chunk's first tokens take the attention that belongs to the beginning of the prompt; recomputed in
-    their place, they no longer do.
-
-    Attributes
-    ----------
-    ends : {"first", "both"}
-        Whether it takes the first tokens of each chunk, or the last ones as well.
+    their place, they no longer do. With `ends` "both", a chunk's last tokens are taken as well.
     """
 
     name = "boundary"

@@ -18,20 +18,11 @@ __all__ = ["HKVDSelector", "kv_deviation"]
 
 
 def kv_deviation(fresh: LayerKV, stored: LayerKV, which: str) -> torch.Tensor:
-    """Return how far each token's stored KV is from the freshly computed one.
+    """Return how far each token's stored KV, ``(1, num_kv_heads, seq_len, head_dim)``, is from the fresh one: float32,
+    ``(seq_len,)``.
 
-    Parameters
-    ----------
-    fresh, stored : LayerKV
-        ``(1, num_kv_heads, seq_len, head_dim)`` each, at the same positions.
-    which : {"value", "key", "both"}
-        What is compared. "both" adds the two squared distances, each over its mean, since keys and values differ in
-        scale.
-
-    Returns
-    -------
-    torch.Tensor
-        Squared L2 distance over heads and dimensions, float32, ``(seq_len,)``.
+    It is the squared L2 distance over heads and dimensions, of values, keys or "both": each over its mean then, since keys
+    and values differ in scale.
     """
 
     def distance(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -49,30 +40,18 @@ def kv_deviation(fresh: LayerKV, stored: LayerKV, which: str) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HKVDSelector(Selector):
-    """The tokens whose KV deviates most; each check layer chooses among those kept by the one before.
-
-    Attributes
-    ----------
-    check_layers : tuple of int
-        Layers at which fresh KV is compared with stored KV, ascending. Layer 0 measures nothing, since its KV depends on no other
-        token.
-    deviation : {"value", "key", "both"}
-        What is compared.
-    gradual_start : float
-        Gradual filtering (CacheBlend, section 4.3): the first check layer keeps this many times the average ratio, later ones
-        fewer, so that `recompute_ratio` is the average from the first check layer on. Without effect with one check layer.
-    ratio_schedule : tuple of float, optional
-        The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of the linear schedule that
-        `gradual_start` gives.
-    segment_tokens : int
-        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
-    """
+    """The tokens whose KV deviates most; each check layer chooses among those kept by the one before."""
 
     name = "hkvd"
+    # Ascending. Layer 0 measures nothing, since its KV depends on no other token.
     check_layers: tuple[int, ...] = (1,)
     deviation: Literal["value", "key", "both"] = "value"
+    # Gradual filtering (CacheBlend, section 4.3): the first check layer keeps this many times the average ratio, later ones
+    # fewer, so that `recompute_ratio` is the average from the first check layer on. Without effect with one check layer.
     gradual_start: float = 1.5
+    # The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of that linear schedule.
     ratio_schedule: tuple[float, ...] | None = None
+    # Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
     segment_tokens: int = 1
 
     def __post_init__(self) -> None:
@@ -100,11 +79,9 @@ class HKVDSelector(Selector):
             )
 
     def begin(self, task: SelectionTask) -> Selection:
-        """Return a selection that narrows at each check layer."""
         return _HKVDSelection(task, self)
 
     def validate(self, num_layers: int) -> None:
-        """Raise `ConfigError` if a check layer is out of range or the schedule is impossible."""
         if self.check_layers[-1] >= num_layers:
             raise self.refusal(
                 "check_layers", f"reaches beyond the model's last layer; choose from 1 to {num_layers - 1}"
@@ -114,21 +91,9 @@ class HKVDSelector(Selector):
     def schedule(self, num_layers: int) -> tuple[float, ...]:
         """Return the multiple of the recompute ratio that each check layer keeps.
 
-        Parameters
-        ----------
-        num_layers : int
-            Decoder layers of the model.
-
-        Returns
-        -------
-        tuple of float
-            `ratio_schedule`, or else falling linearly from `gradual_start`, such that the mean over all layers from the first
-            check layer on is 1; one check layer keeps exactly the ratio.
-
-        Raises
-        ------
-        ConfigError
-            If the schedule would have to fall to nothing to keep the mean.
+        It is `ratio_schedule`, or else falls linearly from `gradual_start`, such that the mean over all layers from the
+        first check layer on is 1; one check layer keeps exactly the ratio. `ConfigError` if it would have to fall to
+        nothing to keep the mean.
         """
         if self.ratio_schedule is not None:
             return self.ratio_schedule

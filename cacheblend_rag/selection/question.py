@@ -31,26 +31,20 @@ class A3Selector(Selector):
     """The tokens that the question attends to in layer 1, over keys that were just computed (A3, section 4).
 
     All rows are computed in layer 0, as for hkvd, and probed in layer 1.
-
-    Attributes
-    ----------
-    segment_tokens : int
-        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
     """
 
     name = "a3"
     needs_attention = True
+    # Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
     segment_tokens: int = 1
 
     def __post_init__(self) -> None:
         self.check_segment(self.segment_tokens)
 
     def begin(self, task: SelectionTask) -> Selection:
-        """Return a selection that narrows once."""
         return _A3Selection(task, self.segment_tokens)
 
     def validate(self, num_layers: int) -> None:
-        """Raise `ConfigError` if the model has a single layer."""
         if num_layers <= _A3_LAYER:
             raise ConfigError("selector='a3' looks at layer 1; the model has a single layer: choose another selector")
 
@@ -73,26 +67,20 @@ class _A3Selection(Selection):
 class QuerySelector(Selector):
     """The tokens that the end of the question attends to in the middle layers, over the stored KV at its place in the prompt.
 
-    The question is computed over the assembled KV first, up to `look_layers`; what its last token attends to there,
-    fused over these layers, chooses the rows, as in ProphetKV and InfoFlow KV (2026). Those compute the question twice. Here the
-    chosen rows make up for the layers they have missed and then go on together with the question: nothing is computed twice.
-
-    Attributes
-    ----------
-    look_layers : tuple of int, optional
-        Layers in which it looks at what the prompt's last token attends to, ascending; by default those from a quarter to three
-        quarters of the depth.
-    stop_layer : int, optional
-        The layer from which on nothing is recomputed any more, so that more tokens can be recomputed before it; by default two
-        thirds of the depth. As many as the model has layers recomputes in all of them.
-    segment_tokens : int
-        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
+    The question is computed over the assembled KV first, up to `look_layers`; what its last token attends to there, fused
+    over these layers, chooses the rows, as in ProphetKV and InfoFlow KV (2026). Those compute the question twice. Here the
+    chosen rows make up for the layers they have missed and then go on together with the question: nothing is computed
+    twice.
     """
 
     name = "query"
     needs_attention = True
+    # Ascending; by default those from a quarter to three quarters of the depth.
     look_layers: tuple[int, ...] | None = None
+    # The layer from which on nothing is recomputed any more, so that more tokens can be recomputed before it; by default
+    # two thirds of the depth. As many as the model has layers recomputes in all of them.
     stop_layer: int | None = None
+    # As in `A3Selector`.
     segment_tokens: int = SEGMENT_TOKENS
 
     def __post_init__(self) -> None:
@@ -102,23 +90,15 @@ class QuerySelector(Selector):
             raise self.refusal("stop_layer", "must be a layer from 1 on, or None")
 
     def begin(self, task: SelectionTask) -> Selection:
-        """Return a selection that looks at the question's attention."""
         return _QuerySelection(task, self)
 
     def validate(self, num_layers: int) -> None:
-        """Raise `ConfigError` if a layer that the settings name is not there."""
         look_layers(self.look_layers, num_layers)
         stop_layer(self.stop_layer, num_layers)
 
 
 def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """Return the layers in which the question's attention is looked at; at least one layer comes behind them.
-
-    Raises
-    ------
-    ConfigError
-        If a layer is asked for that is not there, or the last one.
-    """
+    """Return the layers in which the question's attention is looked at; one layer at least comes after them, or `ConfigError`."""
     if asked is not None:
         if asked[-1] >= num_layers - 1:
             raise ConfigError(
@@ -133,12 +113,8 @@ def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
 
 
 def stop_layer(asked: int | None, num_layers: int) -> int | None:
-    """Return the layer from which on no chunk token is recomputed, or None where they are in all layers.
-
-    Raises
-    ------
-    ConfigError
-        If one is asked for that is not there.
+    """Return the layer from which on no chunk token is recomputed, None where they are in all layers; `ConfigError` beyond the
+    last.
     """
     # By measurement on the reference model (docs/selectors.md) the first two thirds of the layers carry what a chunk's tokens
     # take from other chunks.
@@ -165,11 +141,9 @@ class _QuerySelection(Selection):
         self._attention = torch.zeros(self._candidates.numel())
 
     def look(self, layer: int, attention: torch.Tensor) -> None:
-        """Add a layer's attention to that of the others."""
         mass = attention.sum(dim=0).cpu()
         # Some layers attend to the context much more than others; each has one vote.
         self._attention += mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
 
     def rows(self) -> torch.Tensor:
-        """Return the candidates of the highest scores."""
         return pick(self._attention, self._candidates, self._budget, self._layout, self._segment_tokens)

@@ -10,21 +10,9 @@ __all__ = ["pick", "segment_numbers"]
 
 
 def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: int) -> torch.Tensor:
-    """Return which segment each row belongs to.
+    """Return which segment, from 0 on, each of some chunk rows belongs to; rows and numbers ascend, int64.
 
-    Parameters
-    ----------
-    layout : PromptLayout
-        The prompt. Each of its chunks is cut into as few segments as possible, all of like length.
-    rows : torch.Tensor
-        Chunk rows, ascending, int64.
-    segment_tokens : int
-        Most tokens of a segment.
-
-    Returns
-    -------
-    torch.Tensor
-        Numbers from 0 on, ascending, int64, ``(len(rows),)``.
+    Each chunk is cut into as few segments of at most `segment_tokens` tokens as possible, all of like length.
     """
     starts: list[int] = []
     for span in layout.chunks:
@@ -36,29 +24,12 @@ def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: in
 def pick(
     scores: torch.Tensor, rows: torch.Tensor, budget: int, layout: PromptLayout, segment_tokens: int = 1
 ) -> torch.Tensor:
-    """Return the rows of the highest scores.
+    """Return the `budget` rows of the highest scores, ascending, or all; there is a score for each of `rows`, which ascend,
+    int64.
 
-    A token's KV is computed from the tokens before it in its sentence as much as from other chunks. Recomputed alone among stale
-    neighbours, it stays stale; recomputed with them, it does not. So whole segments are taken, by their mean score, and the best
-    tokens of the one that does not fit any more.
-
-    Parameters
-    ----------
-    scores : torch.Tensor
-        One for each row, ``(len(rows),)``.
-    rows : torch.Tensor
-        Chunk rows, ascending, int64.
-    budget : int
-        How many rows to return, at most all of them.
-    layout : PromptLayout
-        The prompt.
-    segment_tokens : int
-        Most tokens of a segment; 1 takes each token for itself.
-
-    Returns
-    -------
-    torch.Tensor
-        `budget` of `rows`, ascending.
+    A token's KV is computed from the tokens before it in its sentence as much as from other chunks. Recomputed alone among
+    stale neighbours, it stays stale; recomputed with them, it does not. So whole segments are taken, by their mean score,
+    and the best tokens of the one that does not fit any more. Segments of one token take each for itself.
     """
     budget = min(budget, rows.numel())
     if segment_tokens > 1 and budget:
