@@ -161,7 +161,7 @@ class AnsweringLibrary(ChunkLibrary):
         options = checked_options(self.model, max_new_tokens, generation_kwargs)
         patience = Patience.of(wait_s)
         request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
-        return self._answer(request)
+        return self._finish(request, self._many.answer(request))
 
     def generate_many(
         self,
@@ -212,8 +212,7 @@ class AnsweringLibrary(ChunkLibrary):
             request.stop = stop
         results: dict[int, GenerationResult] = {}
         for index, result in self._many.answer_all(requests, batch_size, stop):
-            results[index] = result
-            self._finish(requests[index], result)
+            results[index] = self._finish(requests[index], result)
         return [results[index] for index in sorted(results)]
 
     async def agenerate_many(
@@ -245,21 +244,17 @@ class AnsweringLibrary(ChunkLibrary):
 
         def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
             request.streamer, request.stop = PieceStreamer(self.tokenizer, show), stop
-            return self._answer(request)
+            return self._finish(request, self._many.answer(request))
 
         return BlendStream(work)
 
-    def _answer(self, request: Request) -> GenerationResult:
-        result = self._many.answer(request)
-        self._finish(request, result)
-        return result
-
-    def _finish(self, request: Request, result: GenerationResult) -> None:
+    def _finish(self, request: Request, result: GenerationResult) -> GenerationResult:
         self._observe(result.report)
         # An answer that was cut short would differ for that reason alone.
         if not request.stop.is_set():
             for each in self.attachments:
                 each.answered(request, result)
+        return result
 
     def generate_aside(
         self, prompt: BlendPrompt, blend: BlendConfig, max_new_tokens: int | None = None, **generation_kwargs: Any

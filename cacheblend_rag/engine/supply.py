@@ -216,7 +216,7 @@ class KVSupply:
             if computed is not None:
                 reader, tier = RamReader(computed), None
             else:
-                reader = self._open(request, chunk.key)
+                reader = None if request.unreadable.get(chunk.key) is False else self._store.open(chunk.key)
                 if reader is not None and (
                     reader.num_layers != self.num_kv_layers or not self._assembler.is_of(reader, chunk)
                 ):
@@ -277,7 +277,11 @@ class KVSupply:
         """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept."""
         started = time.perf_counter()
         computed = request.encoded.get(head.key)
-        reader: KVReader | None = RamReader(computed) if computed is not None else self._open(request, head.key)
+        reader: KVReader | None = None
+        if computed is not None:
+            reader = RamReader(computed)
+        elif request.unreadable.get(head.key) is not False:
+            reader = self._store.open(head.key)
         if reader is not None and (reader.num_layers, reader.start, reader.token_ids) != (
             self.num_kv_layers,
             0,
@@ -313,9 +317,6 @@ class KVSupply:
         exactly = pack_kv(kv, EXACT)
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
         self._store.put_later(head.key, exactly, self._namespace, [head.record], **owner)
-
-    def _open(self, request: Request, key: str) -> KVReader | None:
-        return None if request.unreadable.get(key) is False else self._store.open(key)
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
