@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from reprlib import Repr
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -147,14 +148,8 @@ def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-_warned_of: dict[str, object] = {}
-
-
+@cache
 def _warn_of(variable: str) -> None:
-    mine = object()
-    # One call, which threads cannot get between.
-    if _warned_of.setdefault(variable, mine) is not mine:
-        return
     name = variable.removeprefix(_PREFIX).lower()
     _log.warning(
         "unknown setting %s in the environment%s; it is ignored", variable, did_you_mean(name, SettingsBase.kinds)

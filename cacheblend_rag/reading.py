@@ -96,28 +96,11 @@ def overlap(before: Place, after: Place) -> int:
     """Return how many characters of `before` are read again at the beginning of `after`, which stands behind it."""
     if before.start is not None and after.start is not None:
         return max(0, before.start + before.length - after.start)
-    tail = before.text[-len(after.text) :] if after.text else ""
-    begin = tail.find(after.text[:_LEAST_OVERLAP]) if len(after.text) >= _LEAST_OVERLAP else -1
-    size = 0 if begin < 0 else _border(after.text, tail[begin:])
-    return size if size >= _LEAST_OVERLAP else 0
-
-
-def _border(text: str, tail: str) -> int:
-    """Return how many characters `text` begins with that `tail`, which is no longer, ends with (Knuth, Morris and Pratt)."""
-    # For each beginning of the text the longest shorter one that it ends with.
-    shorter = [0, 0]
-    size = 0
-    for letter in text[1 : len(tail)]:
-        while size and text[size] != letter:
-            size = shorter[size]
-        size += text[size] == letter
-        shorter.append(size)
-    size = 0
-    for letter in tail:
-        while size and text[size] != letter:
-            size = shorter[size]
-        size += text[size] == letter
-    return size
+    head, tail = after.text[:_LEAST_OVERLAP], before.text[-len(after.text) :] if after.text else ""
+    place = tail.find(head) if len(head) == _LEAST_OVERLAP else -1
+    while place >= 0 and not after.text.startswith(tail[place:]):
+        place = tail.find(head, place + 1)
+    return len(tail) - place if place >= 0 else 0
 
 
 def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:

@@ -35,7 +35,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     2: ("store", "model"),
     3: ("encode", "loader", "fuse", "metrics", "prompt", "conversation"),
     4: ("engine",),
-    5: ("pml", "documents", "chat", "cli"),
+    5: ("documents", "chat", "cli"),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 ENGINE_FLOOR = FLOOR_OF["engine"]

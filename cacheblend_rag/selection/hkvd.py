@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -49,8 +47,6 @@ class HKVDSelector(Selector):
     # Gradual filtering (CacheBlend, section 4.3): the first check layer keeps this many times the average ratio, later ones
     # fewer, so that `recompute_ratio` is the average from the first check layer on. Without effect with one check layer.
     gradual_start: float = 1.5
-    # The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of that linear schedule.
-    ratio_schedule: tuple[float, ...] | None = None
     # Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
     segment_tokens: int = 1
 
@@ -61,22 +57,6 @@ class HKVDSelector(Selector):
             raise self.refusal("deviation", 'must be "value", "key" or "both"')
         if not isinstance(self.gradual_start, int | float) or not 1 <= self.gradual_start < math.inf:
             raise self.refusal("gradual_start", "must be a finite number from 1 on")
-        if self.ratio_schedule is None:
-            return
-        if not isinstance(self.ratio_schedule, Sequence) or not all(
-            isinstance(number, int | float) for number in self.ratio_schedule
-        ):
-            raise self.refusal("ratio_schedule", "must be a list of numbers")
-        schedule = tuple(self.ratio_schedule)
-        object.__setattr__(self, "ratio_schedule", schedule)
-        if len(schedule) != len(self.check_layers):
-            raise self.refusal(
-                "ratio_schedule", f"must have a number for each of {len(self.check_layers)} check layers"
-            )
-        if any(not 0 < number < math.inf for number in schedule) or any(a < b for a, b in pairwise(schedule)):
-            raise self.refusal(
-                "ratio_schedule", "must be positive and never rise: a check layer chooses among the tokens kept so far"
-            )
 
     def begin(self, task: SelectionTask) -> Selection:
         return _HKVDSelection(task, self)
@@ -91,12 +71,9 @@ class HKVDSelector(Selector):
     def schedule(self, num_layers: int) -> tuple[float, ...]:
         """Return the multiple of the recompute ratio that each check layer keeps.
 
-        It is `ratio_schedule`, or else falls linearly from `gradual_start`, such that the mean over all layers from the
-        first check layer on is 1; one check layer keeps exactly the ratio. `ConfigError` if it would have to fall to
-        nothing to keep the mean.
+        It falls linearly from `gradual_start`, such that the mean over all layers from the first check layer on is 1; one
+        check layer keeps exactly the ratio. `ConfigError` if it would have to fall to nothing to keep the mean.
         """
-        if self.ratio_schedule is not None:
-            return self.ratio_schedule
         layers = self.check_layers
         if len(layers) == 1:
             return (1.0,)
@@ -108,8 +85,7 @@ class HKVDSelector(Selector):
         if end <= 0:
             raise self.refusal(
                 "gradual_start",
-                f"leaves nothing for the last of check_layers={layers} in a model of {num_layers} layers; lower it, or give "
-                "ratio_schedule",
+                f"leaves nothing for the last of check_layers={layers} in a model of {num_layers} layers; lower it",
             )
         return tuple(self.gradual_start + (end - self.gradual_start) * step for step in steps)
 
