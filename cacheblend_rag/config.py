@@ -182,7 +182,7 @@ class EngineConfig(SettingsBase):
         report says why.
     preamble : str or tuple of int, optional
         What precedes every chunk when it is encoded, as text or token ids; "" is the tokenizer's BOS alone. By default it is what
-        the tokenizer's chat template begins with, an instruction and a passage of some 200 tokens; where a model's KV cannot be
+        the tokenizer's chat template begins with, an instruction and a passage of some 60 tokens; where a model's KV cannot be
         moved, the BOS.
     context : {"document", "none"}
         "document" encodes a chunk that is a piece of a document after the chunks before it there, so that its KV remembers them.

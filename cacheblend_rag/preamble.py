@@ -18,13 +18,7 @@ _INSTRUCTION = "Use the following context to answer.\n\n"
 _PASSAGE = (
     "The weather was mild that spring, and the road over the hills was dry by the end of March. In the mornings there was fog "
     "on the meadows, and the first carts came into town with their lamps still lit. Most of them brought vegetables and eggs; "
-    "one had baskets, another only firewood. A baker opened his shutters and put two loaves into the window. On the square a "
-    "boy was sweeping leaves from the steps of the town hall, although it was autumn's leaves that he swept and nobody had "
-    "asked him to. By noon the fog had gone. People sat on the wall by the river and ate what they had brought, and those who "
-    "had finished watched the ferry, which went over and came back as slowly as ever. In the evening it rained a little. The "
-    "lamps were lit again, the carts went home one after the other, and the baker counted his money, closed the shutters and "
-    "went upstairs. So the days went by, each much like the one before it, and it was May before anyone spoke of the drought."
-    "\n"
+    "one had baskets, another only firewood.\n\n"
 )
 
 
