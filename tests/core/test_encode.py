@@ -123,7 +123,7 @@ def with_template(template: str | None) -> Any:
 def test_it_begins_as_a_chat_does() -> None:
     text = default_preamble(load_tokenizer())
     assert text.startswith("<s><|user|>\nUse the following context to answer.\n\nThe weather")
-    assert text.endswith("the drought.\n")
+    assert text.endswith("only firewood.\n\n")
 
 
 def test_without_a_chat_template_there_is_no_opening() -> None:
@@ -148,8 +148,7 @@ def engine_of(family: str = "llama", **settings: Any) -> BlendEngine:
 def test_stored_kv_was_computed_behind_it() -> None:
     with engine_of(context="none") as engine:
         preamble = engine._assembler.preamble
-        # A quarter of a window of 512.
-        assert len(preamble) == 128 and preamble[0] == 1
+        assert preamble[0] == 1 and preamble[1:] == engine._assembler.tokenize(default_preamble(engine.tokenizer))
         engine.add([Chunk(words(9, 1), "a")])
         [record] = engine.records(["a"])
         assert record is not None
