@@ -63,9 +63,7 @@ def test_another_gpus_figures_are_measured_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
-def test_without_a_gpu_it_says_so_and_leaves_everything_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_so_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--docs", str(tmp_path)]) == 0
     assert re.fullmatch(r"torch \S+ finds no CUDA device here, so that nothing was run; .*\n", capsys.readouterr().out)
     assert not list(tmp_path.iterdir())
@@ -84,9 +82,7 @@ SMALL = {
 }
 
 
-def test_every_piece_is_a_command_that_runs_and_the_page_shows_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_piece_runs_and_the_page_shows_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in PIECES:
         if piece.is_tests:
             continue

@@ -77,9 +77,7 @@ def test_the_version() -> None:
         ("eval figures --out x --shown-ratio 0.7", "shown_ratio=0.7 among the ratios"),
     ],
 )
-def test_a_mistake_is_answered_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
-) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letter.txt").touch()
     result = run(*arguments.split(), code=2)
@@ -100,9 +98,7 @@ def test_a_mistake_is_answered_in_one_line(
         ("bake", "bake"),
     ],
 )
-def test_a_wrong_call_shows_how_to_get_help(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
-) -> None:
+def test_a_wrong_call_shows_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(*shlex.split(arguments), code=2)
     assert message in result.stderr
@@ -131,7 +127,7 @@ def test_an_argument_without_meaning_is_a_wrong_call(command: tuple[str, ...], t
     assert not result.stdout
 
 
-def test_a_setting_in_the_environment_that_has_no_meaning(
+def test_a_bad_environment(
     model_folder: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "nan")

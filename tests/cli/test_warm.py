@@ -96,9 +96,7 @@ def test_what_a_link_in_the_folder_led_to_goes_with_it(warm: Any, documents: Pat
     assert len(passages_in(store)) == before - 1
 
 
-def test_what_was_changed_or_removed_is_replaced_or_deleted(
-    warm: Any, documents: Path, store: Path, tmp_path: Path
-) -> None:
+def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: Path, tmp_path: Path) -> None:
     warm()
     before = passages_in(store)
     (documents / "harbour.txt").unlink()
@@ -118,23 +116,16 @@ def test_what_was_changed_or_removed_is_replaced_or_deleted(
 
 def test_a_file_is_a_document(warm: Any, documents: Path, model_folder: Path, store: Path) -> None:
     tower = documents / "more" / "tower.md"
-    lines = [
-        "The light tower is old.",
-        "Nobody has lived in it since.",
-        "Its lamp was sold last year.",
-        "It is painted red now.",
-    ]
+    lines = ["The light tower is old.", "Nobody lives in it.", "Its lamp was sold last year.", "It is red now."]
     tower.write_text("\n\n".join(lines))
     warm()
 
     def read() -> list[str]:
         """The passages of the tower as the engine reads them."""
         shown = passages_in(store)
-        with BlendEngine.from_pretrained(
-            model_folder, store=store / "kv", **engine_settings(self_check=False)
-        ) as engine:
-            ids = engine.document(str(tower))
-            assert engine.places(list(shown)) == [id.partition("#")[0] for id in shown]
+        with BlendEngine.from_pretrained(model_folder, store=store / "kv", **engine_settings(self_check=False)) as made:
+            ids = made.document(str(tower))
+            assert made.places(list(shown)) == [id.partition("#")[0] for id in shown]
         assert ids == sorted((id for id in shown if id.startswith(str(tower))), key=lambda id: shown[id][1])
         return [shown[id][0] for id in ids]
 
@@ -192,9 +183,7 @@ def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path, monkeypatch: 
     assert (again["to_encode"], again["tokens"], again["kv_bytes"], again["bytes_per_token"]) == (0, 0, 0, None)
 
 
-def test_a_budget_stops_before_it_is_exceeded(
-    warm: Any, documents: Path, model_folder: Path, store: Path, tmp_path: Path
-) -> None:
+def test_a_budget_is_not_exceeded(warm: Any, documents: Path, model_folder: Path, store: Path, tmp_path: Path) -> None:
     whole = warm("--estimate")["kv_bytes"]
     budget = whole // 2
     options = ["--store", store, "--model", model_folder, "--chunk-tokens", "40"]

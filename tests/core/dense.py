@@ -1,14 +1,11 @@
 """A naive blended prefill: every row through every layer, and stale KV put in where a row is not recomputed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-
-Select = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, rows, fresh values, stale values) -> rows kept."""
 
 
 class RecordingCache(Cache):

@@ -158,9 +158,7 @@ def test_what_is_refused(refusing: BlendEngine, error: type[CacheBlendError], sa
     assert refusing.ids() == []
 
 
-def test_unknown_ids_are_left_out_where_the_prompt_allows_it(
-    make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_ids_may_be_left_out(make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     chunks = [Chunk(words(12, seed), f"n{seed}") for seed in range(4)]
     ids = [chunk.id for chunk in chunks if chunk.id is not None]
     engine, other = make_engine(tmp_path), make_engine(tmp_path)
@@ -228,7 +226,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monk
     own.close()
 
 
-def test_a_text_that_is_too_long_is_said_to_be_once(
+def test_too_long_is_said(
     engine: BlendEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window = engine.window
@@ -264,14 +262,6 @@ def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
             BlendEngine(engine.model, engine.tokenizer, blend=config)
         with pytest.raises(ConfigError, match=message):
             engine.prefill(ask(), blend=config)
-
-
-def test_an_error_while_streaming_reaches_the_reader(engine: BlendEngine) -> None:
-    stream = engine.stream(ask(), 3, do_sample=True, temperature=-1.0)
-    with pytest.raises(ValueError, match="temperature"):
-        list(stream)
-    with pytest.raises(ValueError, match="temperature"):
-        stream.result()
 
 
 def test_a_closed_engine(engine: BlendEngine) -> None:
@@ -372,12 +362,6 @@ def test_damaged_kv_is_a_miss_and_is_replaced(
     assert answer.token_ids == engine.generate(prompt, 5, do_sample=False).token_ids
 
 
-def test_a_chunk_reference_is_no_text(engine: BlendEngine) -> None:
-    engine.add([GOOD])
-    by_reference = engine.prompt_ids(BlendPrompt(segments=["t5", ChunkRef("good"), "t6"]))
-    assert by_reference == engine.prompt_ids(ask("good"))
-
-
 def test_every_error_is_in_the_tree() -> None:
     from cacheblend_rag import errors
 
@@ -388,9 +372,7 @@ def test_every_error_is_in_the_tree() -> None:
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     for name in (tmp_path / "nothing", Path("nothing"), str(tmp_path / "nothing"), "./nothing", "~/nothing"):
-        with pytest.raises(
-            ConfigError, match=r"nothing cannot be loaded: there is no such folder, and no such GGUF file"
-        ):
+        with pytest.raises(ConfigError, match=r"nothing cannot be loaded: there is no such folder, and no"):
             BlendEngine.from_pretrained(name)
     with pytest.raises(ConfigError, match=r"cannot be loaded: .* or \"reference\""):
         BlendEngine.from_pretrained(tmp_path)
@@ -461,8 +443,6 @@ def test_what_would_be_refused_is_said_chunk_by_chunk(engine: BlendEngine) -> No
     engine.add([Chunk("t3", "long")])
     refused: list[tuple[str | None, str]] = []
     for background in (False, True):
-        engine.add(
-            chunks, on_refused=lambda chunk, error: refused.append((chunk.id, str(error))), background=background
-        )
+        engine.add(chunks, on_refused=lambda each, error: refused.append((each.id, str(error))), background=background)
     assert refused == [("long", str(raised.value))] * 2
     assert engine.ids() == ["good"]

@@ -1,7 +1,6 @@
 """Packed KV against an element-by-element reference, the stated errors and the stated sizes."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.codec import PackedLayer, codec_names, make_codec, pack_kv, repack_layer, unpack_layer
 from cacheblend_rag.codec.quantized import QuantizedCodec
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from tests.families import tiny_model, tiny_tokenizer, words
 
-QUANTIZED = ("int8", "int4", "int2")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # A group of few numbers, so that small tensors have whole groups and rests.
 SMALL = [
@@ -74,9 +71,7 @@ def naive(tensor: torch.Tensor, bits: int, group_size: int, axis: int) -> tuple[
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("codec", SMALL, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("shape", [(2, 12, 12), (1, 7, 5), (3, 1, 1), (1, 13, 2), (2, 3, 20), (1, 31, 33)])
-def test_it_is_what_the_naive_reference_gives(
-    codec: QuantizedCodec, shape: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_it_is_the_naive_reference(codec: QuantizedCodec, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     layer = layer_of(shape, dtype)
     packed = codec.pack(layer)
     assert packed.codec == codec.name
@@ -100,9 +95,7 @@ def tensors(draw: st.DrawFn) -> LayerKV:
     for _ in range(2):
         tensor = torch.randn(*shape, generator=numbers) * 10.0 ** draw(st.integers(-9, 9))
         tensor += draw(st.sampled_from([0.0, 0.0, 1.0, -300.25, 65_000.0, -1e9, 1e30]))
-        special = draw(
-            st.sampled_from([None, None, None, 0.0, 65_504.0, -65_504.0, 65_519.0, 1e38, math.inf, math.nan])
-        )
+        special = draw(st.sampled_from([None, None, 0.0, 65_504.0, -65_504.0, 65_519.0, 1e38, math.inf, math.nan]))
         if special is not None:
             tensor[tuple(draw(st.integers(0, n - 1)) for n in shape)] = special
         if draw(st.booleans()):
@@ -148,55 +141,16 @@ def stretched(packed: PackedLayer, part: str, codec: QuantizedCodec) -> torch.Te
     return steps.repeat_interleave(sizes, dim=axis)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_the_step_follows_from_the_range(name: str) -> None:
-    codec = make_codec(name)
-    assert isinstance(codec, QuantizedCodec)
-    layer = layer_of((2, 512, 64))
-    layer.keys[:, :, 3] += 300  # such channels are why keys are quantised along them
-    packed = codec.pack(layer)
-    levels = 2**codec.bits - 1
-    for part, tensor in (("keys", layer.keys), ("values", layer.values)):
-        grid = packed.parts[f"{part}.grid"].float()
-        axis = 1 if part == "keys" or codec.values_along == "channel" else 2
-        groups = tensor.unflatten(axis, (grid.shape[axis + 1], -1))
-        least, most = groups.amin(axis + 1), groups.amax(axis + 1)
-        spacing = least.abs() * torch.finfo(torch.float16).eps
-        assert bool((grid[0] <= least).all() and (grid[0] >= least - spacing).all())
-        assert bool((grid[1] * levels >= most - grid[0]).all())
-        assert bool((grid[1] <= (most - least + spacing) / levels * (1 + 2**-10)).all())
-    back = codec.unpack(packed)
-    others = [channel for channel in range(64) if channel != 3]
-    assert (back.keys - layer.keys)[:, :, others].abs().max() < 8 / levels / 2
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("constant", [0.0, 1.0, -3.7, 1e-7, 40_000.3])
-def test_constants(name: str, constant: float) -> None:
-    layer = LayerKV(torch.full((2, 40, 20), constant), torch.full((2, 40, 20), constant))
-    packed = make_codec(name).pack(layer)
-    assert packed.codec == name
-    for tensor in unpack_layer(packed):
-        # What is left of a constant that float16 does not have: half of the least step there is, or float32's rounding.
-        assert torch.allclose(tensor, torch.tensor(constant), rtol=1e-6, atol=2**-25)
-
-
 @pytest.mark.parametrize("name", [name for name in codec_names() if name != "native"])
 @pytest.mark.parametrize(
     "layer",
     [
-        LayerKV(torch.tensor([[[1.0, math.nan]]]), torch.ones(1, 1, 2)),
-        LayerKV(torch.ones(1, 1, 2), torch.tensor([[[-math.inf, 1.0]]])),
-        LayerKV(torch.full((1, 1, 2), 3.4e38), torch.tensor([[[-3.4e38, 3.4e38]]])),
         LayerKV(torch.ones(1, 3, 4, dtype=torch.int8), torch.ones(1, 3, 4, dtype=torch.int8)),
         LayerKV(torch.ones(1, 3, 4), torch.ones(1, 3, 4).to(torch.float8_e4m3fn)),
     ],
-    ids=["nan", "inf", "huge", "integers", "float8"],
+    ids=["integers", "float8"],
 )
 def test_what_has_no_packed_form_is_kept_native(name: str, layer: LayerKV) -> None:
-    if name == "bfloat16" and layer.keys.max() > 1e38:
-        # It rounds upwards to infinity only beyond its own greatest number.
-        layer = LayerKV(torch.full((1, 1, 2), torch.finfo(torch.float32).max), layer.values)
     packed = make_codec(name).pack(layer)
     assert packed.codec == "native"
     back = unpack_layer(packed)
@@ -209,34 +163,11 @@ def test_tensors_without_numbers(name: str) -> None:
     assert equal(unpack_layer(make_codec(name).pack(layer)), layer)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_float16_never_overflows(name: str) -> None:
-    # The grid's last point may lie beyond what float16 holds.
-    layer = LayerKV(*(torch.tensor([[[-65_504.0], [65_504.0], [12.0]]], dtype=torch.float16) for _ in range(2)))
-    assert all(bool(tensor.isfinite().all()) for tensor in unpack_layer(make_codec(name).pack(layer)))
-
-
-@pytest.mark.parametrize("name", codec_names())
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
-def test_what_comes_back_has_the_dtype_that_went_in(name: str, dtype: torch.dtype) -> None:
-    layer = layer_of(dtype=dtype)
-    back = unpack_layer(make_codec(name).pack(layer))
-    assert (back.keys.dtype, back.values.dtype) == (dtype, dtype)
-
-
 def test_casts_only_ever_narrow() -> None:
     for name, dtype in (("float32", torch.float32), ("float16", torch.bfloat16), ("bfloat16", torch.float16)):
         assert make_codec(name).pack(layer_of(dtype=dtype)).codec == "native"
     packed = make_codec("float16").pack(layer_of())
     assert (packed.codec, packed.nbytes) == ("float16", layer_of().nbytes // 2)
-
-
-def test_fewer_bits_mean_more_error() -> None:
-    layer = layer_of((2, 300, 64))
-    errors = [
-        float((unpack_layer(make_codec(name).pack(layer)).keys - layer.keys).norm()) for name in ("float16", *QUANTIZED)
-    ]
-    assert all(a < b for a, b in pairwise(errors))
 
 
 @pytest.mark.parametrize("name", codec_names())
@@ -306,9 +237,7 @@ def test_logits_move_no_more_than_the_bits_allow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ram_codec", ["native", "int4"])
-def test_by_default_kv_on_disk_takes_8_bits_and_answers_outlive_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ram_codec: str
-) -> None:
+def test_by_default_kv_on_disk_takes_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ram_codec: str) -> None:
     sizes = {}
     with engine_with(tmp_path / "native", ram_codec=ram_codec, disk_codec="native") as engine:
         engine.add(CHUNKS)
@@ -338,21 +267,6 @@ def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path)
             assert (result.report.hits, result.report.misses) == (4, 0)
             assert bool(result.logits.isfinite().all())
         assert engine.add(CHUNKS).encoded == 0
-
-
-def test_the_whole_prompt_recomputed_is_exact_whatever_the_codec() -> None:
-    with engine_with(ram_codec="int2") as engine:
-        engine.add(CHUNKS)
-        full = engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).logits
-        whole = engine.prefill(PROMPT, blend=engine.blend.replace(recompute_ratio=1.0)).logits
-        assert (whole - full).abs().max() < 1e-4
-
-
-def test_codecs_are_settings_of_the_engine() -> None:
-    with pytest.raises(ConfigError, match="ram_codec is fixed when an engine is made"):
-        BlendConfig(ram_codec="int4")
-    with pytest.raises(ConfigError, match="disk_codec='gzip': Input should be 'native'"):
-        engine_with(disk_codec="gzip")
 
 
 def test_a_channel_of_large_keys_costs_the_others_nothing() -> None:

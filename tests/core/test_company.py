@@ -119,9 +119,7 @@ def test_a_batch_keeps_the_budget(make_engine: MakeEngine, pool: ThreadPoolExecu
     assert [each.report.batch_size for each in found] == [2] * 8
 
 
-def test_who_waits_too_long_is_told_and_who_is_being_answered_is_not(
-    engine: BlendEngine, pool: ThreadPoolExecutor
-) -> None:
+def test_who_waits_too_long_is_told_while_answers_go_on(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
     with busy(engine) as until:
         first = pool.submit(answer(engine, PROMPTS[0]))
         until(1)

@@ -82,20 +82,6 @@ def test_deletions_and_updates_reach_it(make: MakeEngine) -> None:
         assert engine._store.stats().device_bytes == 0
 
 
-def test_figures(make: MakeEngine) -> None:
-    with make(device_bytes=10**8) as engine:
-        engine.add(CHUNKS)
-        engine.prefill(PROMPTS[0])
-        engine.prefill(PROMPTS[0])
-
-        def figure(name: str, **labels: str) -> float | None:
-            return engine.metrics.registry.get_sample_value(f"cacheblend_{name}", labels)
-
-        assert figure("chunks_total", tier="device") == 4
-        assert figure("store_bytes", tier="device") == engine._store.stats().device_bytes > 0
-        assert figure("store_copies_dropped_total", tier="device") == 0
-
-
 def test_tenants_do_not_share_it(make: MakeEngine, tmp_path: Path) -> None:
     shared = open_store(tmp_path / "shared", 10**8, device_bytes=10**8)
     plain = make()

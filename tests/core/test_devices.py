@@ -86,9 +86,7 @@ def assert_same_answer(got: GenerationResult, wanted: GenerationResult) -> None:
     [("cpu", "one not stored"), *(pytest.param("cuda", name, marks=pytest.mark.cuda) for name in PROMPTS)],
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_is_answered_as_on_the_cpu(
-    engines: dict[str, BlendEngine], device: str, prompt: str, way: str
-) -> None:
+def test_prompts_are_answered_as_on_cpu(engines: dict[str, BlendEngine], device: str, prompt: str, way: str) -> None:
     engine, wanted = engines[device], engines["cpu"]
     blend, cpu_blend = engine.blend.replace(**WAYS[way]), wanted.blend.replace(**WAYS[way])
     attached = [each.attach(ATTACHED[way]()) for each in {engine, wanted} if way in ATTACHED]

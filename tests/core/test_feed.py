@@ -106,21 +106,14 @@ async def test_answers_on_a_loop_need_none_of_its_threads() -> None:
         try:
             taken: Callable[[], object] = busy.wait
             executor.submit(taken)
-            stream = engine.stream(prompts[0], 6, do_sample=False)
-            pieces = [piece async for piece in stream]
-            result = await engine.stream(prompts[0], 6, do_sample=False).aresult()
+            said = engine.stream(prompts[0], 6, do_sample=False)
+            pieces = [piece async for piece in said]
+            one = await engine.stream(prompts[0], 6, do_sample=False).aresult()
             many = await engine.agenerate_many(prompts, 6, do_sample=False)
         finally:
             busy.set()
-        assert (
-            "".join(pieces)
-            == stream.result().text
-            == result.text
-            == engine.generate(prompts[0], 6, do_sample=False).text
-        )
-        assert [each.token_ids for each in many] == [
-            each.token_ids for each in engine.generate_many(prompts, 6, do_sample=False)
-        ]
+        assert "".join(pieces) == said.result().text == one.text == engine.generate(prompts[0], 6, do_sample=False).text
+        assert [e.token_ids for e in many] == [e.token_ids for e in engine.generate_many(prompts, 6, do_sample=False)]
 
 
 async def test_an_error_of_a_stream_is_raised_to_its_reader() -> None:

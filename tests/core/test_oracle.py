@@ -171,9 +171,7 @@ _PARTS = st.lists(st.tuples(st.booleans(), st.integers(1, 14), st.integers(0, 6)
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=_PARTS, ending=st.integers(1, 5), stored=st.sets(st.integers(0, 7)), budget=st.integers(0, 100))
-def test_any_prompt_blends_as_the_dense_reference(
-    parts: list[Part], ending: int, stored: set[int], budget: int
-) -> None:
+def test_any_prompt_is_the_dense_reference(parts: list[Part], ending: int, stored: set[int], budget: int) -> None:
     texts = [words(length, seed) for _, length, seed in parts] + [words(ending, 99)]
     segments = [Chunk(text) if chunk else text for text, (chunk, *_) in zip(texts, [*parts, (False,)], strict=True)]
     tokenizer = tiny_tokenizer()
@@ -188,9 +186,7 @@ def test_any_prompt_blends_as_the_dense_reference(
         selector="hkvd", recompute_ratio=budget / 100, strict=True, self_check=False, preamble=""
     )
     with BlendEngine(_MODEL, tokenizer, **settings) as engine:
-        engine.add(
-            [segment for number, segment in enumerate(segments) if isinstance(segment, Chunk) and number in stored]
-        )
+        engine.add([segment for n, segment in enumerate(segments) if isinstance(segment, Chunk) and n in stored])
         result = engine.prefill(BlendPrompt(segments=segments))
     assert list(result.token_ids) == ids
     assert result.report.context_tokens == sum(stop - start for start, stop in spans)

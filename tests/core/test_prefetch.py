@@ -79,9 +79,7 @@ class _Gate:
         monkeypatch.setattr(ChunkFile, "packed_layer", slow)
 
 
-def test_a_prompt_waits_for_what_is_read_and_takes_the_rest_over(
-    open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_waits_and_takes_the_rest_over(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(load_threads=1)
     gate = _Gate(monkeypatch)
     begun = engine.prefetch(NAMES)
@@ -147,15 +145,6 @@ def test_a_prompt_that_reads_no_kv_takes_nothing_over(open_engine: MakeEngine, m
     gate.open.set()
     assert begun.wait(60)
     assert _tiers(engine) == ["ram"] * 4
-
-
-def test_nothing_is_kept_of_what_was_read_or_let_go(open_engine: MakeEngine) -> None:
-    engine = open_engine()
-    for name in NAMES:
-        assert engine.prefetch([name]).wait(60)
-    engine.prefetch(NAMES).cancel()
-    assert engine.prefetch(NAMES).wait(60)
-    assert not engine._prefetcher._reads
 
 
 def test_closing_stops_it(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

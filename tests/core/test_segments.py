@@ -67,9 +67,7 @@ def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio:
 
 
 @given(layouts(), st.integers(0, 40), st.sampled_from([None, 2]), st.integers(1, 12), st.integers(0, 999))
-def test_the_question_weighs_what_a_naive_count_weighs(
-    layout: PromptLayout, budget: int, stop: int | None, most: int, seed: int
-) -> None:
+def test_questions_weigh_naively(layout: PromptLayout, budget: int, stop: int | None, most: int, seed: int) -> None:
     rows = layout.context_rows
     budget = min(budget, rows.numel())
     attention = torch.rand(rows.numel(), generator=torch.Generator().manual_seed(seed)) + 0.01

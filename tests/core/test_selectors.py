@@ -72,9 +72,7 @@ class _Layered(RecordingCache):
         where = torch.zeros(keys.shape[2], dtype=torch.bool)
         where[self._replaced[layer]] = True
         given = self._kv[layer]
-        mixed = [
-            torch.where(where[None, None, :, None], old, new) for old, new in zip(given, (keys, values), strict=True)
-        ]
+        mixed = [torch.where(where[None, None, :, None], a, b) for a, b in zip(given, (keys, values), strict=True)]
         return super().update(*mixed, layer)
 
 
@@ -98,12 +96,10 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
     chunk_rows = torch.cat([torch.arange(a, b) for a, b in SPANS])
     text_rows = torch.tensor([row for row in range(len(ids)) if row not in set(chunk_rows.tolist())])
     # First pass: the text over stale KV everywhere.
-    first = _Layered(stale, [chunk_rows] * layers)
+    head = _Layered(stale, [chunk_rows] * layers)
     states: list[torch.Tensor] = []
     hook = model.get_decoder().layers[looks[-1] + 1].register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    seen = model(
-        input_ids=torch.tensor([ids]), past_key_values=first, use_cache=True, output_attentions=True
-    ).attentions
+    seen = model(input_ids=torch.tensor([ids]), past_key_values=head, use_cache=True, output_attentions=True).attentions
     hook.remove()
     scores = torch.zeros(chunk_rows.numel())
     for layer in looks:
@@ -117,7 +113,7 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
             torch.where(torch.isin(torch.arange(len(ids)), text_rows)[None, None, :, None], kept, old)
             for kept, old in zip((entry.keys, entry.values), pair, strict=True)
         )
-        for entry, pair in zip(first.layers, stale, strict=True)
+        for entry, pair in zip(head.layers, stale, strict=True)
     ]
     unchosen = chunk_rows[~torch.isin(chunk_rows, chosen)]
     missed = torch.cat((unchosen, text_rows)).sort().values
@@ -128,11 +124,9 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
         return (args[0].index_copy(1, text_rows, states[0][:, text_rows]), *args[1:])
 
     hook = model.get_decoder().layers[looks[-1] + 1].register_forward_pre_hook(put_text_back)
-    wanted = model(input_ids=torch.tensor([ids]), past_key_values=_Layered(given, replaced), use_cache=True).logits[
-        0, -1
-    ]
+    own = model(input_ids=torch.tensor([ids]), past_key_values=_Layered(given, replaced), use_cache=True).logits[0, -1]
     hook.remove()
-    assert (result.logits - wanted).abs().max() < TOLERANCE
+    assert (result.logits - own).abs().max() < TOLERANCE
     assert result.report.recomputed_tokens == count
     assert result.report.charged_ratio == pytest.approx(budget / 62, rel=0.1)
 

@@ -82,9 +82,7 @@ def test_inspection_sees_its_own_calls_only_and_changes_no_others() -> None:
     alone, model = inspect_model(tiny_model("llama")), tiny_model("llama")
     ids = torch.arange(3, 33)[None]
     wanted = _logits(model, ids)
-    outputs = [
-        _during(model.model.layers[number].mlp, lambda: _logits(model, ids)) for number in (0, alone.num_layers - 1)
-    ]
+    outputs = [_during(model.model.layers[n].mlp, lambda: _logits(model, ids)) for n in (0, alone.num_layers - 1)]
     beside = inspect_model(model)
     assert beside.row_axes == alone.row_axes
     assert beside.restores_rows == alone.restores_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.store import KVStore, StoreStats, check_store, open_store
 from tests.engines import MakeEngine
@@ -70,9 +70,7 @@ def test_what_one_tenant_removes_is_its_own(pair: tuple[BlendEngine, BlendEngine
     assert check_store(tmp_path).is_clean
 
 
-def test_no_tenant_is_as_it_always_was(
-    make_engine: MakeEngine, pair: tuple[BlendEngine, BlendEngine], tmp_path: Path
-) -> None:
+def test_nobodys_chunks_stay(make_engine: MakeEngine, pair: tuple[BlendEngine, BlendEngine], tmp_path: Path) -> None:
     one, _ = pair
     nobody = make_engine(tmp_path, model=one.model)
     assert nobody.add(CHUNKS).encoded == 2
@@ -83,20 +81,6 @@ def test_no_tenant_is_as_it_always_was(
     nobody.store.clear()
     assert one.contains("a") and not nobody.contains("a")
     assert nobody.namespace not in (one.namespace, pair[1].namespace)
-
-
-def test_ram_is_shared_out_as_well() -> None:
-    store = open_store(None, 10**7)
-    engines = [
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store, tenant=name) for name in ("acme", "globex")
-    ]
-    for engine in engines:
-        engine.add(CHUNKS)
-        assert engine.store.stats().entries == 2
-    assert [store.stats(name).entries for name in ("acme", "globex")] == [2, 2]
-    store.clear("acme")
-    assert [store.stats(name).entries for name in ("acme", "globex")] == [0, 2]
-    assert sorted(engines[1].ids()) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +106,6 @@ def test_a_tenants_name_leads_nowhere(tmp_path: Path, name: str) -> None:
 def test_what_is_no_tenants_name(name: object) -> None:
     with pytest.raises(ConfigError, match="tenant"):
         EngineConfig(tenant=name)
-
-
-def test_a_call_cannot_change_the_tenant(pair: tuple[BlendEngine, BlendEngine]) -> None:
-    one, two = pair
-    with pytest.raises(ConfigError, match="expected BlendConfig, not the EngineConfig"):
-        one.prefill(BlendPrompt("t1", CHUNKS, "t2"), blend=two.config)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="tenant is fixed when an engine is made"):
-        BlendConfig(tenant="globex")
 
 
 def test_a_namespace_has_one_owner(tmp_path: Path) -> None:

@@ -69,9 +69,7 @@ def hits(model: PreTrainedModel, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("change", [another_weight, another_dtype, another_scaling, another_base, an_adapter])
-def test_a_changed_model_finds_nothing_of_the_old_one(
-    change: Callable[[PreTrainedModel], PreTrainedModel], tmp_path: Path
-) -> None:
+def test_a_changed_model_finds_nothing(change: Callable[[PreTrainedModel], PreTrainedModel], tmp_path: Path) -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path) as engine:
         engine.add(CHUNKS)
     assert hits(tiny_model("llama"), tmp_path) == 2

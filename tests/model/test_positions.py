@@ -67,9 +67,7 @@ def test_where_frequencies_depend_on_the_length_long_prompts_are_computed_as_a_w
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bart"])
-def test_kv_of_learned_positions_is_reused_where_it_was_encoded_and_nowhere_else(
-    make_engine: MakeEngine, family: str
-) -> None:
+def test_kv_of_learned_positions_is_reused_only_where_it_was_encoded(make_engine: MakeEngine, family: str) -> None:
     model = tiny_model(tiny_config(family))
     head = words(4, 9)
     first, second = Chunk(words(20, 1), "first"), Chunk(words(22, 2), "second")

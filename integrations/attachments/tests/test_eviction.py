@@ -28,12 +28,7 @@ CONTEXT = (5, 70)
 LENGTH = 78
 CAPACITY, WINDOW, KERNEL = 17, 4, 3
 STEPS = 8
-SLIDING = {
-    "mistral": range(6),
-    "starcoder2": range(6),
-    "gemma2": (0, 2, 4),
-    "gemma3": (0, 1, 3, 4),
-}
+SLIDING = {"mistral": range(6), "starcoder2": range(6), "gemma2": (0, 2, 4), "gemma3": (0, 1, 3, 4)}
 
 
 def _ids(seed: int) -> list[int]:
@@ -75,7 +70,7 @@ def _is_same_as_dense(got: tuple[list[int], torch.Tensor], wanted: tuple[list[in
 
 
 @pytest.mark.parametrize(("family", "attention"), CASES)
-def test_each_head_keeps_what_eager_weights_say_and_decodes_as_if_the_rest_were_masked(
+def test_each_head_keeps_what_eager_weights_say_and_decodes_as_with_the_rest_masked(
     family: str, attention: str
 ) -> None:
     model, eager = tiny_model(family, attention), tiny_model(family, "eager")

@@ -1,6 +1,5 @@
 """The online guard: it finds answers that reuse spoils, acts on them, and is in nobody's way."""
 
-import logging
 import subprocess
 import sys
 import threading
@@ -93,7 +92,7 @@ def ask_until_it_acts(engine: BlendEngine, guard: Guard, prompts: list[BlendProm
     raise AssertionError("the guard never acted")
 
 
-def test_it_raises_the_ratio_where_reuse_spoils_answers(
+def test_it_raises_ratios(
     reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt], caplog: pytest.LogCaptureFixture
 ) -> None:
     with guarded(reference, "raise") as (engine, guard):
@@ -131,7 +130,7 @@ def test_it_falls_back_to_full_prefill(reference: tuple[Any, Any], pronoun_promp
         assert engine.metrics.registry.get_sample_value("cacheblend_fallbacks_total") == 1
 
 
-def test_it_reports_once_and_says_nothing_of_prompts(
+def test_it_reports_once(
     reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt], caplog: pytest.LogCaptureFixture
 ) -> None:
     with guarded(reference, "report", limit=0.0, window=2) as (engine, guard):
@@ -277,9 +276,7 @@ def test_of_answers_drawn_at_random_the_first_token_is_compared(engine: BlendEng
     assert status.divergence is not None and 0 < status.divergence <= 1
 
 
-def test_a_comparison_that_fails_is_counted(
-    engine: BlendEngine, guard: Guard, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_comparison_is_counted(engine: BlendEngine, guard: Guard, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any) -> None:
         if threading.current_thread().name == THREAD:
             raise RuntimeError("secret words")
@@ -290,21 +287,6 @@ def test_a_comparison_that_fails_is_counted(
     assert guard.status().failed == 1
     assert "RuntimeError" in caplog.text and "secret" not in caplog.text
     assert engine.generate(prompt(1), 2).token_ids
-
-
-def test_every_engine_draws_alike() -> None:
-    def drawn() -> list[int]:
-        with tiny_engine() as engine:
-            guard, counts = engine.attach(Guard(0.4)), []
-            for number in range(12):
-                engine.generate(prompt(number), 1)
-                assert guard.wait(120)
-                counts.append(guard.status().sampled)
-            return counts
-
-    counts = drawn()
-    assert counts == drawn()
-    assert 0 < counts[-1] < 12
 
 
 def test_it_raises_up_to_full_prefill() -> None:
@@ -362,13 +344,3 @@ def test_a_token_that_is_ruled_out_leaves_the_divergence_finite() -> None:
     one, other = torch.zeros(4), torch.tensor([0.0, 0.0, 0.0, -torch.inf])
     assert 0 < distances(one, other)[0] < 10
     assert distances(other, one)[0] == pytest.approx(torch.tensor(4 / 3).log().item())
-
-
-def test_nothing_is_logged_at_info_for_a_comparison(
-    engine: BlendEngine, guard: Guard, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="cacheblend_rag"):
-        engine.generate(prompt(), 2)
-        assert guard.wait(120)
-    assert sum(hasattr(record, "blend") for record in caplog.records) == 1
-    assert engine.metrics.registry.get_sample_value("cacheblend_ttft_seconds_count") == 1

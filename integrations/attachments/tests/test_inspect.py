@@ -28,9 +28,7 @@ def data_of(file: Path) -> dict[str, Any]:
     return data
 
 
-def test_inspect_writes_a_page_where_it_was_called(
-    run: Command, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_written_in_place(run: Command, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--store", store, "--top-k", "3", "--max-new-tokens", "5"]
     said = run("inspect", "Where was Mara born?", *options).stdout
@@ -54,9 +52,7 @@ def test_inspect_shows_full_prefill_and_attention_where_asked(run: Command, stor
     assert all(chunk["attention"] is not None for view in views for chunk in view["chunks"])
 
 
-def test_a_page_that_cannot_be_written_is_said_before_the_model_works(
-    run: Command, store: Path, tmp_path: Path
-) -> None:
+def test_a_page_that_cannot_be_written_is_said_at_once(run: Command, store: Path, tmp_path: Path) -> None:
     missing = tmp_path / "nowhere" / "page.html"
     assert "does not exist" in run("inspect", "Where?", "--store", store, "--html", missing, code=2).stderr
     assert run("inspect", "  ", "--store", store, code=2).stderr

@@ -18,9 +18,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from tests.families import tiny_model, tiny_tokenizer, words
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 
 SIZES = {"laptop": (1280, 800), "desk": (1440, 900), "phone": (390, 844)}
@@ -233,26 +231,6 @@ def test_the_policy_stops_what_gets_in_all_the_same(browser: Any, file: Path, li
     assert seen.page.title() == "cacheblend-rag inspector"
     assert asked == []
     assert any("Content Security Policy" in line for line in seen.said)
-    seen.page.close()
-
-
-def test_2500_tokens_are_drawn_in_a_page_of_less_than_two_megabytes(
-    browser: Any, engine: BlendEngine, tmp_path: Path
-) -> None:
-    chunks = [Chunk(words(240, seed), f"long-{seed}") for seed in range(10)]
-    engine.add(chunks)
-    prompt = BlendPrompt(words(29, 50), chunks, words(70, 51))
-    reports = [
-        engine.generate(prompt, 40, blend=blend, eos_token_id=None).report
-        for blend in (BlendConfig(), BlendConfig(enabled=False))
-    ]
-    path = tmp_path / "long.html"
-    path.write_text(inspector_page(engine, *reports), encoding="utf-8")
-    seen = opened(browser, path)
-    # Drawn, not only read.
-    seen.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert seen.page.locator(".t").count() == 2500
-    assert path.stat().st_size < 2_000_000
     seen.page.close()
 
 

@@ -22,9 +22,7 @@ from integrations.langchain.tests.asking import Reports
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 
 STYLE = replace(NOTES, people=(4, 4))
-PROMPT = ChatPromptTemplate.from_template(
-    "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
-)
+PROMPT = ChatPromptTemplate.from_template("Answer from the context only.\n\n{context}\n\nQuestion: {question}")
 RETRIEVED = 10
 
 

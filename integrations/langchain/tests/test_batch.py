@@ -20,7 +20,6 @@ from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import PromptTooLongError
 from integrations.langchain.tests.asking import KINDS, Kind, text_of
 from langchain_cacheblend import BlendLLM, ChatBlend
-from langchain_cacheblend.batch import Meeting
 
 TOKENS = 6
 QUESTIONS = ["Who?", "Where is it?", "What is the goat called, and where does it live?", "And then?", "Why?"]
@@ -60,9 +59,7 @@ def calls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @KINDS
-def test_a_batch_is_asked_once_and_answered_as_one_by_one(
-    kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]
-) -> None:
+def test_a_batch_is_answered_as_one_by_one(kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
     calls.sizes.clear()
@@ -91,17 +88,6 @@ def test_generate_of_many_prompts_is_asked_once(engine: BlendEngine, calls: Call
         assert {generations[0].generation_info["blend"]["batch_size"] for generations in each.generations} == {5}
 
 
-@KINDS
-@pytest.mark.parametrize("stop", [["e"], ["a", "t"]])
-def test_stop_strings_count_for_each_answer(
-    kind: Kind, engine: BlendEngine, prompts: list[str], stop: list[str]
-) -> None:
-    llm = kind(engine=engine, max_tokens=40)
-    wanted = [text_of(llm.invoke(prompt, stop=stop)) for prompt in prompts]
-    assert [text_of(answer) for answer in llm.batch(prompts, stop=stop)] == wanted
-    assert [text_of(answer) for answer in asyncio.run(llm.abatch(prompts, stop=stop))] == wanted
-
-
 class Runs(BaseCallbackHandler):
     """Notes the runs it is told of."""
 
@@ -125,16 +111,14 @@ class Runs(BaseCallbackHandler):
 
 @KINDS
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_each_input_is_a_run_with_its_own_config_and_error(
+def test_each_input_is_a_run_of_its_own(
     kind: Kind, asynchronous: bool, engine: BlendEngine, calls: Calls, prompts: list[str]
 ) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
     calls.sizes.clear()
     handler, ids = Runs(), [uuid.uuid4() for _ in prompts]
-    configs: list[Any] = [
-        {"callbacks": [handler], "run_id": id, "tags": [f"input {number}"]} for number, id in enumerate(ids)
-    ]
+    configs = [{"callbacks": [handler], "run_id": id, "tags": [f"input {number}"]} for number, id in enumerate(ids)]
     inputs = [*prompts[:2], "far too long " * 2000, *prompts[3:]]
 
     def answer(**options: Any) -> list[Any]:
@@ -155,13 +139,8 @@ def test_each_input_is_a_run_with_its_own_config_and_error(
 
 @KINDS
 @pytest.mark.parametrize(("limit", "sizes"), [(2, [2, 2, 1]), (1, [1] * 5), (9, [5])])
-def test_no_more_runs_at_once_than_asked(
-    kind: Kind,
-    limit: int,
-    sizes: list[int],
-    engine: BlendEngine,
-    calls: Calls,
-    prompts: list[str],
+def test_as_many_at_once(
+    kind: Kind, limit: int, sizes: list[int], engine: BlendEngine, calls: Calls, prompts: list[str]
 ) -> None:
     llm = kind(engine=engine, max_tokens=2)
     llm.batch(prompts, {"max_concurrency": limit})
@@ -172,9 +151,7 @@ def test_no_more_runs_at_once_than_asked(
 
 
 @KINDS
-def test_what_a_cache_answers_is_not_waited_for(
-    kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]
-) -> None:
+def test_what_a_cache_has_is_not_waited_for(kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS, cache=InMemoryCache())
     first = [text_of(answer) for answer in llm.batch(prompts[:3])]
     again = [text_of(answer) for answer in llm.batch(prompts)]
@@ -201,9 +178,7 @@ class AsksToo(BaseCallbackHandler):
 
 
 @KINDS
-def test_a_model_that_is_asked_inside_a_run_does_not_take_its_place(
-    kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]
-) -> None:
+def test_a_model_may_be_asked_inside_a_run(kind: Kind, engine: BlendEngine, calls: Calls, prompts: list[str]) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
     other = text_of(llm.invoke("Something else?", max_tokens=2))
@@ -244,7 +219,7 @@ def test_a_cancelled_batch_frees_the_engine(kind: Kind, engine: BlendEngine, pro
     assert len(slow.steps) < 1000
 
 
-def test_an_error_of_the_engine_reaches_every_run(
+def test_an_engines_error_reaches_all_runs(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, prompts: list[str]
 ) -> None:
     llm = BlendLLM(engine=engine)
@@ -277,7 +252,7 @@ TOO_LONG = "word " * 3000
 @pytest.mark.timeout(120, method="thread")
 @KINDS
 @pytest.mark.parametrize("chained", [False, True])
-def test_a_run_that_fails_does_not_leave_others_waiting_for_runs_that_are_cancelled(
+def test_a_run_that_fails_leaves_no_other_waiting(
     kind: Kind, chained: bool, engine: BlendEngine, prompts: list[str]
 ) -> None:
     llm: Any = kind(engine=engine, max_tokens=TOKENS)
@@ -344,61 +319,3 @@ def test_an_interrupted_batch_is_not_answered_to_its_end(engine: BlendEngine, pr
         llm.batch(prompts, {"callbacks": [runs]}, return_exceptions=True)
     assert interrupts.steps < 1000
     assert (len(runs.ended), len(runs.failed)) == (0, len(prompts))
-
-
-# The meetings themselves
-
-
-@pytest.mark.parametrize("at_once", [1, 3, 8])
-def test_threads_meet_and_those_who_leave_are_not_waited_for(at_once: int) -> None:
-    rounds: list[int] = []
-
-    def answer(asks: list[int], unwanted: threading.Event) -> list[int]:
-        rounds.append(len(asks))
-        return [2 * ask for ask in asks]
-
-    meeting: Meeting[int, int] = Meeting(answer, 8, at_once)
-    replies: dict[int, int] = {}
-    work = iter(range(8))
-    lock = threading.Lock()
-
-    def worker() -> None:
-        while True:
-            with lock:
-                number = next(work, None)
-            if number is None:
-                return
-            if number % 4:
-                replies[number] = meeting.ask(number).result()
-            meeting.leave()
-
-    threads = [threading.Thread(target=worker) for _ in range(at_once)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert replies == {number: 2 * number for number in range(8) if number % 4}
-    assert sum(rounds) == 6 and max(rounds) <= at_once
-
-
-async def test_a_task_that_is_cancelled_while_it_waits_holds_nobody_up() -> None:
-    asked: list[list[str]] = []
-
-    def answer(asks: list[str], unwanted: threading.Event) -> list[str]:
-        asked.append(asks)
-        return [ask.upper() for ask in asks]
-
-    meeting: Meeting[str, str] = Meeting(answer, 3, 3)
-
-    async def take_part(ask: str) -> str:
-        try:
-            return await asyncio.wrap_future(meeting.ask(ask))
-        finally:
-            meeting.leave()
-
-    tasks = [asyncio.create_task(take_part(ask)) for ask in ("a", "b")]
-    await asyncio.sleep(0)
-    tasks[0].cancel()
-    third = asyncio.create_task(take_part("c"))
-    assert await asyncio.gather(tasks[1], third) == ["B", "C"]
-    assert asked == [["b", "c"]]

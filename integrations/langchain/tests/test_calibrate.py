@@ -20,7 +20,7 @@ ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "target": 0.3, "max_new_tokens": 
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, pytest.param(BlendLLM, marks=pytest.mark.full)])
-def test_it_finds_what_the_prompts_themselves_show(
+def test_it_finds_what_prompts_show(
     engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str], kind: Any
 ) -> None:
     store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)

@@ -19,12 +19,11 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableConfig, RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore
-from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
 from integrations.langchain.tests.asking import EXACT, TOOL_TEMPLATE, Reports, chunk_ids, own_answer
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, create_blend_documents_chain
@@ -36,9 +35,7 @@ QUESTION = "Where does the goat live?"
 
 @pytest.fixture
 def store(engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str]) -> Iterator[BlendVectorStore]:
-    chroma = Chroma(
-        collection_name=f"test-{uuid.uuid4().hex}", embedding_function=embedding, client=chromadb.EphemeralClient()
-    )
+    chroma = Chroma(collection_name=uuid.uuid4().hex, embedding_function=embedding, client=chromadb.EphemeralClient())
     store = BlendVectorStore(chroma, engine=engine)
     store.add_documents([Document(text, metadata={"name": name}) for name, text in chunks.items()])
     yield store
@@ -132,12 +129,7 @@ def test_documents_are_blended_and_at_ratio_one_the_answer_is_the_models_own(
 def test_documents_that_are_not_stored_come_to_be_stored(store: BlendVectorStore) -> None:
     llm = ChatBlend(engine=store.engine, max_tokens=2)
     chain = create_blend_documents_chain(llm, PROMPTS["chat"])
-    documents = [
-        Document("One.", id="one"),
-        Document("Two texts of no name."),
-        Document(""),
-        Document("One.", id="one"),
-    ]
+    documents = [Document("One.", id="one"), Document("Two texts, no name."), Document(""), Document("One.", id="one")]
     reports = Reports()
     for _ in range(2):
         chain.invoke({"context": documents, "input": QUESTION}, {"callbacks": [reports]})
@@ -185,42 +177,7 @@ def test_a_template_that_knows_documents_shows_them_in_its_own_place(store: Blen
 # LangGraph
 
 
-def test_a_graph_that_retrieves_and_answers_over_two_turns(store: BlendVectorStore) -> None:
-    llm = ChatBlend(engine=store.engine, max_tokens=TOKENS, blend_config=EXACT)
-    reports = Reports()
-    retrieve = create_retriever_tool(
-        store.as_retriever(search_kwargs={"k": 3}), "search", "Looks it up.", response_format="content_and_artifact"
-    )
-
-    class State(MessagesState):
-        documents: list[Document]
-
-    def find(state: State) -> dict[str, Any]:
-        query = state["messages"][-1].text
-        found = retrieve.invoke({"type": "tool_call", "name": "search", "args": {"query": query}, "id": "1"})
-        return {"documents": found.artifact}
-
-    def answer(state: State, config: RunnableConfig) -> dict[str, Any]:
-        return {"messages": [llm.invoke(state["messages"], config, documents=state["documents"])]}
-
-    graph = StateGraph(State)
-    graph.add_sequence([find, answer])
-    graph.add_edge(START, "find")
-    compiled = graph.compile(checkpointer=InMemorySaver())
-    config: RunnableConfig = {"configurable": {"thread_id": "1"}, "callbacks": [reports]}
-    for turn, question in enumerate((QUESTION, "And who lives in Oslo?"), 1):
-        state = compiled.invoke({"messages": [HumanMessage(question)]}, config)
-        assert len(state["messages"]) == 2 * turn
-        asked = llm.blend_prompt(state["messages"][:-1], documents=state["documents"])
-        assert state["messages"][-1].text == own_answer(store.engine, asked, TOKENS)
-        unblended = llm.invoke(
-            state["messages"][:-1], documents=state["documents"], blend_config=BlendConfig(enabled=False)
-        )
-        assert state["messages"][-1].text == unblended.text
-    assert reports.hits == [3, 3]
-
-
-async def test_a_graph_whose_model_calls_the_retrieval_tool(
+async def test_a_model_calls_retrieval(
     tiny: Any, tokenizer: Any, embedding: Embeddings, chunks: dict[str, str]
 ) -> None:
     shows = copy.deepcopy(tokenizer)

@@ -28,7 +28,7 @@ EXAMPLE = ROOT / "examples" / "langchain_chain.py"
 WEIGHTS = Path(reference.__file__).parent / "weights"
 
 
-def test_the_example_runs_and_every_chunk_hits(
+def test_the_example_hits_all(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def test_the_example_runs_and_every_chunk_hits(
     assert all(hit == total for hit, total in hits)
 
 
-def test_the_conversation_runs_and_every_chunk_hits_in_every_turn(
+def test_the_conversation_hits_all(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -84,9 +84,7 @@ def test_the_page_defines_what_the_tutorials_chain_takes() -> None:
     assert all(f'"{source.replace("_", "-")}>=' in extra[1] for source in sources - {"langchain_core"})
 
 
-def test_the_tutorials_chain_is_blended_by_the_lines_that_the_pages_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tutorials_chain_is_blended_by_the_pages_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where the program keeps KV.
     monkeypatch.chdir(tmp_path)
     was, now = programs(ROOT / "integrations" / "langchain" / "README.md")

@@ -65,9 +65,7 @@ def test_variables_are_text_and_never_markup() -> None:
 def test_retrieved_documents_are_modules_whose_kv_is_there(kind: Kind, store: BlendVectorStore) -> None:
     llm = kind(engine=store.engine, max_tokens=6, blend_config=REUSE, temperature=0)
     template = PMLPromptTemplate.from_markup(SCHEMA, MARKUP, documents="notes", separator="\n")
-    chain = (
-        RunnablePassthrough.assign(notes=lambda asked: store.similarity_search(asked["question"], k=3)) | template | llm
-    )
+    chain = RunnablePassthrough.assign(notes=lambda a: store.similarity_search(a["question"], k=3)) | template | llm
     asked = {"question": "Where does the goat live?", "count": "five"}
     first, second = chain.invoke(asked), chain.invoke(asked)
     if kind is ChatBlend:
@@ -103,7 +101,7 @@ def test_stream_and_async_answer_as_invoke_does(store: BlendVectorStore, chunks:
         assert "".join(each if isinstance(each, str) else each.content for each in streamed) == text
 
 
-def test_parts_are_not_looked_for_in_plain_prompts(
+def test_parts_are_no_plain_chunks(
     store: BlendVectorStore, chunks: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = ChatBlend(engine=store.engine).blend_prompt(f"Write plainly.\n{next(iter(chunks.values()))}\nWho?")

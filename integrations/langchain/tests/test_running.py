@@ -40,7 +40,7 @@ class Counting(InMemoryCache):
 
 
 @KINDS
-async def test_a_cached_answer_is_taken_for_the_same_question_only(
+async def test_a_cached_answer_is_reused(
     kind: Kind, engine: BlendEngine, tiny: LlamaForCausalLM, tokenizer: Any
 ) -> None:
     cache = Counting()
@@ -152,9 +152,7 @@ LOAD_IS_BETA = pytest.mark.filterwarnings("ignore:The function `load` is in beta
 
 @LOAD_IS_BETA
 @KINDS
-def test_a_model_with_a_name_can_be_written_down(
-    kind: Kind, tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_named_model_is_written_down(kind: Kind, tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Path) -> None:
     tiny.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     blend = BlendConfig(recompute_ratio=0.4)

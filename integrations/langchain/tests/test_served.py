@@ -78,9 +78,7 @@ def test_a_model_of_a_server_can_be_written_down(address: str) -> None:
     assert again.invoke(QUESTION).content == llm.invoke(QUESTION).content
 
 
-def test_a_server_and_an_engine_are_not_given_together(
-    engine: BlendEngine, address: str, embedding: Embeddings
-) -> None:
+def test_server_and_engine_exclude_each_other(engine: BlendEngine, address: str, embedding: Embeddings) -> None:
     with pytest.raises(ConfigError, match="engine and server"):
         ChatBlend(engine=engine, server=address)
     with pytest.raises(ConfigError, match="engine and server"):

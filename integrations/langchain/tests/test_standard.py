@@ -53,9 +53,7 @@ def brief(engine: BlendEngine, request: pytest.FixtureRequest) -> dict[str, Any]
     name = request.node.originalname
     if not any(word in name for word in ("tool", "structured", "json", "agent", "few_shot")):
         return {"engine": engine, "max_tokens": 12}
-    ends = {
-        tuple(engine.tokenizer(sign, add_special_tokens=False)["input_ids"]): 50.0 for sign in ('"', "}", ", ", "\n")
-    }
+    ends = {tuple(engine.tokenizer(end, add_special_tokens=False)["input_ids"]): 50.0 for end in ('"', "}", ", ", "\n")}
     return {"engine": engine, "max_tokens": 80, "generation_kwargs": {"sequence_bias": ends}}
 
 

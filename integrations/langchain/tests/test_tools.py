@@ -102,9 +102,7 @@ def test_without_having_to_the_answer_is_text(tool_engine: BlendEngine) -> None:
     assert "".join(piece.text for piece in bound.stream("Rain?")) == answer.content
 
 
-def test_what_a_retrievers_tool_found_is_blended(
-    tool_engine: BlendEngine, embedding: Any, chunks: dict[str, str]
-) -> None:
+def test_what_a_tool_retrieved_is_blended(tool_engine: BlendEngine, embedding: Any, chunks: dict[str, str]) -> None:
     from langchain_core.vectorstores import InMemoryVectorStore
 
     store = BlendVectorStore(InMemoryVectorStore(embedding), engine=tool_engine)

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import chromadb
@@ -25,7 +25,10 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from llama_index_cacheblend import BlendLLM
+from llama_index_cacheblend.nodes import node_chunks
 from tests.limits import one_thread as one_thread
+
+MakeLLM = Callable[..., BlendLLM]
 
 # At 1 the engine prefills as a whole. This rounds to every row of these short chunks, so that an answer is exact and blended.
 EVERY_ROW = 0.999
@@ -96,7 +99,7 @@ def model(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def make_llm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., BlendLLM]]:
+def make_llm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeLLM]:
     engines: list[BlendEngine] = []
 
     def make(recompute_ratio: float = EVERY_ROW, model: Any = model, store: Any = None, **options: Any) -> BlendLLM:
@@ -110,8 +113,22 @@ def make_llm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Ite
 
 
 @pytest.fixture
-def llm(make_llm: Callable[..., BlendLLM]) -> BlendLLM:
+def llm(make_llm: MakeLLM) -> BlendLLM:
     return make_llm()
+
+
+def own_answer(llm: BlendLLM, ids: Sequence[int]) -> list[int]:
+    """The model's own generate, which knows nothing of us."""
+    prompt = torch.tensor([list(ids)])
+    with torch.no_grad():
+        output = llm.engine.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=llm.max_new_tokens, do_sample=False
+        )
+    return output[0, len(ids) :].tolist()
+
+
+def add(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    llm.engine.add(node_chunks(each.node for each in nodes))
 
 
 @pytest.fixture(autouse=True)
@@ -158,10 +175,7 @@ def embedding() -> WordEmbedding:
 
 @pytest.fixture
 def nodes() -> list[NodeWithScore]:
-    return [
-        NodeWithScore(node=TextNode(id_=f"n{number}", text=text), score=1.0 - number / 10)
-        for number, text in enumerate(FACTS)
-    ]
+    return [NodeWithScore(node=TextNode(id_=f"n{n}", text=text), score=1 - n / 10) for n, text in enumerate(FACTS)]
 
 
 class EventLog(BaseEventHandler):

@@ -23,7 +23,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from cacheblend_attachments import SourceAttention
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from integrations.llama_index.tests.conftest import EventLog, WordEmbedding
+from integrations.llama_index.tests.conftest import EventLog, MakeLLM, WordEmbedding, own_answer
 from integrations.llama_index.tests.corpus import corpus
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
@@ -34,7 +34,6 @@ from llama_index_cacheblend import (
     install,
     uninstall,
 )
-from llama_index_cacheblend.chat import take_back
 
 ENGINES = {
     "context": (BlendContextChatEngine, ContextChatEngine),
@@ -42,8 +41,6 @@ ENGINES = {
 }
 TURNS = 3
 """Messages of one conversation, in the table."""
-
-MakeLLM = Callable[..., BlendLLM]
 
 
 async def _collect(response: StreamingAgentChatResponse) -> str:
@@ -88,28 +85,6 @@ def reference() -> Iterator[BlendLLM]:
     llm.engine.close()
 
 
-class OwnGenerate:
-    """The model's own answers, each computed once."""
-
-    def __init__(self, llm: BlendLLM) -> None:
-        self._llm = llm
-        self._known: dict[tuple[int, ...], list[int]] = {}
-
-    def __call__(self, prompt_ids: tuple[int, ...]) -> list[int]:
-        if prompt_ids not in self._known:
-            ids = torch.tensor([prompt_ids])
-            pad = self._llm.engine.tokenizer.pad_token_id
-            output = self._llm.engine.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=self._llm.max_new_tokens,
-                do_sample=False,
-                pad_token_id=pad,
-            )
-            self._known[prompt_ids] = output[0, ids.shape[1] :].tolist()
-        return self._known[prompt_ids]
-
-
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("size", ["tiny", pytest.param("reference", marks=pytest.mark.full)])
 def test_at_ratio_1_all_forms_say_what_generate_says_and_what_compact_mode_says(
@@ -126,7 +101,6 @@ def test_at_ratio_1_all_forms_say_what_generate_says_and_what_compact_mode_says(
     questions = questions if size == "reference" else questions[: 2 * TURNS]
     ours, theirs = ENGINES[kind]
     retriever = corpus_index.as_retriever(similarity_top_k=3)
-    own = OwnGenerate(llm)
     for ask in FORMS.values():
         chat, unblended = ours.from_defaults(retriever, llm=llm), theirs.from_defaults(retriever, llm=llm)
         for number, question in enumerate(questions):
@@ -138,7 +112,7 @@ def test_at_ratio_1_all_forms_say_what_generate_says_and_what_compact_mode_says(
             prompt = events.of(LLMChatStartEvent)[-1].additional_kwargs["blend_prompt"]
             raw = events.of(LLMChatEndEvent)[-1].response.raw
             prompt_ids = llm.engine.prompt_ids(prompt)
-            assert raw["token_ids"] == own(prompt_ids)
+            assert raw["token_ids"] == own_answer(llm, prompt_ids)
             assert raw["usage"] == {
                 "prompt_tokens": len(prompt_ids),
                 "completion_tokens": len(raw["token_ids"]),
@@ -189,22 +163,7 @@ def test_turns_reuse_what_was_computed_and_blend_the_rest(
     assert computed < question + reports[1]["output_tokens"] + 40
 
 
-def test_the_same_context_again_leaves_only_new_tokens_to_compute(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
-) -> None:
-    llm = make_llm(0.15)
-    # Everything, in one order.
-    chat = BlendContextChatEngine.from_defaults(_retriever(make_index(llm), 30), llm=llm)
-    question = _questions(1)[0]
-    first = chat.chat(question).metadata["blend"]
-    second = chat.chat(question).metadata["blend"]
-    # All that the model has read but for the last token of the answer, or less if its text is not written with the same tokens.
-    assert second["conversation_tokens"] >= first["prompt_tokens"]
-    assert second["recomputed_tokens"] == second["load_bytes"] == 0
-    assert {chunk["tier"] for chunk in second["chunks"]} == {"conversation"}
-
-
-def test_the_condensed_question_is_a_conversation_of_its_own(
+def test_the_condensed_question_has_its_own_conversation(
     make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex], events: EventLog
 ) -> None:
     llm = make_llm(1.0)
@@ -217,23 +176,6 @@ def test_the_condensed_question_is_a_conversation_of_its_own(
     assert chat._condensing.tokens > held
     chat.reset()
     assert chat._condensing.tokens == chat.conversation.tokens == 0
-
-
-def test_a_deleted_document_is_not_remembered(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex], embedding: WordEmbedding
-) -> None:
-    llm = make_llm(0.15)
-    index = make_index(llm)
-    chat = BlendContextChatEngine.from_defaults(_retriever(index), llm=llm)
-    response = chat.chat(_questions(1)[0])
-    whole = chat.conversation.tokens
-    node = response.source_nodes[1].node
-    index.delete_nodes([node.node_id])
-    layout_start = sum(len(llm.engine.tokenizer.encode(each.text)) for each in response.source_nodes[:1])
-    assert layout_start < chat.conversation.tokens < whole
-    again = chat.chat(_questions(1)[0])
-    assert node.node_id not in [each.node_id for each in again.source_nodes]
-    assert again.metadata["blend"]["conversation_tokens"] < whole
 
 
 def test_prompts_memory_and_postprocessors_are_llama_indexs(
@@ -387,17 +329,6 @@ def test_a_stream_that_fails_brings_nothing_back_from_the_archive(
     assert kept()[2][:-2] == everything
 
 
-def test_a_message_is_taken_back_from_an_empty_memory_or_one_that_ends_otherwise() -> None:
-    memory = Memory.from_defaults(token_limit=1000, tokenizer_fn=str.split)
-    take_back(memory, "Who?")
-    asked = ChatMessage("Who?", role=MessageRole.USER)
-    memory.put(asked)
-    take_back(memory, "Where?")
-    assert memory.get_all() == [asked]
-    take_back(memory, "Who?")
-    assert memory.get_all() == []
-
-
 def test_a_cancelled_chat_leaves_memory_and_engine_as_they_were(
     make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
 ) -> None:
@@ -430,7 +361,7 @@ def test_a_cancelled_chat_leaves_memory_and_engine_as_they_were(
     assert chat.chat(_questions(1)[0]).metadata["blend"]["output_tokens"] == 8
 
 
-def test_a_stream_that_is_not_read_or_closed_early_is_remembered_whole(
+def test_an_unread_or_closed_stream_is_remembered_whole(
     make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
 ) -> None:
     llm = make_llm(0.15)

@@ -31,7 +31,6 @@ from cacheblend_rag import BlendEngine, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
-from llama_index_cacheblend.nodes import Boundary
 
 NAMES = ["Mara", "Otto", "Lena", "Ada", "Ivo"]
 SPLITTER = SentenceSplitter(chunk_size=60, chunk_overlap=20)
@@ -94,7 +93,7 @@ def nodes_in(index: VectorStoreIndex) -> list[BaseNode]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_batches_of_nodes_are_pieces_of_the_same_documents(
+def test_batches(
     inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding, background: bool
 ) -> None:
     expected = at_once(make_engine(), some_documents())
@@ -113,9 +112,7 @@ def test_batches_of_nodes_are_pieces_of_the_same_documents(
     assert len(first) == len(NAMES)
 
 
-def test_nodes_come_in_any_order(
-    inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding
-) -> None:
+def test_nodes_in_any_order(inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding) -> None:
     documents = some_documents()[:2]
     expected = at_once(make_engine(), documents)
     engine = make_engine()
@@ -133,7 +130,7 @@ def test_nodes_come_in_any_order(
 
 
 @pytest.mark.parametrize("changed", ["front", "end"])
-def test_a_changed_document_is_read_again_and_no_other(
+def test_a_changed_document(
     inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding, changed: str
 ) -> None:
     new = f"Nobody was there. {text_of('Otto')}" if changed == "front" else f"{text_of('Otto')} Then he went home."
@@ -162,9 +159,7 @@ def test_a_changed_document_is_read_again_and_no_other(
 # Forks of asynchronous pipelines: from Python 3.12 on they are warned of in a process with threads, which is LlamaIndex's choice.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_pipelines_with_workers_and_a_docstore(
-    chroma: ChromaVectorStore, make_engine: MakeEngine, asynchronous: bool
-) -> None:
+async def test_pipelines_with_workers(chroma: ChromaVectorStore, make_engine: MakeEngine, asynchronous: bool) -> None:
     engine = make_engine()
     store = BlendVectorStore(chroma, engine=engine)
     # Neither needs what a process of its own would have to fetch.
@@ -176,10 +171,7 @@ async def test_pipelines_with_workers_and_a_docstore(
         docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
     )
     index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
-    texts = {
-        f"d{n}": "\n\n".join(f"# Day {number}\n\n{name} was at work." for number in range(6))
-        for n, name in enumerate(NAMES)
-    }
+    texts = {f"d{n}": "\n\n".join(f"# Day {day}\n\n{name} worked." for day in range(6)) for n, name in enumerate(NAMES)}
     changed = {name: text if name != "d3" else f"# Day none\n\n{text}" for name, text in texts.items() if name != "d0"}
     for now in (texts, changed):
         documents = [Document(text=text, id_=name) for name, text in now.items()]
@@ -191,7 +183,7 @@ async def test_pipelines_with_workers_and_a_docstore(
         assert engine._store.stats().entries == len(set(keys(engine, nodes_in(index)).values()))
 
 
-def test_an_index_that_was_there_already(
+def test_warming(
     inner: BasePydanticVectorStore, make_engine: MakeEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import llama_index_cacheblend.warm as warm
@@ -212,9 +204,7 @@ def test_an_index_that_was_there_already(
 
 
 @pytest.mark.parametrize("how", ["add", "add later", "warm"])
-def test_levels_of_a_hierarchy_and_parents_from_a_docstore(
-    chroma: ChromaVectorStore, llm: BlendLLM, embedding: WordEmbedding, how: str
-) -> None:
+def test_levels_of_a_hierarchy(chroma: ChromaVectorStore, llm: BlendLLM, embedding: WordEmbedding, how: str) -> None:
     parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[160, 80, 40], chunk_overlap=0)
     nodes = parser.get_nodes_from_documents([Document(text=text_of("Mara", 30), id_="d0")])
     leaves = get_leaf_nodes(nodes)
@@ -300,7 +290,7 @@ def test_no_traces_are_left_across_a_boundary(make_engine: MakeEngine, options: 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_filters_that_are_no_boundary_are_warned_of_once(
+async def test_other_filters_are_warned_of(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, asynchronous: bool
 ) -> None:
     async def asked(store: BlendVectorStore, *names: str) -> list[str]:
@@ -334,9 +324,7 @@ def test_options_that_mean_nothing(make_engine: MakeEngine) -> None:
 # What stands between chunks.
 
 
-def test_the_models_own_engine_joins_chunks_as_prompts_do(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_models_engine_joins_chunks_as_prompts(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def separator(config: EngineConfig | None = None) -> str:
         llm = BlendLLM(model, tokenizer=tokenizer, config=config)
         llm.engine.close()
@@ -370,7 +358,7 @@ def ask(llm: BlendLLM, index: VectorStoreIndex) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("window_alone", [False, True], ids=["node's own text", "window without metadata"])
-def test_it_is_said_once_and_the_line_that_is_said_mends_it(
+def test_the_line_that_is_said_mends_it(
     llm: BlendLLM, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture, window_alone: bool
 ) -> None:
     def window(node: BaseNode) -> str:
@@ -399,7 +387,7 @@ def test_it_is_said_once_and_the_line_that_is_said_mends_it(
 
 
 @pytest.mark.parametrize("text_of", [POSTPROCESSOR, lambda node: f"title: People\n\n{node.metadata['window']}"])
-def test_windows_are_stored_as_their_postprocessor_shows_them(
+def test_windows_as_shown(
     llm: BlendLLM, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture, text_of: Any
 ) -> None:
     store = BlendVectorStore(SimpleVectorStore(stores_text=True), engine=llm.engine, text_of=text_of)
@@ -417,11 +405,3 @@ def test_what_shows_no_text_of_a_node_is_said(llm: BlendLLM, caplog: pytest.LogC
     store = BlendVectorStore(inner, engine=llm.engine, text_of=SimilarityPostprocessor(similarity_cutoff=0.5))
     store.add([TextNode(text=FACTS[0], id_="n0", embedding=[1.0])])
     assert "SimilarityPostprocessor raised ConfigError" in caplog.text and llm.engine.ids() == []
-
-
-def test_a_filter_is_warned_of_once_by_several_threads(caplog: pytest.LogCaptureFixture) -> None:
-    filters = MetadataFilters(filters=[MetadataFilter(key=f"k{n}", value="x") for n in range(200)])
-    boundary = Boundary()
-    with caplog.at_level(logging.WARNING, logger="llama_index_cacheblend"), ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: boundary.watch(filters), range(8)))
-    assert len(caplog.records) == 200

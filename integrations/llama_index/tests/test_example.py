@@ -106,10 +106,7 @@ def test_the_starter_script_of_the_readme(
 
 def test_the_ingestion_encodes_what_is_new_and_deletes_what_is_old(run: Callable[[str], str]) -> None:
     out = run("llama_index_ingestion.py")
-    runs = [
-        tuple(map(int, each))
-        for each in re.findall(r": (\d+) chunks are new, (\d+) are in the store, (\d+) have KV", out)
-    ]
+    runs = [tuple(map(int, each)) for each in re.findall(r": (\d+) chunks are new, (\d+) .* store, (\d+) have KV", out)]
     assert len(runs) == 4
     assert all(there == known for _, there, known in runs)
     (first, all_of_them, _), (again, *_), (changed, _, _), (less, left, _) = runs

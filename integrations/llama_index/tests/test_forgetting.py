@@ -1,6 +1,5 @@
 """What was made of a document goes with it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import chromadb
@@ -14,10 +13,8 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from cacheblend_rag import BlendPrompt, Chunk
-from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
+from integrations.llama_index.tests.conftest import FACTS, MakeLLM, WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
-
-MakeLLM = Callable[..., BlendLLM]
 
 
 def some_nodes(embedding: WordEmbedding, document: str, names: str) -> list[TextNode]:
@@ -39,7 +36,7 @@ def wrapped(llm: BlendLLM, folder: Path, name: str = "nodes") -> BlendVectorStor
     )
 
 
-def test_parents_that_prompts_brought_go_with_their_document(
+def test_parents_of_prompts_go_with_a_document(
     llm: BlendLLM, chroma: ChromaVectorStore, embedding: WordEmbedding
 ) -> None:
     parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[96, 32], chunk_overlap=0)
@@ -77,9 +74,7 @@ def test_windows_go_with_their_document(llm: BlendLLM, chroma: ChromaVectorStore
     assert llm.engine.store.stats().ram_bytes == 0
 
 
-def test_what_another_collection_has_of_a_document_stays(
-    llm: BlendLLM, tmp_path: Path, embedding: WordEmbedding
-) -> None:
+def test_what_another_collection_has_stays(llm: BlendLLM, tmp_path: Path, embedding: WordEmbedding) -> None:
     one, other = wrapped(llm, tmp_path, "one"), wrapped(llm, tmp_path, "other")
     one.add(some_nodes(embedding, "d", "a"))
     other.add(some_nodes(embedding, "d", "b"))
@@ -93,7 +88,7 @@ def test_what_another_collection_has_of_a_document_stays(
 
 
 @pytest.mark.parametrize("when", ["asking", "adding"])
-def test_what_was_deleted_behind_the_store_is_noticed(
+def test_deletions_elsewhere_are_noticed(
     make_llm: MakeLLM, tmp_path: Path, embedding: WordEmbedding, when: str
 ) -> None:
     llm = make_llm(store=tmp_path / "kv")

@@ -1,6 +1,5 @@
 """What stands before the context is kept where it is certain that the template alone writes it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.schema import NodeWithScore
 
 from cacheblend_rag import Chunk, FixedText
+from integrations.llama_index.tests.conftest import MakeLLM, add
 from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendSynthesizer
 from llama_index_cacheblend.context import make_context_prompt
-from llama_index_cacheblend.nodes import node_chunks
 
-MakeLLM = Callable[..., BlendLLM]
 QUESTION = "Where was Mara Lindell born?"
 CHUNK = Chunk("Mara Lindell was born in Tarn.")
 SYSTEM, USER, ASSISTANT = MessageRole.SYSTEM, MessageRole.USER, MessageRole.ASSISTANT
@@ -77,7 +75,7 @@ def test_what_may_be_anybodys_is_not(make_llm: MakeLLM, name: str, chat: bool) -
     values=st.tuples(*[st.sampled_from(["", "Mara", "Some facts. ", "{context_str}"])] * 2),
 )
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_value_of_a_variable_is_ever_fixed(make_llm: MakeLLM, parts: list[str], values: tuple[str, str]) -> None:
+def test_no_variables_value_is_fixed(make_llm: MakeLLM, parts: list[str], values: tuple[str, str]) -> None:
     llm = _text_model(make_llm)
     template = PromptTemplate("".join(parts) + "{context_str}\nQ: {query_str} {name}")
     head = head_of(llm, template, query_str=values[0], name=values[1])
@@ -95,7 +93,7 @@ def _text_model(make_llm: MakeLLM) -> BlendLLM:
 
 def test_a_synthesizer_keeps_the_head(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
     llm = make_llm()
-    llm.engine.add(node_chunks(each.node for each in nodes))
+    add(llm, nodes)
     synthesizer = BlendSynthesizer(llm=llm)
     reports = [synthesizer.synthesize(QUESTION, nodes).metadata["blend"] for _ in range(2)]
     assert reports[0]["head_tokens"] == 0
@@ -107,11 +105,9 @@ def test_a_synthesizer_keeps_the_head(make_llm: MakeLLM, nodes: list[NodeWithSco
 
 def test_no_turn_of_a_chat_is_declared_fixed(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
     llm = make_llm()
-    llm.engine.add(node_chunks(each.node for each in nodes))
+    add(llm, nodes)
     index = SummaryIndex([each.node for each in nodes])
-    chat = BlendContextChatEngine.from_defaults(
-        retriever=index.as_retriever(), llm=llm, system_prompt="Be kind to Mara."
-    )
+    chat = BlendContextChatEngine.from_defaults(retriever=index.as_retriever(), llm=llm, system_prompt="Be kind.")
     for _ in range(2):
         chat.chat(QUESTION)
     assert llm.engine.heads() == []

@@ -3,7 +3,6 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +17,38 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedTokeniz
 
 from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
+from integrations.llama_index.tests.conftest import MakeLLM, own_answer
 from llama_index_cacheblend import BlendLLM
 from llama_index_cacheblend.messages import render_messages
 
-MakeLLM = Callable[..., BlendLLM]
 MESSAGES = [
     ChatMessage(role=MessageRole.SYSTEM, content="Be brief."),
     ChatMessage(role=MessageRole.USER, content="Where was Mara born?"),
 ]
 
 
-def greedy(model: LlamaForCausalLM, ids: list[int], length: int) -> list[int]:
-    with torch.no_grad():
-        out = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=length, do_sample=False
-        )
-    return out[0, len(ids) :].tolist()
-
-
 def test_metadata(llm: BlendLLM, make_llm: MakeLLM) -> None:
-    assert llm.metadata.context_window == 1024
-    assert llm.metadata.num_output == 12
-    assert llm.metadata.is_chat_model
-    assert llm.metadata.model_name == "LlamaForCausalLM"
-    assert llm.class_name() == "BlendLLM"
+    assert (llm.metadata.context_window, llm.metadata.num_output) == (1024, 12)
+    assert (llm.metadata.is_chat_model, llm.metadata.model_name) == (True, "LlamaForCausalLM")
     assert llm.to_payload()["class_name"] == llm.to_dict()["class_name"] == "BlendLLM"
     assert make_llm(model_name="tiny").to_payload()["model_name"] == "tiny"
     assert "engine" not in {**BlendLLM.model_json_schema()["properties"], **llm.to_dict()}
 
 
-def test_complete_is_the_models_own_generate(
-    llm: BlendLLM, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_complete_is_the_models_own_generate(llm: BlendLLM, tokenizer: PreTrainedTokenizerFast) -> None:
     ids = [tokenizer.bos_token_id, *tokenizer("Mara was born in", add_special_tokens=False)["input_ids"]]
     response = llm.complete("Mara was born in")
-    assert response.raw["token_ids"] == greedy(model, ids, 12)
+    assert response.raw["token_ids"] == own_answer(llm, ids)
     assert response.text == tokenizer.decode(response.raw["token_ids"], skip_special_tokens=True)
     assert response.raw["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 12, "total_tokens": len(ids) + 12}
 
 
-def test_chat_has_exactly_one_bos(llm: BlendLLM, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chat_has_exactly_one_bos(llm: BlendLLM, tokenizer: PreTrainedTokenizerFast) -> None:
     plain = [{"role": m.role.value, "content": m.content} for m in MESSAGES]
     ids = tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
     assert ids.count(tokenizer.bos_token_id) == 1
     response = llm.chat(MESSAGES)
-    assert response.raw["token_ids"] == greedy(model, ids, 12)
+    assert response.raw["token_ids"] == own_answer(llm, ids)
     assert response.raw["usage"]["prompt_tokens"] == len(ids)
     assert response.message.role == MessageRole.ASSISTANT
 
@@ -97,15 +83,6 @@ def test_stop_strings_end_the_answer_and_are_not_in_it(make_llm: MakeLLM) -> Non
     assert response.raw["usage"]["completion_tokens"] < 30
     assert "".join(piece.delta for piece in llm.stream_complete("Mara was born in", stop=[stop])) == cut
     assert make_llm(max_new_tokens=30, stop=stop).complete("Mara was born in").text == cut
-
-
-def test_the_end_of_the_prompt_is_no_part_of_a_stop_string(make_llm: MakeLLM) -> None:
-    llm = make_llm(max_new_tokens=30)
-    prompt = "Mara was born in"
-    text = llm.complete(prompt).text
-    stop = prompt[-2:] + text[:2]
-    assert stop not in text
-    assert llm.complete(prompt, stop=[stop]).text == text
 
 
 def test_options_of_a_call_win(make_llm: MakeLLM) -> None:
@@ -209,7 +186,7 @@ def test_a_model_is_shared_and_never_copied(llm: BlendLLM) -> None:
     assert (llm.stop, llm.temperature) == (["."], 0.0)
 
 
-def test_loading_options_are_passed_on(
+def test_loading_options(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, llm: BlendLLM, tmp_path: Path
 ) -> None:
     model.save_pretrained(tmp_path)
@@ -272,9 +249,7 @@ def test_templates_without_system_messages_get_them_elsewhere(tokenizer: PreTrai
         render_messages(picky, two)
 
 
-def test_without_a_chat_template_llama_index_sends_text(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_without_a_chat_template_text_is_sent(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     llm = BlendLLM(model, tokenizer=plain, max_new_tokens=4, system_prompt="Be brief.")

@@ -63,9 +63,7 @@ def test_predict_fills_in_text_that_is_never_markup(llm: BlendLLM) -> None:
     assert asyncio.run(llm.apredict(made, **values)) == answer
 
 
-def test_a_query_engine_puts_its_nodes_into_the_place_of_a_module(
-    llm: BlendLLM, chroma: ChromaVectorStore, embedding: object
-) -> None:
+def test_nodes_stand_in_the_place_of_a_module(llm: BlendLLM, chroma: ChromaVectorStore, embedding: object) -> None:
     llama_index_cacheblend.install()
     store = BlendVectorStore(chroma, engine=llm.engine)
     index = VectorStoreIndex(

@@ -1,12 +1,9 @@
-"""Query engines over 200 nodes: each form of call says what the model says, and calls do not disturb each other."""
+"""Query engines over 200 nodes: each form of call says what the model says."""
 
-import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
@@ -17,7 +14,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from cacheblend_lab.reference import load_model, load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from integrations.llama_index.tests.conftest import EVERY_ROW, EventLog, WordEmbedding
+from integrations.llama_index.tests.conftest import EVERY_ROW, EventLog, MakeLLM, WordEmbedding, own_answer
 from integrations.llama_index.tests.corpus import corpus
 from llama_index_cacheblend import BlendLLM, BlendVectorStore, install
 
@@ -41,18 +38,6 @@ def reference() -> Iterator[BlendLLM]:
 @pytest.fixture(scope="module")
 def reference_index(reference: BlendLLM, embedding: WordEmbedding) -> VectorStoreIndex:
     return blended_index(reference, embedding)
-
-
-def own_answer(llm: BlendLLM, ids: list[int]) -> list[int]:
-    """The model's own generate, which knows nothing of us."""
-    with torch.no_grad():
-        output = llm.engine.model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids)),
-            max_new_tokens=llm.max_new_tokens,
-            do_sample=False,
-        )
-    return output[0, len(ids) :].tolist()
 
 
 async def ask(engine: Any, question: str, form: str) -> tuple[str, Any]:
@@ -117,9 +102,7 @@ class Reversed(BaseNodePostprocessor):
         return nodes[::-1]
 
 
-def test_postprocessors_reorder_and_replace_what_is_read(
-    make_llm: Callable[..., BlendLLM], embedding: WordEmbedding, events: EventLog
-) -> None:
+def test_postprocessors_reorder_and_replace(make_llm: MakeLLM, embedding: WordEmbedding, events: EventLog) -> None:
     install()
     llm = make_llm()
     index = blended_index(llm, embedding)
@@ -128,12 +111,10 @@ def test_postprocessors_reorder_and_replace_what_is_read(
     in_order = index.as_query_engine(response_mode="blend", **options).query(question)
     # The title stands in the metadata of each node, and takes the place of its text.
     replaced = [Reversed(), MetadataReplacementPostProcessor(target_metadata_key="title")]
-    for postprocessors, hits in (([Reversed()], 4), (replaced, 0)):
+    for processors, hits in (([Reversed()], 4), (replaced, 0)):
         events.events.clear()
-        compact = index.as_query_engine(node_postprocessors=postprocessors, **options).query(question)
-        blend = index.as_query_engine(node_postprocessors=postprocessors, response_mode="blend", **options).query(
-            question
-        )
+        compact = index.as_query_engine(node_postprocessors=processors, **options).query(question)
+        blend = index.as_query_engine(node_postprocessors=processors, response_mode="blend", **options).query(question)
         theirs, ours = [event.response.raw for event in events.of(LLMChatEndEvent)]
         assert ours["token_ids"] == theirs["token_ids"]
         assert str(blend) == str(compact)
@@ -142,30 +123,4 @@ def test_postprocessors_reorder_and_replace_what_is_read(
         report = blend.metadata["blend"]
         assert [chunk["id"] for chunk in report["chunks"]] == names
         assert report["hits"] == hits
-        assert all(
-            ("not the one that was added" in (chunk["reason"] or "")) == (not hits) for chunk in report["chunks"]
-        )
-
-
-@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
-async def test_eight_questions_at_once(
-    make_llm: Callable[..., BlendLLM], embedding: WordEmbedding, rounds: int
-) -> None:
-    install()
-    llm = make_llm(recompute_ratio=0.2, max_new_tokens=8)
-    index = blended_index(llm, embedding)
-    engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=4)
-    streaming = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=4, streaming=True)
-    questions = [question.text for question in corpus().questions[:8]]
-    alone = [str(engine.query(question)) for question in questions]
-    assert len(set(alone)) > 4
-    unread: list[Any] = []
-    for number in range(rounds):
-        cancelled = asyncio.ensure_future(engine.aquery(questions[number % 8]))
-        unread = [*unread[-3:], await streaming.aquery(questions[number % 8]), streaming.query(questions[0])]
-        together = asyncio.gather(*(engine.aquery(question) for question in questions))
-        await asyncio.sleep(0.002 * (number % 5))
-        cancelled.cancel()
-        assert [str(each) for each in await asyncio.wait_for(together, 60)] == alone
-        with suppress(asyncio.CancelledError):
-            assert str(await cancelled) == alone[number % 8]
+        assert all(("not the one that was added" in (each["reason"] or "")) == (not hits) for each in report["chunks"])

@@ -62,7 +62,7 @@ def check(report: Any, events: EventLog) -> None:
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("mode", ASKING)
-async def test_every_response_mode(
+async def test_modes(
     index: VectorStoreIndex, llm: BlendLLM, events: EventLog, mode: str, asynchronous: bool, streaming: bool
 ) -> None:
     streaming = streaming and "accumulate" not in mode
@@ -77,7 +77,7 @@ async def test_every_response_mode(
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("mode", [ChatMode.SIMPLE, ChatMode.CONTEXT, ChatMode.CONDENSE_QUESTION, ChatMode.BEST])
-async def test_every_chat_engine(
+async def test_chats(
     index: VectorStoreIndex, llm: BlendLLM, mode: ChatMode, asynchronous: bool, streaming: bool
 ) -> None:
     memory = ChatMemoryBuffer.from_defaults()
@@ -132,9 +132,7 @@ def test_it_is_none_where_nothing_was_retrieved(llm: BlendLLM, mode: str) -> Non
 def test_uninstalling_leaves_nothing_behind(index: VectorStoreIndex, llm: BlendLLM) -> None:
     uninstall()
     assert "blend" not in index.as_query_engine(llm=llm, similarity_top_k=1).query(QUESTION).metadata
-    assert (
-        SimpleChatEngine.from_defaults(llm=llm, memory=ChatMemoryBuffer.from_defaults()).chat(QUESTION).metadata is None
-    )
+    assert SimpleChatEngine.from_defaults(llm=llm).chat(QUESTION).metadata is None
 
 
 def test_other_models_have_none(index: VectorStoreIndex) -> None:

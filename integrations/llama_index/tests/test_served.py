@@ -68,7 +68,7 @@ def test_what_is_deleted_is_forgotten_there(llm: BlendLLM, address: str, index: 
     assert retriever.retrieve(QUESTION)
 
 
-def test_a_server_and_an_engine_are_not_given_together(llm: BlendLLM, address: str, chroma: ChromaVectorStore) -> None:
+def test_server_and_engine_exclude_each_other(llm: BlendLLM, address: str, chroma: ChromaVectorStore) -> None:
     with pytest.raises(ConfigError, match="engine and server"):
         BlendVectorStore(chroma, engine=llm, server=address)
     with pytest.raises(ConfigError, match="address of a server"):

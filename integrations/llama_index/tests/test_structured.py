@@ -23,11 +23,9 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StructuredOutputError
-from integrations.llama_index.tests.conftest import EventLog
+from integrations.llama_index.tests.conftest import EventLog, MakeLLM, add
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, install
-from llama_index_cacheblend.nodes import node_chunks
 
-MakeLLM = Callable[..., BlendLLM]
 QUESTION = "Where was Mara Lindell born?"
 
 
@@ -65,10 +63,6 @@ def writing(make_llm: MakeLLM, tokenizer: PreTrainedTokenizerFast) -> Callable[.
     return make
 
 
-def add(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
-    llm.engine.add(node_chunks(each.node for each in nodes))
-
-
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 async def test_as_structured_llm(writing: MakeLLM, chat: bool) -> None:
     llm = writing(f"Here it is: {JSON}.", is_chat_model=chat, system_prompt="Be brief.").as_structured_llm(Place)
@@ -101,9 +95,7 @@ async def test_structured_streams_end_with_the_whole_object(writing: MakeLLM) ->
         ("{name: Oslo}", "Invalid JSON"),
     ],
 )
-async def test_a_model_that_writes_something_else(
-    writing: MakeLLM, nodes: list[NodeWithScore], text: str, why: str
-) -> None:
+async def test_a_model_that_writes_others(writing: MakeLLM, nodes: list[NodeWithScore], text: str, why: str) -> None:
     llm = writing(text)
     template = PromptTemplate("Where was {name} born?")
     synthesizer = BlendSynthesizer(llm=llm, output_cls=Place)
@@ -128,7 +120,7 @@ async def test_a_model_that_writes_something_else(
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 @pytest.mark.parametrize("given", ["output_cls", "structured model"])
-async def test_a_blended_object_is_compacts(
+async def test_blended_object(
     writing: MakeLLM, nodes: list[NodeWithScore], events: EventLog, chat: bool, given: str
 ) -> None:
     install()

@@ -1,4 +1,3 @@
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, BlendPrompt, EngineConfig
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
-from integrations.llama_index.tests.conftest import EventLog
+from integrations.llama_index.tests.conftest import EventLog, MakeLLM, add
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
     BlendContextChatEngine,
@@ -34,7 +33,6 @@ from llama_index_cacheblend import (
 from llama_index_cacheblend.context import ContextPrompt, Rounds
 from llama_index_cacheblend.nodes import node_chunks
 
-MakeLLM = Callable[..., BlendLLM]
 QUESTION = "Where was Mara Lindell born?"
 
 TEMPLATES: dict[str, Any] = {
@@ -60,10 +58,6 @@ TEMPLATES: dict[str, Any] = {
 }
 
 
-def add(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
-    llm.engine.add(node_chunks(each.node for each in nodes))
-
-
 def answers(events: EventLog) -> list[Any]:
     """The raw response of each call of the model, oldest first."""
     ends = [event for event in events.events if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent)]
@@ -72,7 +66,7 @@ def answers(events: EventLog) -> list[Any]:
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_blend_answers_as_compact_does(
+def test_it_is_compacts(
     make_llm: MakeLLM, nodes: list[NodeWithScore], events: EventLog, template: str, chat: bool
 ) -> None:
     llm = make_llm(is_chat_model=chat, system_prompt="Speak plainly.")
@@ -171,20 +165,6 @@ def test_nodes_with_metadata_and_space_around(llm: BlendLLM, events: EventLog) -
     assert blend.metadata["blend"]["hits"] == 2
 
 
-def test_text_changed_under_the_same_id_is_not_served_stale(
-    llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog
-) -> None:
-    add(llm, nodes)
-    changed = [NodeWithScore(node=TextNode(id_="n0", text="Mara Lindell was born in Lisbon.")), *nodes[1:]]
-    CompactAndRefine(llm=llm).synthesize(QUESTION, changed)
-    report = BlendSynthesizer(llm=llm).synthesize(QUESTION, changed).metadata["blend"]
-    theirs, ours = answers(events)
-    assert ours["token_ids"] == theirs["token_ids"]
-    assert not report["chunks"][0]["hit"]
-    assert "not the one that was added" in report["chunks"][0]["reason"]
-    assert report["hits"] == len(nodes) - 1
-
-
 def test_called_without_nodes(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
     synthesizer = BlendSynthesizer(llm=llm)
     report: dict[str, Any] = {}
@@ -202,28 +182,6 @@ async def test_nothing_retrieved(llm: BlendLLM) -> None:
     assert list(streaming.synthesize(QUESTION, []).response_gen) == ["Empty Response"]
     astream = await streaming.asynthesize(QUESTION, [])
     assert [piece async for piece in astream.async_response_gen()] == ["Empty Response"]
-
-
-def test_what_the_window_has_no_room_for_is_left_out_whole(
-    make_llm: MakeLLM,
-    make_model: Callable[..., LlamaForCausalLM],
-    nodes: list[NodeWithScore],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    template = PromptTemplate("{context_str}\nQ: {query_str}\nA:")
-    wide = make_llm(is_chat_model=False)
-    three = BlendSynthesizer(llm=wide, text_qa_template=template).synthesize(QUESTION, nodes[:3])
-    window = three.metadata["blend"]["prompt_tokens"] + 12 + 3
-    narrow = make_llm(is_chat_model=False, model=make_model(window))
-    synthesizer = BlendSynthesizer(llm=narrow, text_qa_template=template)
-    with caplog.at_level(logging.WARNING):
-        response = synthesizer.synthesize(QUESTION, nodes)
-    report = response.metadata["blend"]
-    assert report["dropped"] == ["n3", "n4"]
-    assert [chunk["id"] for chunk in report["chunks"]] == ["n0", "n1", "n2"]
-    assert report["output_tokens"] == 12
-    assert str(response) == str(three)
-    assert "['n3', 'n4']" in caplog.text
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
@@ -286,7 +244,7 @@ def narrow(make_llm: MakeLLM, make_model: Callable[..., LlamaForCausalLM]) -> Bl
 
 
 @pytest.mark.parametrize("place", [0, 2, 5])
-def test_a_node_over_the_window_keeps_no_other_out(
+def test_one_over_the_window(
     narrow: BlendLLM, nodes: list[NodeWithScore], place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     synthesizer = BlendSynthesizer(llm=narrow)
@@ -306,7 +264,7 @@ def test_a_node_over_the_window_keeps_no_other_out(
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_refining_ends_where_a_node_is_over_the_window(
+async def test_refining_ends(
     narrow: BlendLLM, nodes: list[NodeWithScore], streaming: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     synthesizer = BlendSynthesizer(llm=narrow, overflow="refine", streaming=streaming)
@@ -327,9 +285,7 @@ async def test_refining_ends_where_a_node_is_over_the_window(
     assert [ids_of(call) for call in (*report["earlier_calls"], report)] == [["n0", "one"], ["two"]]
     assert (text, report["dropped"]) == (again[0], again[1]["dropped"])
     # A template that leaves the next call no room: the answer so far is the answer.
-    synthesizer.update_prompts(
-        {"refine_template": PromptTemplate("word " * 250 + "{context_msg} {query_str} {existing_answer}")}
-    )
+    synthesizer.update_prompts({"refine_template": PromptTemplate("a " * 250 + "{context_msg} {existing_answer}")})
     caplog.clear()
     results = await ask()
     for said, last in results:
@@ -358,9 +314,7 @@ def test_what_has_no_room_at_all_is_said(narrow: BlendLLM, make_llm: MakeLLM, no
         synthesizer = BlendSynthesizer(llm=narrow, overflow=overflow)  # type: ignore[arg-type]
         with pytest.raises(PromptTooLongError, match=r"chunk 'long' has \d+ tokens, .* no other chunk"):
             synthesizer.synthesize(QUESTION, [long, node("longer", "word " * 500)])
-        with pytest.raises(
-            PromptTooLongError, match=r"without any chunk, .* already has \d+ tokens, but 388 .*shorten"
-        ) as error:
+        with pytest.raises(PromptTooLongError, match=r"without any chunk, .* \d+ tokens, but 388 .*shorten") as error:
             synthesizer.synthesize("why " * 500, nodes)
         assert "n0" not in str(error.value)
     with pytest.raises(ConfigError, match="overflow='split'"):
@@ -369,24 +323,10 @@ def test_what_has_no_room_at_all_is_said(narrow: BlendLLM, make_llm: MakeLLM, no
         BlendSynthesizer(llm=make_llm(max_new_tokens=1024))
 
 
-def test_a_warning_names_few_of_many_dropped_nodes(
-    narrow: BlendLLM, nodes: list[NodeWithScore], caplog: pytest.LogCaptureFixture
-) -> None:
-    report = (
-        BlendSynthesizer(llm=narrow)
-        .synthesize(QUESTION, [nodes[0], *(node(f"m{number}", "word " * 400) for number in range(40))])
-        .metadata["blend"]
-    )
-    assert len(report["dropped"]) == 40
-    assert "no room for 40 of 41 chunks, ['m0', 'm1', 'm2', 'm3', 'm4'] and 35 more" in caplog.text
-
-
 def test_an_answer_from_before_is_refined(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
     texts = [each.node.text for each in nodes]
     # LlamaIndex's own has the context in the middle of a line, where tokens of a text and of its parts may differ.
-    template = PromptTemplate(
-        "Context:\n{context_msg}\nQuery: {query_str}\nOriginal Answer: {existing_answer}\nNew Answer: "
-    )
+    template = PromptTemplate("Context:\n{context_msg}\nQuery: {query_str}\nOriginal Answer: {existing_answer}\nNew:")
     for kind in (CompactAndRefine, BlendSynthesizer):
         kind(llm=llm, refine_template=template).get_response(QUESTION, texts, prev_response="In Rome.")
     theirs, ours = answers(events)
@@ -404,18 +344,14 @@ def test_a_prompt_helper_limits_the_prompt(llm: BlendLLM, nodes: list[NodeWithSc
     assert synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["dropped"] == ["n3", "n4"]
 
 
-def test_a_model_that_writes_nothing(
-    make_llm: MakeLLM, tokenizer: PreTrainedTokenizerFast, nodes: list[NodeWithScore]
-) -> None:
+def test_nothing_written(make_llm: MakeLLM, tokenizer: PreTrainedTokenizerFast, nodes: list[NodeWithScore]) -> None:
     end = tokenizer.eos_token_id
     llm = make_llm(generation_kwargs={"prefix_allowed_tokens_fn": lambda batch, ids: [end], "eos_token_id": end})
     compact = CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
     assert BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes).response == compact.response == "Empty Response"
 
 
-def test_a_template_that_changes_the_context_is_prefilled_whole(
-    llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog
-) -> None:
+def test_a_changed_context_is_prefilled_whole(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
     def quoted(**values: str) -> str:
         return "\n".join(f"> {line}" for line in values["context_str"].splitlines())
 

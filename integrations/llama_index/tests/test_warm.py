@@ -13,7 +13,7 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine import WarmEstimate
 from cacheblend_rag.errors import ConfigError, StoreError
 from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
@@ -72,48 +72,6 @@ def test_every_node_hits_afterwards(index: VectorStoreIndex, llm: BlendLLM, back
     assert (again.nodes, again.encoded, again.unchanged, again.tokens) == (5, 0, 5, 0)
 
 
-def test_queries_need_not_wait(index: VectorStoreIndex, llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
-    asked = threading.Event()
-    plan = llm.engine._supply.plan
-
-    def slow(*args: Any) -> Any:
-        # The background has not encoded anything before the first answer is there.
-        if threading.current_thread().name == "cacheblend-encoder":
-            asked.wait(60)
-        return plan(*args)
-
-    monkeypatch.setattr(llm.engine._supply, "plan", slow)
-    job = warm_index(index, engine=llm.engine, background=True)
-    assert report_of(index, llm)["misses"] == 5
-    assert not job.done()
-    with pytest.raises(TimeoutError):
-        job.result(timeout_s=0.01)
-    asked.set()
-    # What the query needed was encoded for it, and is not encoded again.
-    assert job.result(timeout_s=60).encoded == 0
-    assert report_of(index, llm)["hits"] == 5
-
-
-def test_what_was_cut_short_is_finished(
-    index: VectorStoreIndex, llm: BlendLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import llama_index_cacheblend.warm as warm
-
-    monkeypatch.setattr(warm, "_BATCH", 2)
-
-    def interrupt(finished: int, total: int) -> None:
-        if finished == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        warm_index(index, engine=llm.engine, progress=interrupt)
-    assert len(llm.engine.ids()) == 4
-    result = warm_index(index, engine=llm.engine)
-    assert (result.encoded, result.unchanged) == (1, 4)
-
-
 def test_the_engine_is_that_of_the_store_or_of_the_settings(
     index: VectorStoreIndex, llm: BlendLLM, make_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,27 +90,7 @@ def test_the_engine_is_that_of_the_store_or_of_the_settings(
         warm_index(index, llm.engine)  # type: ignore[call-overload]
 
 
-def test_every_node_is_counted_once(index: VectorStoreIndex, llm: BlendLLM) -> None:
-    texts = {node.node_id: node.get_content() for node in index.docstore.docs.values()} or {
-        node.node_id: node.get_content() for node in index.vector_store.get_nodes(None)
-    }
-    shown = {node_id: (text if "Mara" not in text else None) for node_id, text in texts.items()}
-    # The same texts are stored under other ids.
-    llm.engine.add([Chunk(text=text, id=f"other-{node_id}") for node_id, text in texts.items()])
-
-    def text_of(node: Any) -> str | None:
-        return shown[node.node_id]
-
-    for named in (4, 0):
-        result = warm_index(index, engine=llm, text_of=text_of)
-        assert (result.nodes, result.encoded, result.named, result.unchanged) == (5, 0, named, 4 - named)
-        assert result.named + result.unchanged + len(result.without_text) + len(result.failed) == result.nodes
-    assert len(result.without_text) == 1
-
-
-def test_a_text_that_cannot_be_read_is_said(
-    index: VectorStoreIndex, llm: BlendLLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_text_is_said(index: VectorStoreIndex, llm: BlendLLM, caplog: pytest.LogCaptureFixture) -> None:
     warm_index(index, engine=llm)
 
     def window(node: Any) -> Any:
@@ -185,19 +123,7 @@ def test_the_text_is_that_of_the_caller_or_of_the_store(index: VectorStoreIndex,
     assert len(llm.engine.ids()) == 4
 
 
-def test_what_cannot_be_encoded_is_said(index: VectorStoreIndex, llm: BlendLLM, chroma: ChromaVectorStore) -> None:
-    def text_of(node: Any) -> str:
-        return "word " * (2000 if "Mara" in node.get_content() else 1)
-
-    result = warm_index(index, engine=llm.engine, text_of=text_of)
-    [reason] = result.failed.values()
-    assert "4000 tokens" in reason
-    assert len(llm.engine.ids()) == 4
-
-
-def test_a_store_without_room_is_said(
-    index: VectorStoreIndex, model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_room_is_said(index: VectorStoreIndex, model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     with BlendEngine(model, tokenizer, **engine_settings(ram_bytes=1, self_check=False)) as engine:
         result = warm_index(index, engine=engine)
         assert len(result.failed) == 5
@@ -237,13 +163,6 @@ def test_other_indices_have_their_nodes_in_the_docstore(llm: BlendLLM) -> None:
 def test_a_bar_shows_it(index: VectorStoreIndex, llm: BlendLLM, capsys: pytest.CaptureFixture[str]) -> None:
     warm_index(index, engine=llm.engine, show_progress=True)
     assert "Encoding nodes: 100%" in capsys.readouterr().err
-
-
-def test_kv_of_a_folder_is_there_in_the_next_process(index: VectorStoreIndex, make_llm: Any, tmp_path: Path) -> None:
-    first = make_llm(store=tmp_path)
-    assert warm_index(index, engine=first.engine).encoded == 5
-    first.engine.close()
-    assert warm_index(index, engine=make_llm(store=tmp_path).engine).unchanged == 5
 
 
 @pytest.mark.parametrize("codec", ["native", "int8"])

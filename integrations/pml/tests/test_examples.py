@@ -20,9 +20,7 @@ def run(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     return capsys.readouterr().out
 
 
-def test_files_are_modules_and_an_edit_encodes_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_modules_that_are_edited(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = run("code_generation", capsys, monkeypatch)
     assert "\n7 hits" in out
     assert out.rstrip().endswith("after an edit: 1 of 7 parts encoded")

@@ -102,25 +102,9 @@ def test_many_prompts_take_the_positions_of_the_paper(data: st.DataObject) -> No
 def test_the_example_of_the_paper() -> None:
     """Two modules of 50 and 60 tokens: the third one starts at 110 (section 3.3)."""
     modules = "".join(
-        f'<module name="{name}">{name * count}</module>' for name, count in (("a", 50), ("b", 60), ("c", 1))
+        f'<module name="{name}">{name * count}</module>' for name, count in zip("abc", (50, 60, 1), strict=True)
     )
     assert layout_of(f'<schema name="s">{modules}</schema>', Tokens(tokenize)).extents["c"].start == 110
-
-
-def test_members_of_a_union_share_a_start_and_the_largest_counts() -> None:
-    layout = layout_of(
-        '<schema name="s">ab<union><module name="x">123</module><module name="y">12345</module></union>cd</schema>'
-    )
-    assert [(each.position, each.module) for each in layout.spans] == [(1, None), (3, "x"), (3, "y"), (8, None)]
-
-
-def test_unused_positions_of_a_parameter_vanish() -> None:
-    found = laid_out(
-        '<schema name="s"><module name="m">for <param name="time" len="9"/>!</module></schema>',
-        '<prompt schema="s"><m time="3 days"/></prompt>',
-    )
-    assert shown(found) == [(1, "for "), (5, "3 days"), (14, "!")]
-    assert [slot.stop - slot.start for slot in found.parts["m"].slots] == [9]
 
 
 def test_new_text_takes_the_place_of_what_is_left_out() -> None:
@@ -131,30 +115,10 @@ def test_new_text_takes_the_place_of_what_is_left_out() -> None:
         (7, "cc"),
         (9, "end"),
     ]
-    with pytest.raises(
-        PMLError, match=r"'longer' has 6 tokens, 2 more than the 4 positions that are free behind module 'a'"
-    ):
+    with pytest.raises(PMLError, match=r"'longer' has 6 tokens, 2 more than the 4 .* free behind module 'a'"):
         laid_out(schema, '<prompt schema="s"><a/>longer<c/></prompt>')
-    with pytest.raises(
-        PMLError, match=r"3 more than the 0 positions that are free behind module 'a' and before module 'b'"
-    ):
+    with pytest.raises(PMLError, match=r"3 more than the 0 .* behind module 'a' and before module 'b'"):
         laid_out(schema, '<prompt schema="s"><a/>new<b/></prompt>')
-
-
-def test_a_module_ends_where_the_last_of_what_is_imported_in_it_ends() -> None:
-    schema = (
-        '<schema name="s"><module name="m"><module name="a">aa</module><module name="b">bb</module>'
-        '<module name="c">cc</module></module><module name="n">nn</module></schema>'
-    )
-    assert shown(laid_out(schema, '<prompt schema="s"><m><c/><a/></m><n/></prompt>')) == [
-        (1, "aa"),
-        (5, "cc"),
-        (7, "nn"),
-    ]
-    with pytest.raises(
-        PMLError, match="2 more than the 0 positions that are free behind module 'm' and before module 'n'"
-    ):
-        laid_out(schema, '<prompt schema="s"><m><c/><a/></m>XY<n/></prompt>')
 
 
 def test_a_scaffold_is_one_part_of_what_is_imported() -> None:
@@ -200,9 +164,3 @@ def test_a_prompt_of_another_schema_is_refused() -> None:
     old = Schema.from_text('<schema name="s"><module name="a">a</module></schema>')
     with pytest.raises(PMLError, match="as it was before a change"):
         lay_out(layout_of('<schema name="s"><module name="a">b</module></schema>'), old.prompt(Import("a")))
-
-
-def test_a_schema_without_tokens_of_its_own_begins_with_the_bos() -> None:
-    found = laid_out('<schema name="s"><module name="a">a</module></schema>', '<prompt schema="s">ask</prompt>')
-    assert found.token_ids == (BOS, *tokenize("ask"))
-    assert not found.parts

@@ -96,21 +96,6 @@ def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it
     assert (off.logits - own).abs().max() < TOLERANCE * size
 
 
-def test_an_argument_takes_the_first_positions_of_its_slot_and_the_others_vanish() -> None:
-    schema = trip()
-    with make() as engine:
-        Schemas(engine).load(schema)
-        for days in ("", "t5", "t5 t6 t7 t8 t9"):
-            layout = engine.prompt_layout(some_prompt(engine, schema, days))
-            count = len(days.split())
-            slot = [place for row in layout.text_rows if 15 <= (place := layout.positions[row]) < 20]
-            assert slot == list(range(15, 15 + count))
-            assert 20 in layout.positions
-        result = engine.prefill(some_prompt(engine, schema))
-        plan = result.report.chunks[1]
-        assert (plan.id, plan.tokens, plan.hit) == ("pml/trip/plan", 10, True)
-
-
 def test_changing_one_module_of_twenty_encodes_one() -> None:
     def schema(changed: int) -> Schema:
         return Schema("twenty", tuple(module(f"m{n}", 5 + 3 * (n == changed)) for n in range(20)))
@@ -155,18 +140,6 @@ def test_a_module_that_is_a_stored_chunk_has_its_kv_already() -> None:
         assert engine.prefill(BlendPrompt("", ["node"], "t4")).report.hits == 1
 
 
-def test_generate_and_stream_answer_alike() -> None:
-    schema = trip()
-    with make() as engine:
-        Schemas(engine).load(schema)
-        prompt = some_prompt(engine, schema)
-        whole = engine.generate(prompt, 5, do_sample=False)
-        assert whole.report.ttft_s > 0 and whole.report.misses == 0
-        with_stream = engine.stream(prompt, 5, do_sample=False)
-        assert "".join(with_stream).strip() == whole.text.strip()
-        assert with_stream.result().token_ids == whole.token_ids
-
-
 def test_a_prompt_that_ends_with_a_module_computes_its_last_token_alone() -> None:
     schema = Schema("ends", (module("a", 6), module("b", 7)))
     with make() as engine:
@@ -188,9 +161,7 @@ def test_union_members_are_read_into_ram_ahead(tmp_path: Path) -> None:
         assert [chunk.tier for chunk in report.chunks] == ["disk", "ram"]
 
 
-def test_members_of_a_union_in_use_are_read_ahead_for_the_next_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_members_of_a_union_are_read_ahead_for_the_next_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = Schema("ahead", (Union(tuple(module(f"u{n}", 12 + n) for n in range(3))),))
     with make(store=tmp_path) as engine:
         Schemas(engine).load(schema)

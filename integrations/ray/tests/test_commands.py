@@ -128,10 +128,7 @@ def test_both_frameworks_ask_what_two_commands_have_warmed_and_serve(
     again = capfd.readouterr().out
     with capfd.disabled():
         print(f"\n{first}{again}", end="")
-    with (
-        started(serve, machine, tmp_path) as process,
-        BlendEngine.from_pretrained("reference") as one,
-    ):
+    with started(serve, machine, tmp_path) as process, BlendEngine.from_pretrained("reference") as one:
         chunks = chunks_of(tmp_path / "docs", one)
         assert f"{len(chunks)} chunks of {DOCUMENTS} documents: {len(chunks)} encoded, 0 there already" in first
         assert f"0 encoded, {len(chunks)} there already" in again

@@ -231,9 +231,7 @@ def test_an_update_cuts_no_answer_off(deployed: Deployed, client: httpx.Client) 
     print(f"{len(answered)} streams, {UPDATES} updates, none cut off")
 
 
-def test_the_server_of_names_is_killed_and_started_again(
-    deployed: Deployed, client: httpx.Client, names: RedisServer
-) -> None:
+def test_the_server_of_names_is_killed_again(deployed: Deployed, client: httpx.Client, names: RedisServer) -> None:
     """Nothing acknowledged is lost, nothing deleted comes back, and every request is answered or refused with a reason."""
     deployed.deploy(2)
     deployed.wait(2)

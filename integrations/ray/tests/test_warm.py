@@ -31,9 +31,7 @@ def batch_of(documents: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [each.get(name) for each in documents] for name in ("document", "chunks", "text")}
 
 
-def test_a_corpus_is_computed_once_whoever_dies(
-    cluster: None, model: str, shared: dict[str, Any], open_one: Opener
-) -> None:
+def test_a_corpus_is_computed_once(cluster: None, model: str, shared: dict[str, Any], open_one: Opener) -> None:
     documents = documents_of(40)
     bad = [{"document": "long", "chunks": ["first", "word " * 5000]}, {"document": "blank", "text": " "}]
     steps: list[tuple[int, int | None]] = []
@@ -143,9 +141,7 @@ def test_any_dataset_of_ray(cluster: None, model: str, shared: dict[str, Any], t
 
 
 @pytest.mark.full
-def test_a_folder_of_one_machine_is_a_store_for_all_workers(
-    cluster: None, model: str, tmp_path: Path, open_one: Opener
-) -> None:
+def test_a_folder_is_a_store_for_all_workers(cluster: None, model: str, tmp_path: Path, open_one: Opener) -> None:
     summary = warm_all(documents_of(8), model, {"disk_codec": "native"}, store=tmp_path / "kv")
     assert (summary.documents, summary.encoded, summary.failed) == (8, 32, [])
     engine = open_one(tmp_path / "kv", remote=None, names=None)
@@ -160,12 +156,7 @@ def test_a_model_that_is_not_there_is_told(cluster: None, shared: dict[str, Any]
 
 @pytest.mark.full
 def test_the_command_warms_a_folder(
-    cluster: None,
-    model: str,
-    shared: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    open_one: Opener,
+    cluster: None, model: str, shared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_one: Opener
 ) -> None:
     (tmp_path / "docs" / "deep").mkdir(parents=True)
     for name in ("one.md", "deep/two.md"):
@@ -180,9 +171,7 @@ def test_the_command_warms_a_folder(
 
 
 @pytest.mark.full
-def test_workers_that_are_killed_lose_nothing(
-    cluster: None, model: str, shared: dict[str, Any], open_one: Opener
-) -> None:
+def test_killed_workers_lose_nothing(cluster: None, model: str, shared: dict[str, Any], open_one: Opener) -> None:
     """Killed 20 times, always another one, in the middle of a batch."""
     kills = 20
     documents = documents_of(12 + 12 * kills, 8)

@@ -50,9 +50,7 @@ def test_the_engine_is_opened_with_the_settings_that_are_wanted(tmp_path: Path) 
         assert other.config.tenant == "dorla"
 
 
-def test_a_folder_that_is_wanted_is_not_replaced_by_memory(
-    tiny: LlamaForCausalLM, engine: BlendEngine, tmp_path: Path
-) -> None:
+def test_a_wanted_folder_is_not_memory(tiny: LlamaForCausalLM, engine: BlendEngine, tmp_path: Path) -> None:
     wanted = Wanted("reference", tmp_path / "kv", EngineConfig(), BlendConfig())
     with pytest.raises(StoreError, match="in RAM nothing that is stored would outlive this process"):
         wanted.check_store(engine)

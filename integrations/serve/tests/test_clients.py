@@ -120,11 +120,7 @@ class TestChatOpenAI(_Chat, ChatModelIntegrationTests):
 
 
 def test_openai_is_answered(address: str) -> None:
-    asked: dict[str, Any] = {
-        "model": "reference",
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": 16,
-    }
+    asked = {"model": "reference", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 16}
     asked |= {"temperature": 0, "extra_body": {"documents": ["c0", "c1"]}}
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
         reply = client.chat.completions.create(**asked)
@@ -147,9 +143,7 @@ def test_openai_is_answered(address: str) -> None:
 def test_a_langchain_chain_is_served_from_stored_chunks(address: str) -> None:
     own: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": "none", "max_tokens": 16, **unkept()}
     llm = ChatOpenAI(model="reference", temperature=0, **own)
-    prompt = ChatPromptTemplate.from_template(
-        "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
-    )
+    prompt = ChatPromptTemplate.from_template("Answer from the context only.\n\n{context}\n\nQuestion: {question}")
     found = "\n\n".join(Document(text).page_content for text in CHUNKS)
     chain = {"context": lambda _: found, "question": RunnablePassthrough()} | prompt
     message = llm.invoke(chain.invoke(QUESTION))

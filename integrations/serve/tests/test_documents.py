@@ -89,7 +89,7 @@ def test_what_is_no_document(serve: Serve, body: dict[str, Any]) -> None:
         ({"text": " \n\n "}, "the text of the document 'mara' is blank"),
     ],
 )
-def test_what_cannot_be_stored_leaves_the_document_as_it_was(
+def test_what_is_refused_changes_no_document(
     engine: BlendEngine, serve: Serve, body: dict[str, Any], said: str
 ) -> None:
     client = serve(engine)
@@ -118,9 +118,7 @@ def test_a_client_that_leaves_does_not_end_what_is_stored(engine: BlendEngine, s
     assert hits(client, "mara") == (3, 0)
 
 
-async def test_what_fails_when_nobody_waits_for_it_is_logged(
-    engine: BlendEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_failure_nobody_waits_for_is_logged(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise StoreError("the disk is full")
 
@@ -142,9 +140,7 @@ def test_progress_is_told_while_it_is_stored(serve: Serve) -> None:
     assert steps[-1] == {"done": 3, "total": 3} and last["status"] == "stored"
 
 
-def test_what_takes_long_gives_signs_of_life(
-    engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_work_gives_signs_of_life(engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     client = serve(engine)
     monkeypatch.setattr("cacheblend_serve.responses._LIFE_S", 0.01)
     with scheduler_of(engine.model):
@@ -155,9 +151,7 @@ def test_what_takes_long_gives_signs_of_life(
     assert told[-1] == told[-2] == ":"
 
 
-async def test_who_waits_for_what_is_encoded_is_in_nobodys_way(
-    engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_encoding_is_in_nobodys_way(engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     address = serve(engine, requests=1).base_url
     is_over = threading.Event()
     monkeypatch.setattr(engine, "flush", is_over.wait)

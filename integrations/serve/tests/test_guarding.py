@@ -308,9 +308,7 @@ def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
         KeyFile(file).check()
 
 
-def test_nobody_is_let_in_while_the_keys_cannot_be_read(
-    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_keys_nobody_is_let_in(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "keys.json"
     key = KeyFile(file).add(Owner("acme", "mine"))
     client = serve(keys=file, key=key)

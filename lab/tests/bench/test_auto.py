@@ -1,7 +1,6 @@
 """The bench of "auto", the emulated device, the figures, and the commands, on a tiny shape."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,12 +100,6 @@ def test_a_figure_that_lacks_runs_is_named(tmp_path: Path) -> None:
         plot_runs([], tmp_path)
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"cacheblend-rag\[lab\]"):
-        plot_runs(runs_of((1, 64)), tmp_path)
-
-
 def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
     measured = tmp_path / "auto.json"
     options = "--shape tiny --tiers ram --prompts 1x8,2x8,2x16 --ratios 0.15,0.5 --repeats 1 --profile-seconds 0.2"
@@ -137,5 +130,5 @@ def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
         ("bench figures x --runs pyproject.toml", "holds no runs"),
     ],
 )
-def test_a_mistake_is_answered_in_one_line(arguments: str, message: str) -> None:
+def test_a_mistake_is_one_line(arguments: str, message: str) -> None:
     assert message in run(arguments, code=2).output

@@ -32,7 +32,7 @@ from cacheblend_lab.bench.settings import (
     TPOTSetting,
 )
 from cacheblend_lab.bench.shapes import RandomWords, made_up_word, text_of, word_tokenizer
-from cacheblend_lab.bench.tiers import ColdFolder, cached_share, drop_cached
+from cacheblend_lab.bench.tiers import cached_share, drop_cached
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import open_store
@@ -90,9 +90,7 @@ def test_words_are_read_as_the_tokens_that_were_drawn() -> None:
         ({"repeats": 0}, "repeats=0 must be at least 1"),
     ],
 )
-def test_what_no_model_can_be_measured_with_is_refused(
-    kind: type[ModelSetting], changes: dict[str, str | int], message: str
-) -> None:
+def test_what_is_not_measured_is_refused(kind: type[ModelSetting], changes: dict[str, str | int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kind("tiny", **changes)  # type: ignore[arg-type]
 
@@ -104,22 +102,6 @@ def test_the_environment_does_not_change_what_is_measured(monkeypatch: pytest.Mo
     config, blend = settings["config"], settings["blend"]
     assert (blend.enabled, config.dtype) == (True, "float32")
     assert blend.selector == "random"
-
-
-def test_a_folder_for_a_measurement_is_removed(tmp_path: Path) -> None:
-    folder = ColdFolder(tmp_path)
-    assert folder.path.parent.parent == tmp_path
-    folder.path.mkdir()
-    for name in ("b", "a"):
-        (folder.path / f"{name}.safetensors").write_bytes(bytes(5000))
-    assert [file.stem for file in folder.files] == ["a", "b"]
-    assert folder.file_bytes == 10_000
-    # On a file system that lives in memory nothing can be dropped.
-    assert folder.cached_share_after_drop() in (0.0, 1.0, None)
-    folder.remove()
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="missing"):
-        ColdFolder(tmp_path / "missing")
 
 
 # Four layers of two heads of sixteen, keys and values, in float32.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cacheblend_lab.bench.settings import TPOTSetting, TTFTSetting
-from cacheblend_lab.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
+from cacheblend_lab.bench.shapes import SHAPES, shape_config
 from cacheblend_lab.bench.tpot import TPOTBench
 from cacheblend_lab.bench.ttft import TTFTBench
 from cacheblend_rag.errors import CacheBlendError, ConfigError
@@ -82,18 +82,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
         ("blend", "hkvd"),
         ("blend", "random"),
     ]
-    needed = {
-        "method",
-        "selector",
-        "recompute_ratio",
-        "charged_ratio",
-        "ttft_s",
-        "speedup",
-        "tier",
-        "pipeline",
-        "load_s",
-    }
-    assert all(needed <= row.keys() == whole["rows"][0].keys() for row in whole["rows"])
+    assert all({"charged_ratio", "speedup", "load_s"} <= row.keys() == whole["rows"][0].keys() for row in whole["rows"])
 
 
 def test_prompts_without_gaps_are_measured_beside_plain_reuse(tmp_path: Path) -> None:
@@ -163,25 +152,6 @@ def test_every_shape_is_a_model(name: str) -> None:
     }
     if name in millions:
         assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions[name]
-
-
-def test_random_weights_are_those_of_an_untrained_model() -> None:
-    model = random_model(shape_config("tiny"), device="cpu", dtype=torch.float32)
-    again = random_model(shape_config("tiny"), device="cpu", dtype=torch.float32)
-    for (name, weight), other in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(weight, other)
-        if weight.ndim == 1:
-            assert (weight == (0 if name.endswith("bias") else 1)).all()
-        else:
-            assert 0.018 < weight.std() < 0.022
-    with torch.no_grad():
-        assert model(torch.arange(8)[None]).logits.isfinite().all()
-
-
-def test_the_tokenizer_has_a_word_for_each_id() -> None:
-    tokenizer = word_tokenizer(100)
-    assert tokenizer("t3 t99 t0", add_special_tokens=False)["input_ids"] == [3, 99, 0]
-    assert tokenizer.bos_token_id == 0
 
 
 def test_an_emulated_device_is_as_slow_as_it_says() -> None:

@@ -203,7 +203,7 @@ def test_the_command_writes_its_tables(model_folder: Path, tmp_path: Path) -> No
         ("rouge_score", "samsum {file} --model missing/model"),
     ],
 )
-def test_a_missing_package_is_named_before_a_question_is_asked(
+def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -243,7 +243,7 @@ def test_needles_are_drawn(model_folder: Path, tmp_path: Path) -> None:
         ("musique {file}", "file"),
     ],
 )
-def test_a_mistake_is_answered_in_one_line(tmp_path: Path, arguments: str, message: str) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: str, message: str) -> None:
     file = tmp_path / "file.json"
     file.write_text("{")
     result = run(f"eval {arguments.format(file=file)}", code=2)

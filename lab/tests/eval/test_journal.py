@@ -96,9 +96,7 @@ def test_another_evaluation_is_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     write(path)
     other = {"task": "t", "model": "n", "methods": {"full": {"way": "full"}, "reuse": {}}}
-    with pytest.raises(
-        ConfigError, match=r'model is "m" there and "n" here; methods\.reuse is null there and \{\} here'
-    ):
+    with pytest.raises(ConfigError, match=r".*methods\.reuse is null there and \{\} here"):
         Journal(path, other)
     with Journal(path, other, fresh=True) as journal:
         assert journal.asked == {}

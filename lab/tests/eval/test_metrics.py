@@ -131,27 +131,10 @@ def test_an_interval_is_that_of_resampled_contexts(questions: list[tuple[int, fl
     assert found.mean == pytest.approx(sum(value for _, value in questions) / len(questions), abs=1e-9)
 
 
-def test_where_questions_are_alone_the_interval_is_that_of_the_mean() -> None:
-    values = np.random.default_rng(1).random(400)
-    found = Bootstrap(resamples=4000).interval(values.tolist(), range(400))
-    half = 1.96 * values.std() / 20
-    assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
-
-
-def test_questions_of_one_context_are_not_independent() -> None:
-    values = [float(number // 10 % 2) for number in range(200)]
-    alone = Bootstrap().interval(values, range(200))
-    together = Bootstrap().interval(values, [number // 10 for number in range(200)])
-    assert together.high - together.low > 2 * (alone.high - alone.low)
-
-
-def test_no_resamples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="resamples=0"):
-        Bootstrap(resamples=0)
-
-
 def test_a_share_is_that_of_the_sums() -> None:
     share = Bootstrap(500, 1).share([1.0, 3.0, 2.0], [2.0, 4.0, 2.0], [0, 0, 1])
     assert share.mean == 6 / 8
     # Of two contexts either one is drawn twice, or both.
     assert (share.low, share.high) == (4 / 6, 1.0)
+    with pytest.raises(ConfigError, match="resamples=0"):
+        Bootstrap(resamples=0)

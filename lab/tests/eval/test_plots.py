@@ -70,13 +70,6 @@ def test_lines_by_layer(draw: Callable[..., Any], values: Any, tmp_path: Path) -
     assert axes.get_ylim()[0] < -0.25
 
 
-def test_a_spread_is_a_band(tmp_path: Path) -> None:
-    axes = saved(draw_attention_deviation({"hkvd": {0.5: Spread(2, 1, 4), 0.0: Spread(5, 3, 6)}}), tmp_path)
-    assert lines_of(axes) == {"hkvd": [(0, 5), (0.5, 2)]}
-    (band,) = axes.collections
-    assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(0, 3), (0, 6), (0.5, 1), (0.5, 4)}
-
-
 def test_the_distribution_of_kv_deviation(tmp_path: Path) -> None:
     axes = saved(draw_kv_deviation({"layer 3": [4.0, 1.0, 2.0, 2.0]}), tmp_path)
     assert lines_of(axes) == {"layer 3": [(1, 0.25), (2, 0.5), (2, 0.75), (4, 1.0)]}
@@ -99,12 +92,10 @@ def test_quality_against_ttft(tmp_path: Path) -> None:
 
 def test_the_overlap_of_attention_and_recomputed_tokens(tmp_path: Path) -> None:
     attention = np.array([[0.5, 0.0, 0.3, 0.2], [0.1, 0.0, 0.8, 0.1]])
-    overlap = TokenOverlap(
-        attention, {"hkvd": np.array([1, 2]), "a3": np.array([0, 2]), "none": np.array([], int)}, top=2
-    )
-    assert overlap.high_attention.tolist() == [0, 2]
-    assert [overlap.hit_rate(method) for method in overlap.recomputed] == [0.5, 1.0, 0.0]
-    figure = draw_overlap(overlap)
+    seen = TokenOverlap(attention, {"hkvd": np.array([1, 2]), "a3": np.array([0, 2]), "none": np.array([], int)}, top=2)
+    assert seen.high_attention.tolist() == [0, 2]
+    assert [seen.hit_rate(method) for method in seen.recomputed] == [0.5, 1.0, 0.0]
+    figure = draw_overlap(seen)
     above = saved(figure, tmp_path)
     assert np.asarray(above.images[0].get_array()) == pytest.approx(np.sqrt(attention))
     _, below = figure.axes

@@ -81,15 +81,6 @@ def test_each_codec_has_its_rows(engine: BlendEngine) -> None:
         evaluate(engine, "unused", task, wrong)
 
 
-def test_chunks_of_a_context_do_not_outlive_it(engine: BlendEngine) -> None:
-    context = TASK.contexts[0]
-    assert len(context.texts) >= 12
-    answers = list(Asker(engine, TASK, SETTING).ask(context))
-    assert engine.ids() == []
-    assert [each.question for each in answers] == [question.id for question in context.questions]
-    assert all(len(each.answers) == 5 for each in answers)
-
-
 def test_two_processes_find_what_one_finds(engine: BlendEngine, model_folder: Path) -> None:
     task = replace(reference_task(10, style=NOTES), max_new_tokens=3)
     one = evaluate(engine, str(model_folder), task, SETTING)

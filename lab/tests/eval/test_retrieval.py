@@ -96,11 +96,7 @@ def test_chunks_are_pieces_of_their_documents_and_of_others() -> None:
     assert len(pieces.stored[""]) == 6
     # Documents in the order in which they are found, while they fit; the first in any case.
     assert [chunk.text for chunk in pieces.read(DOCUMENTS, (5, 1, 4))] == ["b0", "b1"]
-    assert [chunk.text for chunk in Pieces(texts, (4, 2, 1), "--", 12, len).read(DOCUMENTS, (5, 6, 1))] == [
-        "b0",
-        "b1",
-        "c0",
-    ]
+    assert [c.text for c in Pieces(texts, (4, 2, 1), "--", 12, len).read(DOCUMENTS, (5, 6, 1))] == ["b0", "b1", "c0"]
     assert [chunk.text for chunk in pieces.read(DOCUMENTS, (1,))] == texts[:4]
     [other] = pieces.read(BEHIND_OTHER, (3,))
     assert (other.text, document(str(other.document))) == ("a3", ["b0", "b1", "a3"])
@@ -153,9 +149,7 @@ def test_every_row_reads_the_chunks_that_it_names(engine: BlendEngine) -> None:
 
 def test_documents_are_wanted_where_a_method_goes_by_them(engine: BlendEngine) -> None:
     bare = replace(READING, contexts=tuple(replace(context, documents=()) for context in READING.contexts[:1]))
-    with pytest.raises(
-        ConfigError, match=r"does not say which document a chunk is of, .* full documents, reuse behind other"
-    ):
+    with pytest.raises(ConfigError, match=r"does not say which document .* full documents, reuse behind other"):
         evaluate(engine, "", bare, EvalSetting(parse_methods("full documents, reuse alone, reuse behind other")))
     for wrong in ({"retrieval": "sorted"}, {"documents": 0}, {"top_k": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):

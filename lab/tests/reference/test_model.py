@@ -52,7 +52,7 @@ def test_the_model_loads_in_another_dtype() -> None:
     assert load_model(torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_full_prefill_answers_and_plain_reuse_does_not(
+def test_reuse_answers_less(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]
 ) -> None:
     full = score(model, tokenizer, examples)
@@ -63,26 +63,24 @@ def test_full_prefill_answers_and_plain_reuse_does_not(
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_every_prompt_format_is_answered(
+def test_each_format(
     name: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]
 ) -> None:
     assert score(model, tokenizer, examples[:6], form=FORMATS[name])["all"] >= FULL_AT_LEAST - 0.1
 
 
-def test_greedy_generation_writes_what_the_scores_say(
+def test_generation_fits_scores(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]
 ) -> None:
     form = FORMATS["chat"]
     right, exact = [], []
     for example in examples[:3]:
-        for question in example.questions:
-            prompt = tokenizer(
-                form.render(example.chunks, question.text), add_special_tokens=False, return_tensors="pt"
-            )
+        for asked in example.questions:
+            prompt = tokenizer(form.render(example.chunks, asked.text), add_special_tokens=False, return_tensors="pt")
             output = model.generate(**prompt, max_new_tokens=40)
             text = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-            right.append(value_of(text) == question.answer)
-            exact.append(text == question.sentence)
+            right.append(value_of(text) == asked.answer)
+            exact.append(text == asked.sentence)
     assert sum(exact) / len(exact) == pytest.approx(score(model, tokenizer, examples[:3])["all"])
     assert sum(right) / len(right) >= FULL_AT_LEAST - 0.1
 

@@ -105,34 +105,10 @@ def known(sight: Sight) -> dict[tuple[str, str], tuple[int, int]]:
     return {(fact.subject, fact.attribute): (fact.chunk, sight.naming[fact.chunk]) for fact in sight.known}
 
 
-def test_in_reading_order_everything_is_known() -> None:
-    sight = look(small_world(), range(7))
-    assert known(sight) == {
-        ("Ada", "born"): (0, 0),
-        ("Ada", "lives"): (1, 0),
-        ("Ada", "pet"): (2, 0),
-        ("Bea", "lives"): (3, 3),
-        ("Bea", "neighbour"): (4, 3),
-        ("Vectron", "base"): (5, 5),
-        ("Vectron", "goods"): (6, 5),
-    }
-    assert not sight.untold
-    assert sight.is_absent("Bea", "pet") and sight.is_absent("Dan", "lives")
-    assert not sight.is_absent("Ada", "pet")
-
-
 def test_relations_hold_both_ways() -> None:
     sight = look(small_world(), range(7))
     assert not sight.is_absent("Cid", "neighbour")
     assert sight.is_absent("Cid", "cousin") and sight.is_absent("Ada", "neighbour")
-
-
-def test_a_chunk_is_told_by_the_one_before_it_though_some_between_are_missing() -> None:
-    sight = look(small_world(), (0, 2, 5))
-    assert known(sight) == {("Ada", "born"): (0, 0), ("Ada", "pet"): (1, 0), ("Vectron", "base"): (2, 2)}
-    assert sight.is_absent("Ada", "lives") and sight.is_absent("Bea", "lives")
-    # So it is in another order, as long as nothing of others stands in between.
-    assert known(look(small_world(), (0, 2, 1)))["Ada", "lives"] == (2, 0)
 
 
 def test_what_a_chunk_without_its_subject_states_is_neither_known_nor_absent() -> None:

@@ -3,9 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -136,26 +134,6 @@ def test_all_conversations_together_keep_no_more_than_the_budget(make_engine: Ma
     assert 0 < conversation.nbytes <= turn_bytes // 2
 
 
-def test_a_deletion_is_looked_up_once_for_all_conversations(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    conversations = [engine.conversation() for _ in range(4)]
-    for conversation in conversations:
-        first_turn(engine, conversation)
-    lookups: list[list[str]] = []
-    lookup = engine._store.names.lookup
-
-    def counting(namespace: str, ids: Sequence[str]) -> list[Any]:
-        lookups.append(list(ids))
-        return lookup(namespace, ids)
-
-    monkeypatch.setattr(engine._store.names, "lookup", counting)
-    engine.delete(["n4", "n1"])
-    assert [sorted(ids) for ids in lookups] == [["n0", "n1"]]
-    assert [conversation.tokens for conversation in conversations] == [UP_TO_THE_SECOND_CHUNK] * 4
-
-
 class Hours:
     """A clock that is put forward by hand."""
 
@@ -176,7 +154,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Hours:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("ratio", [0.15, 1.0])
-def test_what_was_computed_behind_a_chunk_ends_with_its_time(
+def test_rows_end_with_a_chunk(
     make_engine: MakeEngine, tmp_path: Path, hours: Hours, ratio: float, on_disk: bool
 ) -> None:
     engine = make_engine(recompute_ratio=ratio, store=tmp_path if on_disk else None)

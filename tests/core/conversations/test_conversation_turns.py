@@ -113,15 +113,11 @@ class NaiveChat:
 
     def _taken(self, ids: list[int], chunks: list[tuple[int, int, str]]) -> dict[int, int]:
         end = len(ids) - 1
-        first = next(
-            (row for row in range(min(end, len(self.ids))) if ids[row] != self.ids[row]), min(end, len(self.ids))
-        )
+        first = next((r for r in range(min(end, len(self.ids))) if ids[r] != self.ids[r]), min(end, len(self.ids)))
         first = min([first, *(start for start, stop, _ in chunks if start < first < stop)])
         first = first if first >= LEAST_RUN else 0
         taken = {row: row for row in range(first)}
-        text = [
-            first <= row < end and not any(start <= row < stop for start, stop, _ in chunks) for row in range(len(ids))
-        ]
+        text = [first <= row < end and not any(a <= row < b for a, b, _ in chunks) for row in range(len(ids))]
         row = behind = first
         while row < end:
             for source in range(behind, len(self.ids)):
@@ -215,9 +211,7 @@ def test_the_questions_attention_is_the_same_behind_resumed_rows(make_engine: Ma
     turn, alone = engine.prefill(prompt, conversation=conversation), engine.prefill(prompt)
     assert turn.report.conversation_tokens == 1 + 40
     # All that is resumed is exact, so the same tokens are chosen for the same reason.
-    assert [each.recomputed_tokens for each in turn.report.chunks] == [
-        each.recomputed_tokens for each in alone.report.chunks
-    ]
+    assert [c.recomputed_tokens for c in turn.report.chunks] == [c.recomputed_tokens for c in alone.report.chunks]
     assert (turn.logits - alone.logits).abs().max() < TOLERANCE
 
 

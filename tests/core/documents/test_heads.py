@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_attachments import Guard, Repair, SnapKV, SourceAttention, watch_prefill
+from cacheblend_attachments import Repair, SnapKV, SourceAttention, watch_prefill
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
@@ -236,17 +236,6 @@ def test_streams_many_prompts_eviction_and_repair(make_engine: MakeEngine) -> No
         assert attention[0] == pytest.approx(attention[1], abs=1e-4)
 
 
-def test_the_guard_compares_with_full_prefill(make_engine: MakeEngine) -> None:
-    engine = make_engine(recompute_ratio=0.0)
-    guard = engine.attach(Guard(1.0))
-    engine.add(CHUNKS)
-    for _ in range(2):
-        engine.generate(asking(), 4)
-        assert guard.wait(60)
-    status = guard.status()
-    assert (status.compared, status.failed) == (2, 0)
-
-
 def test_what_is_watched(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(CHUNKS)
@@ -290,22 +279,6 @@ def test_a_conversation_takes_what_reaches_further(make_engine: MakeEngine, rati
     assert fresh.report.head_tokens == HEAD_TOKENS
 
 
-def test_what_a_conversation_keeps_behind_a_head_is_exact(make_engine: MakeEngine) -> None:
-    engine = make_engine(recompute_ratio=0.0)
-    engine.add(CHUNKS)
-    engine.prefill(asking())
-    conversation = engine.conversation()
-    # A head from the store, then text: all of it as the model computes it.
-    text = BlendPrompt(segments=[FixedText(HEAD), words(9, 31)])
-    engine.prefill(text, conversation=conversation)
-    assert conversation.tokens == HEAD_TOKENS + 9
-    whole = engine.blend.replace(recompute_ratio=1.0)
-    longer = BlendPrompt(segments=[FixedText(HEAD), words(9, 31), CHUNKS[0], QUESTION])
-    result = engine.prefill(longer, blend=whole, conversation=conversation)
-    assert (result.report.conversation_tokens, result.report.head_tokens) == (HEAD_TOKENS + 9, 0)
-    assert same(result.logits, own_logits(engine, longer))
-
-
 def test_a_deleted_chunk_is_forgotten_behind_a_head_from_the_store(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(CHUNKS)
@@ -320,9 +293,7 @@ def test_a_deleted_chunk_is_forgotten_behind_a_head_from_the_store(make_engine: 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=2, max_size=5))
 @settings(max_examples=25)
-def test_turns_of_any_kind_are_full_prefill_where_they_are_computed_as_a_whole(
-    turns: list[tuple[int, int, bool]],
-) -> None:
+def test_turns_of_any_kind_are_full_prefill_where_computed_as_a_whole(turns: list[tuple[int, int, bool]]) -> None:
     engine = _shared_engine()
     conversation = engine.conversation()
     history: tuple[int, ...] = ()

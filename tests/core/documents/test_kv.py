@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.reading import Member, ReadingRules, contexts
 from tests.core.documents.texts import TOLERANCE, Text, distance
-from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
+from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer
 
 SAMPLED = [("llama", "sdpa"), ("gemma3", "eager"), ("bloom", "eager")]
 
@@ -119,59 +119,12 @@ def test_an_addition_encodes_what_it_displaces() -> None:
     assert engine.add(text.chunks).unchanged == 4
 
 
-def test_a_chunk_that_moves_leaves_its_document() -> None:
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
-    text = Text.of("d", [8, 9, 7], [0, 0], 5)
-    engine.add(text.chunks)
-    moved = Chunk(text.chunk(1).text, "d-1", document="e")
-    engine.add([moved])
-    assert (engine.document("d"), engine.document("e")) == (["d-0", "d-2"], ["d-1"])
-    assert distance(engine, "d-1", ()) < TOLERANCE
-    engine.add([Chunk(moved.text, "d-1")])
-    assert engine.places(["d-0", "d-1"]) == ["d", None]
-    assert engine.document("e") == []
-
-
-def test_without_a_place_chunks_follow_each_other_and_overlap_by_their_text() -> None:
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
-    text = Text.of("d", [10, 10, 10], [6, 0], 5)
-    engine.add([text.chunk(number, placed=False) for number in range(3)])
-    for number in range(3):
-        assert distance(engine, f"d-{number}", text.context(number, range(3))) < TOLERANCE
-
-
-def test_a_named_predecessor_says_where_a_chunk_stands() -> None:
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
-    a, b, c, d = (
-        Chunk(words(5, n), name, document="x", previous=before)
-        for n, (name, before) in enumerate([("a", None), ("b", "a"), ("c", "b"), ("d", "c")])
-    )
-    engine.add([d, b])
-    engine.add([a])
-    engine.add([c])
-    assert engine.document("x") == ["a", "b", "c", "d"]
-    engine.delete(["b"])
-    assert engine.document("x") == ["a", "c", "d"]
-
-
-def test_words_around_the_body_are_context_but_no_place() -> None:
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
-    text = Text.of("d", [8, 8], [3], 5)
-    head = "t90 t91 "
-    chunks = [
-        Chunk(head + each.text, each.id, document="d", start=each.start, body=(len(head), len(head + each.text)))
-        for each in text.chunks
-    ]
-    engine.add(chunks)
-    assert distance(engine, "d-1", (90, 91, *text.context(1, range(2)))) < TOLERANCE
-
-
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=20),
     limit=st.integers(1, 40),
     overlaps=st.lists(st.integers(0, 8), min_size=20, max_size=20),
 )
-def test_windows_begin_at_chunks_and_read_a_quarter_again_at_most(
+def test_windows_begin_at_chunks_and_repeat_a_quarter_at_most(
     sizes: list[int], limit: int, overlaps: list[int]
 ) -> None:
     engine = shared_engine("llama", "sdpa", "", 64)

@@ -63,9 +63,7 @@ def test_what_is_encoded_late_lives_as_long_as_a_miss(make_engine: MakeEngine, t
     assert held(engine) == [False] * 4
 
 
-def test_a_miss_that_reads_nothing_of_its_document_lives_no_longer_than_its_name(
-    make_engine: MakeEngine, time: Time
-) -> None:
+def test_a_miss_that_reads_nothing_of_its_document_lives_as_its_name(make_engine: MakeEngine, time: Time) -> None:
     engine = make_engine()
     engine.add([TEXT.chunk(0)], ttl_s=20)
     [record] = engine.records(["d-0"])
@@ -78,9 +76,7 @@ def test_a_miss_that_reads_nothing_of_its_document_lives_no_longer_than_its_name
     assert engine._store.holds([record.key]) == [False]
 
 
-def test_what_waits_in_the_background_lives_no_longer_for_it(
-    make_engine: MakeEngine, time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_lengthens_no_life(make_engine: MakeEngine, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(encode_batch_tokens=1)
     engine.add([TEXT.chunk(0)], ttl_s=100)
     encode = engine._supply.encode
@@ -104,7 +100,7 @@ def test_what_waits_in_the_background_lives_no_longer_for_it(
     assert held(engine)[2] is False
 
 
-def test_what_another_process_has_changed_meanwhile_leaves_nothing(
+def test_changes_elsewhere_leave_nothing(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, other = make_engine(), make_engine()
@@ -129,7 +125,7 @@ def test_what_another_process_has_changed_meanwhile_leaves_nothing(
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_document_is_replaced_in_one_step(
+def test_a_document_replaced(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     """Whoever looks meanwhile finds it as it was, and so does everybody where the replacement ends half-way."""
@@ -166,7 +162,7 @@ def test_a_document_is_replaced_in_one_step(
     assert check_store(tmp_path / "store").is_clean
 
 
-def test_a_name_that_leaves_its_document_while_a_miss_is_looked_up_is_not_encoded_alone(
+def test_a_name_that_leaves_meanwhile_is_not_encoded_alone(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, other = make_engine(), make_engine()

@@ -128,20 +128,6 @@ def test_a_document_that_is_deleted_while_it_waits_is_not_stored(open_engine: Ma
     assert engine._store.stats().entries == 0
 
 
-def test_in_the_background(open_engine: MakeEngine) -> None:
-    engine = open_engine()
-    with engine._supply.scheduler:
-        first = engine.add([TEXT.chunk(0), TEXT.chunk(2), TEXT.chunk(3)], background=True)
-        second = engine.add([TEXT.chunk(1)], background=True)
-        # The names are there at once, and none leads to KV that does not know of the chunk between.
-        assert engine.document("d") == IDS
-    assert first.result().encoded + second.result().encoded <= 6
-    engine.flush()
-    assert held(engine) == [True] * 4
-    assert_right(engine, [0, 1, 2, 3], [0, 1, 2, 3])
-    assert engine._store.stats().entries == 4
-
-
 def test_estimates_count_what_is_displaced(open_engine: MakeEngine) -> None:
     engine = open_engine()
     engine.add([TEXT.chunk(0), TEXT.chunk(2), TEXT.chunk(3)])

@@ -81,7 +81,7 @@ def test_no_changed_byte_is_trusted(tmp_path_factory: pytest.TempPathFactory, da
         ({"profile": 3}, "does not match its digest"),
     ],
 )
-def test_a_damaged_file_is_reported(
+def test_damage_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, object], reason: str
 ) -> None:
     path = tmp_path / "p.json"
@@ -94,7 +94,7 @@ def test_a_damaged_file_is_reported(
 
 
 @pytest.mark.parametrize("value", [-1.0, "fast", None])
-def test_a_figure_without_meaning_is_not_trusted_whatever_its_digest(
+def test_a_figure_without_meaning_is_not_trusted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: object
 ) -> None:
     path = tmp_path / "p.json"

@@ -8,7 +8,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from cacheblend_attachments.calibration import calibrate, calibrate_asking
-from cacheblend_attachments.calibration.calibrate import CalibrationRow, explain
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, eval_examples
@@ -68,41 +67,21 @@ def test_losses_are_those_of_the_models_own_forward(engine: BlendEngine, prompts
     assert found.full_loss == pytest.approx(sum(losses) / 3, abs=1e-4)
 
 
-def test_questions_without_chunks_are_skipped_and_several_engines_refused(
-    engine: BlendEngine, prompts: list[BlendPrompt]
-) -> None:
+def test_questions_without_chunks_are_skipped_and_engines_one(engine: BlendEngine, prompts: list[BlendPrompt]) -> None:
     options: dict[str, Any] = {"ratios": (0.998,)}
     plain = BlendPrompt("Who lives there?")
 
     def ask(number: int) -> list[ModelCall]:
-        calls = [
-            ModelCall(engine, plain, None),
-            ModelCall(engine, prompts[number], None),
-            ModelCall(engine, plain, None),
-        ]
+        calls = [ModelCall(engine, each, None) for each in (plain, prompts[number], plain)]
         return calls[:1] if number == 1 else calls
 
     found = calibrate_asking(ask, [0, 1, 2], **options)
     assert (found.questions, found.skipped, found.recompute_ratio) == (2, 1, 0.998)
     with BlendEngine(engine.model, engine.tokenizer, **engine_settings(self_check=False)) as other:
         with pytest.raises(ConfigError, match="by several engines; calibrate one at a time"):
-            calibrate_asking(
-                lambda call: [call], [ModelCall(each, prompts[0], None) for each in (engine, other)], **options
-            )
+            calibrate_asking(lambda call: [call], [ModelCall(e, prompts[0], None) for e in (engine, other)], **options)
     with pytest.raises(ConfigError, match="target=2 must be above 0 and at most 1"):
         calibrate_asking(ask, [0, 1, 2], target=2)
-
-
-def test_what_was_chosen_is_said() -> None:
-    rows = [
-        CalibrationRow(ratio, ratio, 2.0, share, share - 0.1, share + 0.1, 0.5)
-        for ratio, share in ((0.0, 0.7), (0.1, 0.9))
-    ]
-    assert explain(rows, rows[1], 0.8, 9) == (
-        "0.1 is the smallest ratio that reaches 0.8: it recovers 0.90 of the gap between no documents and full prefill (95 % "
-        "interval 0.80 to 1.00, 9 questions)."
-    )
-    assert explain(rows, None, 0.95, 9).startswith("No ratio up to 0.1 reaches 0.95; the best, 0.1, recovers 0.90 of")
 
 
 def tiny(**changes: Any) -> BlendEngine:
@@ -143,9 +122,7 @@ def test_what_cannot_be_calibrated(options: dict[str, Any], message: str) -> Non
 
 def test_questions_that_the_documents_do_not_answer(engine: BlendEngine, prompts: list[BlendPrompt]) -> None:
     # What the model says without any chunk is likeliest without any.
-    bare = BlendPrompt(
-        segments=[each for each in prompts[0].segments if isinstance(each, str)],
-    )
+    bare = BlendPrompt(segments=[each for each in prompts[0].segments if isinstance(each, str)])
     answer = engine.generate(bare, 24, do_sample=False).text
     with pytest.raises(ConfigError, match=r"no likelier than without any chunk \(.*, 1 questions\)"):
         calibrate(engine, prompts[:1], answers=[answer], ratios=(0.0,))

@@ -50,9 +50,7 @@ def test_from_documents(calibrate: Any, documents: Path, model_folder: Path, tmp
     assert not (tmp_path / ".cacheblend").exists()
 
 
-def test_from_what_was_warmed(
-    calibrate: Any, run: Command, documents: Path, model_folder: Path, tmp_path: Path
-) -> None:
+def test_what_was_warmed(calibrate: Any, run: Command, documents: Path, model_folder: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     run("warm", documents, "--store", store, "--model", model_folder, "--chunk-tokens", "40")
     (tmp_path / "blend.yaml").write_text("recompute_ratio: 0.5\nenabled: false\n")

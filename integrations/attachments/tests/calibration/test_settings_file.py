@@ -42,9 +42,7 @@ def meaning(text: str, changes: dict[str, Any]) -> set[str]:
 @example({"recompute_ratio": [None], "selector": "\x85"}, {"recompute_ratio": False}, False, False, "")
 @settings(max_examples=300)
 @given(MAPPINGS, CHANGES, st.booleans(), st.booleans(), st.sampled_from(["", "# by hand\n", "---\n", "\ufeff"]))
-def test_everything_else_means_what_it_did(
-    values: dict[str, Any], changes: dict[str, Any], flow: bool, unicode: bool, head: str
-) -> None:
+def test_all_else_stays(values: dict[str, Any], changes: dict[str, Any], flow: bool, unicode: bool, head: str) -> None:
     text = head + (yaml.safe_dump(values, default_flow_style=flow, allow_unicode=unicode) if values else "")
     edited = edit_settings(text, changes)
     assert shown(yaml.safe_load(edited)) == meaning(text, changes)
@@ -167,9 +165,7 @@ def test_questions_are_read_back(
     folder = tmp_path_factory.mktemp("questions")
     encoding = "utf-8-sig" if bom else "utf-8"
     wanted = list(dict.fromkeys(question.strip() for question in questions))
-    lines = [
-        json.dumps(each if form == "string" else {form: each, "answer": 1}, ensure_ascii=False) for each in questions
-    ]
+    lines = [json.dumps(q if form == "string" else {form: q, "answer": 1}, ensure_ascii=False) for q in questions]
     between = "\n\n" if gap else "\n"
     (folder / "q.jsonl").write_text(between.join(lines), encoding=encoding)
     assert list(read_questions(folder / "q.jsonl")) == wanted

@@ -78,9 +78,7 @@ class Writer(threading.Thread):
 
 
 @pytest.mark.parametrize("restarts", [2, pytest.param(10, marks=pytest.mark.full)])
-def test_a_server_is_killed_and_started_again_while_names_change(
-    tmp_path: Path, mortal: RedisServer, restarts: int
-) -> None:
+def test_a_server_is_killed_while_names_change(tmp_path: Path, mortal: RedisServer, restarts: int) -> None:
     stores = [opened(tmp_path / name, mortal.url()) for name in ("a", "b")]
     writers = [Writer(number, store) for number, store in enumerate(stores)]
     for writer in writers:
@@ -113,9 +111,7 @@ def test_a_server_is_killed_and_started_again_while_names_change(
 
 
 @pytest.mark.parametrize("times", [4, pytest.param(50, marks=pytest.mark.full)])
-def test_what_is_deleted_while_a_machine_joins_it_does_not_have(
-    tmp_path: Path, mortal: RedisServer, times: int
-) -> None:
+def test_a_joining_machine_has_nothing_deleted(tmp_path: Path, mortal: RedisServer, times: int) -> None:
     first = opened(tmp_path / "first", mortal.url())
     for number in range(times):
         ids = [f"{number}-{each}" for each in range(40)]

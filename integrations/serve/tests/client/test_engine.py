@@ -201,9 +201,7 @@ def test_a_busy_server_is_asked_for_as_long_as_the_answer_may_take(engine: Blend
         stream.close()
 
 
-def test_chunks_go_in_several_requests(
-    engine: BlendEngine, served: ServedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_in_several_requests(engine: BlendEngine, served: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_serve.client.engine._BATCH", 2)
     steps: list[tuple[int, int]] = []
     assert served.add(STORY, progress=lambda done, total: steps.append((done, total))).named == 3
@@ -213,9 +211,7 @@ def test_chunks_go_in_several_requests(
     assert served.delete(["born", "works", "goat"]) == 3
 
 
-def test_a_document_is_replaced_in_one_request(
-    engine: BlendEngine, served: ServedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_is_replaced(engine: BlendEngine, served: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     served.add(STORY)
     assert served.add(STORY[:1], whole=True).named == 1
     assert sorted(engine.ids()) == ["born", "goat"]

@@ -1,8 +1,6 @@
 """Every data set read from a small file in its public format."""
 
-import json
 import logging
-import os
 import pickle
 import re
 from pathlib import Path
@@ -291,14 +289,6 @@ def test_longbench_subtasks_are_read_alone(tmp_path: Path) -> None:
         load_task("longbench", jsonl(tmp_path / "trec.jsonl", [longbench("trec"), classes]))
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 9])
-def test_a_limit_takes_the_first(tmp_path: Path, limit: int) -> None:
-    file = jsonl(tmp_path / "dev.jsonl", [musique(number) for number in range(3)])
-    assert questions(load_task("musique", file, limit=limit)) == [
-        f"2hop__{number}_1" for number in range(min(limit, 3))
-    ]
-
-
 def test_options_that_have_no_meaning(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "dev.jsonl", [musique()])
     with pytest.raises(ConfigError, match="'squad' is unknown; choose one of qa, musique, 2wikimqa"):
@@ -313,45 +303,19 @@ def test_options_that_have_no_meaning(tmp_path: Path) -> None:
         load_task("musique", file, examples=file)
 
 
-def test_a_missing_package_is_said_when_the_data_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend_lab.eval import metrics
-
-    metrics._rouge_scorer.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(ConfigError, match=r'pip install "cacheblend-rag\[lab\]"'):
-        load_task("multinews", jsonl(tmp_path / "val.jsonl", [news()]))
-    metrics._ratio.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "rapidfuzz.fuzz", None)
-    with pytest.raises(ConfigError, match=r'rapidfuzz.*pip install "cacheblend-rag\[lab\]"'):
-        load_task("longbench", jsonl(tmp_path / "lcc.jsonl", [longbench("lcc")]))
-
-
 @pytest.mark.parametrize(
     ("subtask", "documents"), [("hotpotqa", 2), ("multi_news", 2), ("qmsum", 1), ("gov_report", 1)]
 )
 def test_whole_documents_are_all_given_each_by_itself(subtask: str, documents: int, tmp_path: Path) -> None:
     # Longer than a chunk is where documents are cut.
     record = longbench(subtask)
-    record["context"] = "\n\n".join(
-        f"Passage {place}:\n" + "Arn is ruled by Oda Rime.\n" * 99 for place in (1, 2)
-    ).strip()
+    record["context"] = "\n\n".join(f"Passage {n}:\n" + "Arn is ruled by Oda Rime.\n" * 99 for n in (1, 2)).strip()
     task = load_task("longbench", jsonl(tmp_path / f"{subtask}.jsonl", [record]), whole=True)
     assert (task.name, task.chunked) == (f"longbench/{subtask}, whole documents", True)
     [context] = task.contexts
     assert len(context.texts) == documents
     # Nothing of the record is lost, and nothing is added to it.
     assert "".join("".join(context.texts).split()) == "".join(str(record["context"]).split())
-
-
-@pytest.mark.skipif("MUSIQUE_FILE" not in os.environ, reason="MUSIQUE_FILE names no file of MuSiQue")
-def test_a_real_file_of_musique() -> None:
-    file = Path(os.environ["MUSIQUE_FILE"])
-    task = load_task("musique", file)
-    assert len(task.contexts) == len(set(questions(task))) > 0
-    text = file.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        assert len(task.contexts) == len(json.loads(text))
-    perfect(task)
 
 
 def test_every_data_set_is_tested_here() -> None:
