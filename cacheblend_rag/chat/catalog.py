@@ -113,7 +113,7 @@ class ChunkCatalog:
         with self._lock:
             try:
                 changes = engine.changes(self._mark)
-                if changes.whole or changes.names or changes.waiting or self._waiting:
+                if changes.whole or changes.names:
                     self._take_in(engine, changes)
                 self._is_out = False
             except (BackendError, StoreError) as error:
@@ -129,11 +129,10 @@ class ChunkCatalog:
             before = self._finder.ids() | self._passed_over.keys()
             self._names = {}
         else:
-            before = self._waiting - changes.waiting.keys()
             # What a number stood for: it may be gone, or stand for another name now.
-            before |= {self._names.pop(number) for number, _, _ in changes.names if number in self._names}
+            before = {self._names.pop(number) for number, _, _ in changes.names if number in self._names}
         self._names.update((number, id) for number, id, _ in changes.names if id is not None)
-        live = {id: text for id, text in (changes.waiting | named).items() if not is_part(id)}  # whose text is a label
+        live = {id: text for id, text in named.items() if not is_part(id)}  # whose text is a label
         gone = before - live.keys()
         self._finder.remove(gone)
         for id in gone:
@@ -143,8 +142,6 @@ class ChunkCatalog:
         ]
         for start in range(0, len(fresh), _BATCH):
             self._learn(engine, fresh[start : start + _BATCH])
-        # What was written while the two were read is known by its number from now on, and waits no more.
-        self._waiting = changes.waiting.keys() - named.keys()
         self._mark = changes.mark
 
     def _learn(self, engine: Library, ids: Sequence[str]) -> None:

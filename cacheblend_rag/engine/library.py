@@ -355,8 +355,7 @@ class ChunkLibrary(ABC):
         self._check_open()
         changes = self._store.names.changes(self.namespace, since)
         names = [each for each in changes.names if each[1] is None or not each[1].startswith(HEAD_PREFIX)]
-        waiting = {id: digest for id, digest in changes.waiting.items() if not id.startswith(HEAD_PREFIX)}
-        return replace(changes, names=names, waiting=waiting)
+        return replace(changes, names=names)
 
     def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
         """Return where the chunks of `prompt` are among its tokens."""

@@ -11,6 +11,7 @@ import torch
 
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.store.background import Offsite
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceTier
@@ -21,7 +22,6 @@ from cacheblend_rag.store.maintenance import CheckReport, GarbageReport, check_s
 from cacheblend_rag.store.names import NamesSource
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote, shown_url
-from cacheblend_rag.store.remote.offsite import Offsite
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = [

@@ -207,14 +207,11 @@ class NameChanges:
     names : list of (int, str or None, str or None)
         The number of each name, which it keeps as long as it is known, its id, and the digest of its text; the number alone
         where the name is gone.
-    waiting : dict of (str, str)
-        All names that have no number yet, because their KV waits to be written: ids and digests.
     """
 
     mark: int
     whole: bool
     names: list[tuple[int, str | None, str | None]]
-    waiting: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)

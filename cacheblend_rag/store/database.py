@@ -31,6 +31,8 @@ _READ_TIMEOUT_S = 1.0
 _TIDY_PAGES = 256
 # The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
 _READ_CACHE_BYTES = 16 * 1024**2
+# How long answers wait for who writes, and how long they do not once that was in vain.
+_BRIEFLY_S, _BUSY_S = 0.5, 5.0
 _ATTEMPTS = 4
 _WHAT_NOW = "KV files are found again when their documents are added or asked for"
 # What SQLite raises: it quotes a damaged schema in its message, which then is not text.
@@ -79,6 +81,7 @@ class Database:
         self.on_drop: Callable[[sqlite3.Connection, list[str]], None] = lambda connection, keys: None
         self._path = None if folder is None else folder.index_path
         self._lock_timeout_s = lock_timeout_s
+        self._busy_until = 0.0
         self._process = os.getpid()
         self._closed = False
         self._read_lock = threading.Lock()
@@ -131,20 +134,24 @@ class Database:
             after = rows[-1][0]
 
     @contextmanager
-    def write(self, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        """Run one write transaction, rolled back if it ends by an error; it survives the machine.
+    def write(self, wait: bool = True, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """Run one write transaction, rolled back if it ends by an error; where it is `durable` it survives the machine.
 
-        With `wait` False it is an error if another thread or process is writing.
+        Without `wait` it is soon an error if another thread or process is writing, and at once if that was so just now.
         """
         self.check_open()
         if self.read_only and self.folder is not None:
             raise StoreReadOnlyError(f"store folder {self.folder.path} is not writable; it can only be read")
-        timeout_s = self._lock_timeout_s if wait or self._path is None else 0.0
-        until = time.monotonic() + timeout_s
+        started = time.monotonic()
+        briefly_s = 0.0 if started < self._busy_until else _BRIEFLY_S
+        timeout_s = self._lock_timeout_s if wait or self._path is None else briefly_s
         if not self._write_lock.acquire(timeout=timeout_s):
+            self._busy_until = time.monotonic() + _BUSY_S
             raise StoreError(f"index {self._path} is locked: another thread is writing to it")
         try:
-            connection = self._begin(until)
+            connection = self._writer()
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            connection = self._begin(started + timeout_s)
             try:
                 yield connection
                 if self._dropped:
@@ -348,6 +355,7 @@ class Database:
                 f"no space left on the disk of {where}; free some, or give the store a byte budget (disk_bytes)"
             )
         if "locked" in text:
+            self._busy_until = time.monotonic() + _BUSY_S
             return StoreError(f"index {where} is locked: another process has been writing to it for too long")
         if "readonly" in text:
             return StoreReadOnlyError(f"index {where} is not writable; the store can only be read")

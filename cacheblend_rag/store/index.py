@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store.database import Database
 
-__all__ = ["AT_ONCE", "Dropped", "Entry", "Index", "claim", "counter", "drop_entries", "pinned_keys"]
+__all__ = ["AT_ONCE", "Dropped", "Entry", "Index", "claim", "counter", "drop_entries"]
 
 # Other processes that saw fewer deletions than are kept look through all they hold.
 _DELETIONS_KEPT = 4096
@@ -38,14 +38,10 @@ class Entry:
 
 @dataclass(slots=True)
 class Dropped:
-    """What a transaction dropped: keys without KV now, and whose their entries were.
-
-    `pinned` are the keys that pinned names lead to since then; `for_room` says whether the byte budget had no room for some.
-    """
+    """What a transaction dropped: keys without KV now, whose entries they had, and whether that was for the budget's room."""
 
     keys: list[str] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
-    pinned: list[str] = field(default_factory=list)
     for_room: bool = False
 
 
@@ -85,10 +81,10 @@ class Index:
                 return counter(connection, "pinned_bytes")
             return int(connection.execute(query, (tenant,)).fetchone()[0])
 
-    def pinned(self, keys: Iterable[str]) -> list[str]:
-        """Return those keys that a pinned name leads to."""
+    def pinned(self) -> set[str]:
+        """Return the keys that pinned names lead to."""
         with self.database.read() as connection:
-            return pinned_keys(connection, keys)
+            return {row[0] for row in connection.execute("SELECT key FROM nodes WHERE pinned")}
 
     def held_bytes(self) -> int:
         """Return the size of all files."""
@@ -258,12 +254,6 @@ def counter(connection: sqlite3.Connection, name: str) -> int:
     """Return the value of a counter."""
     row = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
     return 0 if row is None else int(row[0])
-
-
-def pinned_keys(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
-    """Return those keys that a pinned name leads to."""
-    query = "SELECT 1 FROM nodes WHERE key = ? AND pinned"
-    return [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone()]
 
 
 def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: Dropped) -> None:

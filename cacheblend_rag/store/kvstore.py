@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import math
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from logging import getLogger
 from typing import TypeVar
 
 from cacheblend_rag.codec import PackedKV
-from cacheblend_rag.errors import StoreError, StoreFullError
+from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import ReadingRules
+from cacheblend_rag.store.background import Offsite, WorkQueue
 from cacheblend_rag.store.base import Fate, KVReader, NodeRecord, StoreStats, TierProbe, count_of
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
-from cacheblend_rag.store.names import Names, NamesSource, SharedNames, name_computed
+from cacheblend_rag.store.names import Names, NamesSource, SharedNames, has_name
 from cacheblend_rag.store.ram import RamReader
-from cacheblend_rag.store.remote.offsite import Offsite
 from cacheblend_rag.store.tiers import Tiers
-from cacheblend_rag.store.waiting import Computed, WriteBack
 
 __all__ = ["KVStore"]
 
 Result = TypeVar("Result")
 
+_log = getLogger(__name__)
+
 # Of so many texts without a name it is known what they go with; those of the oldest stay until RAM needs their room.
 _TIES_KEPT = 4096
+# Failures that are no further apart than this are one event, which is said once: a full disk may have room in between.
+_EVENT_S = 60.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Miss:
+    """KV that was computed for an answer; what came from the remote tier is a copy, and need not go there again."""
+
+    kv: ChunkKV | PackedKV
+    tenant: str
+    expires_at: float | None
+    is_copy: bool = False
 
 
 class KVStore:
@@ -52,8 +69,7 @@ class KVStore:
     offsite : Offsite, optional
         The remote tier.
     write_back_bytes : int
-        Maximum bytes of KV of misses that wait to be written; with 0 they are written at once, and only what cannot be written
-        waits, at most as much as RAM holds.
+        Maximum bytes of KV of misses that wait to be written; with 0 they are written at once.
 
     Attributes
     ----------
@@ -68,14 +84,17 @@ class KVStore:
         self._clock = tiers.clock
         self.is_private = tiers.disk is None and offsite is None
         self.path = tiers.path
-        self._waiting = WriteBack(self._write, write_back_bytes or (tiers.ram.limit_bytes if tiers.disk else 0))
-        self._writes_at_once = not write_back_bytes and (tiers.disk is None or tiers.path is not None)
-        self._names = Names(index, tiers.clock, self._waiting)
+        self._waiting: WorkQueue[_Miss] = WorkQueue(self._write, write_back_bytes, "cacheblend-write-back")
+        self._names = Names(index, tiers.clock)
         self._shared: SharedNames | None = None
         self._closed = False
         self._process = os.getpid()
         # What KV in RAM without a name goes with: a namespace, an id and a source.
         self._ties: dict[str, tuple[str, str | None, str | None]] = {}
+        # When KV of misses could not be stored last, why not, until `flush` tells it, and whose had no room to wait in.
+        self._failed_at = -math.inf
+        self._failure: StoreError | None = None
+        self._refused: Counter[str] = Counter()
 
     @property
     def outlives_process(self) -> bool:
@@ -100,7 +119,7 @@ class KVStore:
 
     def follow(self, source: NamesSource) -> None:
         """Share names with other machines from now on, none being here yet; what they have done is read before this returns."""
-        self._names = self._shared = source(self._index, self._clock, self._waiting, self.path, self._drop)
+        self._names = self._shared = source(self._index, self._clock, self.path, self._drop)
         self._shared.catch_up()
 
     @property
@@ -128,10 +147,8 @@ class KVStore:
         valid_key(key)
         self._index.database.check_open()
         self._tiers.follow()
-        waiting = self._waiting.find(key, self._clock()) if self._waiting.entries else None
-        if waiting is not None:
-            return RamReader(waiting.kv)
-        return self._tiers.get(key) or self._open_remote(key)
+        waiting = self._waits(key, self._clock())
+        return RamReader(waiting.kv) if waiting else self._tiers.get(key) or self._open_remote(key)
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is on disk, if there is a folder.
@@ -161,24 +178,36 @@ class KVStore:
         tenant: str = "",
         ttl_s: float | None = None,
     ) -> bool:
-        """Keep KV that was computed for an answer, and its names, and write both soon; until then they are held in RAM.
-
-        If the names are removed before it is written, it is not written, and was never there.
+        """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background.
 
         Of its names, nobody knew the `records`, which are recorded unless somebody has recorded them by then; those that were
-        `known` led to it. Returns False if too much is waiting already; the KV is then not kept.
+        `known` led to it. KV that none leads to any more is not kept. Where names cannot be recorded, KV is in RAM alone, and
+        goes with the first of them. Returns False if too much is waiting already; the KV is then not kept.
         """
         self._check(key)
-        chunk = Computed(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
-        if self._writes_at_once:
-            try:
-                self._write(chunk, wait=False)
-                self._waiting.try_again()
+        miss = _Miss(kv, tenant, self._expires_at(ttl_s))
+        ids = [*(record.id for record in records), *known]
+        try:
+            record_met = partial(self._names.record_met, namespace, tenant, key, records, known)
+            if not self._tiers.with_room(record_met):
                 return True
-            except StoreError:
-                if not self._waiting.limit_bytes:
-                    raise
-        return self._waiting.put(chunk)
+        except StoreError as error:
+            self._fail(error)
+            self._keep_tied(key, miss, (namespace, ids[0], None))
+            return True
+        if not self._waiting.limit_bytes or self._tiers.disk is None:
+            self._write(key, miss)
+            return True
+        if self._waiting.put(key, miss, kv.nbytes):
+            return True
+        self._refused[tenant] += 1
+        if self._refused.total() == 1:
+            _log.warning(
+                "KV of misses is computed faster than it is written, and what has no room in write_back_bytes=%d is not stored "
+                "(this warning is not repeated; the store's figures count it)",
+                self._waiting.limit_bytes,
+            )
+        return False
 
     def settle(self) -> None:
         """Wait until everything that waited to be written is, or has failed to be."""
@@ -186,9 +215,12 @@ class KVStore:
 
     def flush(self) -> None:
         """Wait until everything that waited to be written or uploaded is; raise the first `StoreError` since the last call."""
-        self._waiting.flush()
+        self.settle()
         if self._offsite:
             self._offsite.flush()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def cache(
         self,
@@ -208,17 +240,13 @@ class KVStore:
         if tied is not None and tied[1] and self._names.lookup(tied[0], [tied[1]]) == [None]:
             # Deleted just now.
             return
-        self._tiers.ram.put(key, kv, tenant, self._expires_at(ttl_s))
-        if tied is not None:
-            self._ties[key] = tied
-            if len(self._ties) > _TIES_KEPT:
-                self._ties.pop(next(iter(self._ties)), None)
+        self._keep_tied(key, _Miss(kv, tenant, self._expires_at(ttl_s)), tied)
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
         self._check()
         now = self._clock()
-        waiting = [not durable and self._waiting.find(key, now) is not None for key in keys]
+        waiting = [not durable and self._waits(key, now) is not None for key in keys]
         held = [waits or here for waits, here in zip(waiting, self._tiers.holds(keys), strict=True)]
         if self._offsite and not all(held):
             elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
@@ -244,7 +272,7 @@ class KVStore:
         now = self._clock()
         lives: list[float | None] = []
         for key in keys:
-            held = self._waiting.find(key, now) or self._index.entry(key) or self._tiers.ram.peek(key)
+            held = self._waits(key, now) or self._index.entry(key) or self._tiers.ram.peek(key)
             end = math.inf if held is None or held.expires_at is None else held.expires_at
             lives.append(None if held is None or end <= now else end - now)
         return lives
@@ -260,7 +288,7 @@ class KVStore:
         Where the store cannot be written, or without `wait` another one is writing, this object does not open it again.
         """
         self._check()
-        self._waiting.drop(key=key)
+        self._waiting.cancel([key])
         try:
             self._tiers.discard(key, wait)
         finally:
@@ -305,21 +333,11 @@ class KVStore:
         if not ids and not sources:
             return 0
         self._check()
-        waited = self._waiting.forget(namespace, ids)
-        waiting = self._waiting.records(namespace)
         remove = partial(self._names.remove, namespace, ids, sources)
         found, ended, dropped = self._changing(lambda: self._tiers.with_room(remove))
         self._drop(dropped)
-        waiting |= self._waiting.records(namespace)
-        late = [record.id for record in waiting.values() if record.source in ended]
-        if late:
-            waited |= self._waiting.forget(namespace, late)
-            remove = partial(self._names.remove, namespace, late)
-            gone, _, dropped = self._changing(lambda: self._tiers.with_room(remove))
-            found |= gone
-            self._drop(dropped)
-        self._drop_tied(namespace, waited | found | set(ids), ended)
-        return len(waited | found)
+        self._drop_tied(namespace, found | set(ids), ended)
+        return len(found)
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
         """Never drop the KV of these names for room, now held or later.
@@ -332,20 +350,19 @@ class KVStore:
             If more would be pinned than the disk's byte budget.
         """
         self._check()
-        self.settle()
         limit_bytes = None if self._tiers.disk is None else self._tiers.disk.limit_bytes
-        self._tiers.ram.pin(self._tiers.with_room(lambda: self._names.pin(namespace, ids, True, limit_bytes)))
+        self._tiers.with_room(lambda: self._names.pin(namespace, ids, True, limit_bytes))
+        self._tiers.pin()
 
     def unpin(self, namespace: str, ids: Sequence[str]) -> None:
         """Let the KV of these names be dropped for room again; `UnknownChunkError` as for `pin`."""
         self._check()
-        self.settle()
         self._tiers.with_room(lambda: self._names.pin(namespace, ids, False))
-        self._tiers.unpin()
+        self._tiers.pin()
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
-        self._waiting.drop(tenant=tenant)
+        self._waiting.cancel({key for key, miss, _ in self._waiting.items() if tenant in (None, miss.tenant)})
         if self._shared is not None:
             for deed in self._shared.removals(tenant):
                 self._drop(self._shared.change(partial(self._tiers.with_room, deed)))
@@ -360,12 +377,12 @@ class KVStore:
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Return the store's figures, or one tenant's."""
         self._tiers.follow()
-        waiting, waiting_bytes = self._waiting.size(tenant)
+        waiting = [nbytes for _, miss, nbytes in self._waiting.items() if tenant in (None, miss.tenant)]
         return replace(
             self._tiers.stats(tenant),
-            waiting=waiting,
-            waiting_bytes=waiting_bytes,
-            unwritten=count_of(self._waiting.refused, tenant),
+            waiting=len(waiting),
+            waiting_bytes=sum(waiting),
+            unwritten=count_of(self._refused, tenant),
         )
 
     def close(self) -> None:
@@ -383,22 +400,50 @@ class KVStore:
         self._ties.clear()
         self._tiers.close()
 
-    def _write(self, chunk: Computed, wait: bool = True) -> None:
-        """Keep one chunk, its names and a remote copy, unless its last name is gone; it may `wait` for others who write."""
-        key, wanted = chunk.key, partial(name_computed, chunk)
+    def _waits(self, key: str, now: float) -> _Miss | None:
+        """Return what waits to be written under a key and has not expired."""
+        miss = self._waiting.get(key)
+        return None if miss is None or (miss.expires_at is not None and miss.expires_at <= now) else miss
+
+    def _write(self, key: str, miss: _Miss) -> None:
+        """Store KV of a miss here and in the remote tier, unless its last name is gone; where that fails, it is kept in RAM."""
         try:
-            self._tiers.put(key, chunk.kv, chunk.tenant, chunk.expires_at, wanted, wait)
-        except StoreFullError:
-            if self._tiers.disk is not None:
-                raise
-        if not chunk.is_copy and self._names.leading_to(key) is not None:
-            self._send(key, chunk.kv, chunk.expires_at)
+            try:
+                self._tiers.put(key, miss.kv, miss.tenant, miss.expires_at, partial(has_name, key))
+            except StoreFullError:
+                if self._tiers.disk is not None:
+                    raise
+            if not miss.is_copy and self._names.leading_to(key) is not None:
+                self._send(key, miss.kv, miss.expires_at)
+        except Exception as error:
+            self._fail(error if isinstance(error, StoreError) else StoreError(f"KV was not written: {error!r}"))
+            self._tiers.ram.put(key, miss.kv, miss.tenant, miss.expires_at)
+            with suppress(StoreError):
+                if self._names.leading_to(key) is None:
+                    self._tiers.drop([key])
+
+    def _fail(self, error: StoreError) -> None:
+        """Say that KV of a miss was not stored, once an event."""
+        failed_at, self._failed_at = self._failed_at, time.monotonic()
+        # Of a folder that is always read-only nothing more is to be said.
+        if not isinstance(error, StoreReadOnlyError):
+            self._failure = self._failure or error
+        if self._failed_at - failed_at > _EVENT_S:
+            _log.warning("the KV of a miss was not stored, and is kept in memory by this process alone: %s", error)
+
+    def _keep_tied(self, key: str, miss: _Miss, tied: tuple[str, str | None, str | None] | None) -> None:
+        """Keep KV in RAM alone, as long as what it is tied to."""
+        self._tiers.ram.put(key, miss.kv, miss.tenant, miss.expires_at)
+        if tied is not None:
+            self._ties[key] = tied
+            if len(self._ties) > _TIES_KEPT:
+                self._ties.pop(next(iter(self._ties)), None)
 
     def _drop(self, dropped: Dropped) -> None:
         """Have every tier follow what a transaction has dropped."""
+        self._waiting.cancel(dropped.keys)
         self._tiers.drop(dropped.keys)
-        self._tiers.ram.pin(dropped.pinned)
-        self._tiers.unpin()
+        self._tiers.pin()
         if self._offsite and dropped.keys:
             self._offsite.drop(dropped.keys)
 
@@ -440,8 +485,7 @@ class KVStore:
         named = None if self._closed else self._names.leading_to(key)
         if self._closed or (named is None and was_named):
             return
-        if named is None or self._writes_at_once:
-            self._tiers.ram.put(key, kv, "" if named is None else named[1])
+        if named is None or not self._waiting.limit_bytes or self._tiers.path is None:
+            self._tiers.ram.put(key, kv, "" if named is None else named)
         else:
-            namespace, tenant, ids = named
-            self._waiting.put(Computed(key, kv, namespace, tenant, [], ids, None, is_copy=True))
+            self._waiting.put(key, _Miss(kv, named, None, is_copy=True), kv.nbytes)

@@ -15,8 +15,7 @@ from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of
-from cacheblend_rag.store.index import AT_ONCE, Dropped, Index, claim, counter, drop_entries, pinned_keys
-from cacheblend_rag.store.waiting import Computed, WriteBack
+from cacheblend_rag.store.index import AT_ONCE, Dropped, Index, claim, counter, drop_entries
 
 __all__ = [
     "Names",
@@ -25,9 +24,9 @@ __all__ = [
     "check_known",
     "drop_nameless",
     "end_sources",
+    "has_name",
     "keys_of",
     "look_up",
-    "name_computed",
     "remove_names",
     "sources_of",
     "write_names",
@@ -37,52 +36,36 @@ Result = TypeVar("Result")
 
 
 class Names:
-    """The names in an index, and those that wait with their KV to be written; each method is one transaction.
+    """The names in an index; each method is one transaction.
 
     What changes names says which KV is to be dropped with them, which is left to the caller.
     """
 
     is_shared = False
 
-    def __init__(self, index: Index, now: Callable[[], float], waiting: WriteBack | None = None) -> None:
+    def __init__(self, index: Index, now: Callable[[], float]) -> None:
         self._database = index.database
         self._now = now
-        self._waiting = waiting or WriteBack(lambda chunk: None, 0)
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
-        # In this order: what stops waiting in between is found in the index.
-        waiting = self._waiting.records(namespace) if self._waiting.entries else None
         with self._database.read() as connection:
-            found = look_up(connection, namespace, ids)
-        return [record or waiting.get(node) for node, record in zip(ids, found, strict=True)] if waiting else found
+            return look_up(connection, namespace, ids)
 
     def ids(self, namespace: str) -> list[str]:
         """Return all ids of a namespace, in the order they were first recorded."""
-        waiting = self._waiting.records(namespace)
+        query = "SELECT id FROM nodes WHERE namespace = ? ORDER BY seq"
         with self._database.read() as connection:
-            query = "SELECT id FROM nodes WHERE namespace = ? ORDER BY seq"
-            return list(dict.fromkeys([*(row[0] for row in connection.execute(query, (namespace,))), *waiting]))
+            return [row[0] for row in connection.execute(query, (namespace,))]
 
     def revision(self) -> int:
         """Return a number that every change to a name raises, by any process; equal numbers mean that no name changed."""
         with self._database.read() as connection:
             (revision,) = connection.execute("SELECT ifnull(max(seq), 0) FROM changes").fetchone()
-        return int(revision) + self._waiting.changes
+        return int(revision)
 
     def changes(self, namespace: str, since: int | None = None) -> NameChanges:
-        """Return the names that changed since an earlier call, or all of them.
-
-        Parameters
-        ----------
-        namespace : str
-            Where the names are.
-        since : int, optional
-            The `mark` of the earlier call; by default all names are returned, and so they are if the call was too long ago.
-        """
-        # What is written in between is then found twice rather than not at all.
-        records = self._waiting.records(namespace) if self._waiting.entries else {}
-        waiting = {node: record.text_hash for node, record in records.items()}
+        """Return the names that changed since the call whose `mark` is given; by default, and if that was long ago, all names."""
         with self._database.read() as connection:
             first, last = connection.execute("SELECT min(seq), max(seq) FROM changes").fetchone()
             mark = last or 0
@@ -92,21 +75,16 @@ class Names:
                     "WHERE changes.seq > ?"
                 )
                 names = connection.execute(query, (namespace, since)).fetchall()
-                return NameChanges(mark, False, names, waiting)
+                return NameChanges(mark, False, names)
             query = "SELECT seq, id, text_hash FROM nodes WHERE namespace = ? ORDER BY seq"
-            return NameChanges(mark, True, connection.execute(query, (namespace,)).fetchall(), waiting)
+            return NameChanges(mark, True, connection.execute(query, (namespace,)).fetchall())
 
-    def leading_to(self, key: str) -> tuple[str, str, list[str]] | None:
-        """Return a namespace whose names lead to `key`, its tenant and those names; None if no name does."""
-        query = (
-            "SELECT namespace, ifnull(tenant, ''), id FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ?"
-        )
+    def leading_to(self, key: str) -> str | None:
+        """Return the tenant whose names lead to `key`, empty for none's; None if no name does."""
+        query = "SELECT ifnull(tenant, '') FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ? LIMIT 1"
         with self._database.read() as connection:
-            rows = connection.execute(query, (key,)).fetchall()
-        if not rows:
-            return None
-        namespace, tenant, _ = rows[0]
-        return namespace, tenant, [node for each, _, node in rows if each == namespace]
+            row = connection.execute(query, (key,)).fetchone()
+        return None if row is None else str(row[0])
 
     def record(
         self,
@@ -134,12 +112,26 @@ class Names:
                 remove_names(connection, namespace, others, drafts)
             drafts.put(records, rules or ReadingRules(), expires_at)
             targets = drafts.targets()
-            keys = write_names(connection, namespace, tenant, records, targets)
+            write_names(connection, namespace, tenant, records, targets)
             replaced += drafts.save(targets, ids)
             alone += [record.id for record in records if record.place is None]
             if self.is_shared:
                 self._publish(connection, namespace, drafts, alone)
-            return drop_nameless(connection, replaced, [*keys, *(target.record.key for target in targets.values())])
+            return drop_nameless(connection, replaced)
+
+    def record_met(
+        self, namespace: str, tenant: str, key: str, records: Sequence[NodeRecord], known: Sequence[str]
+    ) -> bool:
+        """Record names of a chunk that a prompt brought, whose KV is under `key`; return whether any name leads to that.
+
+        A name that is known by now keeps its text; those that were `known` may have been removed since. Nothing waits long for
+        this, nor for it to reach the disk.
+        """
+        with self._database.write(wait=False, durable=False) as connection:
+            keys = keys_of(connection, namespace, [*known, *(record.id for record in records)])
+            new = [record for record in records if record.id not in keys]
+            write_names(connection, namespace, tenant, new, {})
+            return bool(new) or key in keys.values()
 
     def remove(
         self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()
@@ -161,8 +153,7 @@ class Names:
             keys = [*found.values(), *drafts.save(targets)]
             if self.is_shared:
                 self._publish(connection, namespace, drafts, [*alone, *left])
-            dropped = drop_nameless(connection, keys, [target.record.key for target in targets.values()])
-            return set(found), ended, dropped
+            return set(found), ended, drop_nameless(connection, keys)
 
     def indexed(self, namespace: str, sources: Iterable[str] | None = None) -> list[str]:
         """Return the ids that vector stores have, or those of them that were made of these sources."""
@@ -205,16 +196,11 @@ class Names:
 
     def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
         """Return how the KV of each name is computed; None where the name is unknown."""
-        waiting = self._waiting.records(namespace)
         with self._drafting(namespace) as (connection, drafts):
             known = look_up(connection, namespace, ids)
             drafts.look_at(record.id for record in known if record is not None)
             targets = drafts.targets()
-        found = [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
-        return [
-            target or (NamedTarget(waiting[node]) if node in waiting else None)
-            for node, target in zip(ids, found, strict=True)
-        ]
+        return [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
 
     def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
         """Return the document that each name is a piece of; None where it is one of none, or unknown."""
@@ -231,8 +217,8 @@ class Names:
         with self._drafting(namespace) as (_, drafts):
             return drafts.text(document)
 
-    def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None = None) -> list[str]:
-        """Pin names, at most `limit_bytes` of their KV, or unpin them; return the keys that they lead to."""
+    def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None = None) -> None:
+        """Pin names, at most `limit_bytes` of their KV, or unpin them."""
         nodes = list(dict.fromkeys(ids))
         with self._database.write() as connection:
             keys = keys_of(connection, namespace, nodes)
@@ -247,7 +233,6 @@ class Names:
                     f"pinned KV would take more than the store's budget of {limit_bytes} bytes (disk_bytes); pin fewer chunks, "
                     "or raise the budget"
                 )
-        return list(keys.values())
 
     def spaces_of(self, ids: Iterable[str], tenant: str | None = None) -> dict[str, list[str]]:
         """Return the ids that each namespace knows, or each of one tenant, of those that know any; looks through all names."""
@@ -304,8 +289,8 @@ class SharedNames(Names, ABC):
         """Release connections."""
 
 
-NamesSource = Callable[[Index, Callable[[], float], WriteBack, Path | None, Callable[[Dropped], None]], SharedNames]
-"""Opens shared names over a store: its index, clock, unwritten names and folder, and what has its tiers follow dropped names."""
+NamesSource = Callable[[Index, Callable[[], float], Path | None, Callable[[Dropped], None]], SharedNames]
+"""Opens shared names over a store: its index, clock and folder, and what has its tiers follow dropped names."""
 
 
 def check_known(ids: Sequence[str], known: Collection[str]) -> None:
@@ -321,31 +306,18 @@ def check_known(ids: Sequence[str], known: Collection[str]) -> None:
 # In a transaction that has begun
 
 
-def name_computed(chunk: Computed, connection: sqlite3.Connection) -> bool:
-    """Record the names of KV that was computed for an answer; return whether any leads to it, or none does any more.
-
-    Of its `records`, whose names were unknown when it was computed, one that is known by now keeps its text; names that were
-    `known` may have been removed since.
-    """
-    if chunk.cancelled:
-        return False
-    keys = keys_of(connection, chunk.namespace, [*chunk.known, *(record.id for record in chunk.records)])
-    for record in chunk.records:
-        if record.id not in keys:
-            write_names(connection, chunk.namespace, chunk.tenant, [record], {})
-            keys[record.id] = chunk.key
-    return chunk.key in keys.values()
+def has_name(key: str, connection: sqlite3.Connection) -> bool:
+    """Return whether any name leads to a key."""
+    return connection.execute("SELECT 1 FROM nodes WHERE key = ? LIMIT 1", (key,)).fetchone() is not None
 
 
-def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], named: Iterable[str] = ()) -> Dropped:
-    """Drop the KV under those of the keys that no name leads to; of those that are `named` anew, say which are pinned."""
+def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str]) -> Dropped:
+    """Drop the KV under those of the keys that no name leads to."""
     dropped = Dropped()
-    query = "SELECT 1 FROM nodes WHERE key = ? LIMIT 1"
-    nameless = [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone() is None]
+    nameless = [key for key in dict.fromkeys(keys) if not has_name(key, connection)]
     drop_entries(connection, nameless, dropped)
     # KV may be in RAM alone, without an entry.
     dropped.keys = nameless
-    dropped.pinned = pinned_keys(connection, named)
     return dropped
 
 
@@ -355,8 +327,8 @@ def write_names(
     tenant: str,
     records: Iterable[NodeRecord],
     targets: Mapping[str, NamedTarget],
-) -> list[str]:
-    """Write records, those of documents as they are among the `targets`; return their keys."""
+) -> None:
+    """Write records, those of documents as they are among the `targets`."""
     rows = []
     records = list(records)
     for given in records:
@@ -364,8 +336,7 @@ def write_names(
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
         origin = given.source or record.source, given.indexed or record.indexed
         rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, *origin))
-    keys = [row[2] for row in rows]
-    _own(connection, namespace, tenant, keys)
+    _own(connection, namespace, tenant, [row[2] for row in rows])
     connection.executemany(
         "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, source, indexed) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, "
@@ -373,7 +344,6 @@ def write_names(
         "source = ifnull(excluded.source, source), indexed = max(excluded.indexed, indexed)",
         rows,
     )
-    return keys
 
 
 def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iterable[str]) -> None:

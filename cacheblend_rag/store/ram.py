@@ -110,20 +110,10 @@ class LRUCache(Generic[AnyKV]):
             for key in keys:
                 self._drop(key)
 
-    def pin(self, keys: Iterable[str]) -> None:
-        """Never drop these for room, once they are held."""
+    def pin(self, keys: set[str]) -> None:
+        """Never drop these for room, once they are held, and no others."""
         with self._lock:
-            self._pinned.update(keys)
-
-    def unpin(self, keys: Iterable[str]) -> None:
-        """Let these be dropped for room again."""
-        with self._lock:
-            self._pinned.difference_update(keys)
-
-    def pinned(self) -> list[str]:
-        """Return the keys that are never dropped for room."""
-        with self._lock:
-            return sorted(self._pinned)
+            self._pinned = keys
 
     def pinned_bytes(self, tenant: str | None = None) -> int:
         """Return the bytes that are never dropped for room, or those of one tenant."""
@@ -137,7 +127,7 @@ class LRUCache(Generic[AnyKV]):
     def clear(self) -> None:
         """Forget everything, and what was pinned."""
         with self._lock:
-            self._pinned.clear()
+            self._pinned = set()
             for key in list(self._entries):
                 self._drop(key)
 

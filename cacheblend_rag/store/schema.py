@@ -51,6 +51,7 @@ CREATE INDEX entries_by_use ON entries (pinned, last_used);
 CREATE INDEX entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
 CREATE INDEX entries_by_age ON entries (added_at) WHERE NOT named;
 CREATE INDEX nodes_by_key ON nodes (key);
+CREATE INDEX nodes_pinned ON nodes (key) WHERE pinned;
 CREATE INDEX members_by_document ON members (document, arrival);
 CREATE INDEX nodes_by_source ON nodes (source) WHERE source IS NOT NULL;
 CREATE TRIGGER entry_named AFTER INSERT ON nodes BEGIN

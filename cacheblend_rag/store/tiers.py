@@ -47,6 +47,7 @@ class Tiers:
         self._closed = False
         # What the copies were last compared with: evictions from RAM, or deletions from the index.
         self._seen = 0 if disk is None else index.deletions()
+        self.pin()
 
     @property
     def path(self) -> Path | None:
@@ -113,7 +114,8 @@ class Tiers:
             # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
             packed = pack_kv(kv, self.disk.codec)
             self.drop(self.disk.put(key, packed, tenant, expires_at, wanted, wait))
-            self._keep(key, packed, tenant, expires_at)
+            if wanted is None or self.disk.holds([key])[0]:
+                self._keep(key, packed, tenant, expires_at)
             return
         held = self.ram.peek(key)
         if held is not None:
@@ -122,7 +124,6 @@ class Tiers:
         has_room = self.ram.put(key, kv, tenant, expires_at)
         if wanted is not None and not self.index.database.transact(wanted, wait):
             self.drop([key])
-        self.ram.pin(self.index.pinned([key]))
         self.follow()
         if not has_room:
             nbytes, limit_bytes = pack_kv(kv, self.ram.codec).nbytes, self.ram.limit_bytes
@@ -185,14 +186,12 @@ class Tiers:
                 there = self.index.holds(copies, self.clock())
                 gone = [key for key, is_there in zip(copies, there, strict=True) if not is_there]
             self.drop(gone)
-            self.unpin()
+            self.pin()
         self._seen = now
 
-    def unpin(self) -> None:
-        """Let go in RAM of what no pinned name leads to any more."""
-        pinned = self.ram.pinned()
-        if pinned:
-            self.ram.unpin(set(pinned).difference(self.index.pinned(pinned)))
+    def pin(self) -> None:
+        """Never drop from RAM for room what pinned names lead to."""
+        self.ram.pin(self.index.pinned())
 
     def with_room(self, write: Callable[[], Result], spared: Collection[str] = ()) -> Result:
         """Return what `write` returns, where the disk is full once there is room; none of the `spared` keys goes for that."""
@@ -258,8 +257,6 @@ class Tiers:
         """Drop what has just been copied to memory if slower tiers do not hold it any more, or the store is closed."""
         try:
             if not self._closed and (self.disk.holds([key])[0] if self.disk else self.ram.peek(key) is not None):
-                if self.disk is not None:
-                    self.ram.pin(self.index.pinned([key]))
                 return
         except StoreError:
             # Closed between the two.

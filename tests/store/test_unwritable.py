@@ -60,42 +60,28 @@ def test_another_process_writes(tmp_path: Path, write_back_bytes: int, caplog: p
         # Made stores are opened without writing.
         with within(1.0):
             store = open_store(tmp_path, 10**6, write_back_bytes=write_back_bytes, lock_timeout_s=0.4)
-        with within(0.4):
+        # The first waits a moment, and no other does.
+        with within(1.0):
             for number in (2, 3, 4):
                 miss(store, number)
-            assert store.names.lookup("ns", ["n1", "n4"]) == [record("n1", 1), record("n4", 4)]
+            assert store.names.lookup("ns", ["n1", "n4"]) == [record("n1", 1), None]
             assert all(is_hit(store, number) for number in (1, 2, 3, 4))
         with within(1.2), pytest.raises(StoreError, match=r"index.sqlite is locked: another"):
             store.put(key_of(5), make_kv(5))
-        with within(1.2), pytest.raises(StoreError, match="locked"):
+        with pytest.raises(StoreError, match="locked"):
             store.flush()
         # What is damaged is not met again, even if its entry cannot be dropped now.
         with pytest.raises(StoreError):
             store.discard(key_of(1), wait=False)
         assert not is_hit(store, 1) and store.holds([key_of(1)]) == [False]
     assert [each.levelname for each in caplog.records] == ["WARNING"]
-    assert "kept in memory" in caplog.text
-    # Whatever comes next brings the others along.
-    time.sleep(2.1)
-    miss(store, 1)
-    eventually_written(tmp_path, 4)
+    assert "in memory by this process alone" in caplog.text
+    # What prompts bring next is written again; what is in RAM alone goes with its name.
+    miss(store, 6)
     store.flush()
-    assert store.stats().waiting == 0
-    store.close()
-    with closing(open_store(tmp_path, 0)) as store:
-        assert all(is_hit(store, number) for number in (1, 2, 3, 4))
-        assert store.names.ids("ns") == ["n1", "n2", "n3", "n4"]
-
-
-def test_closing_waits_once_and_says_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    open_store(tmp_path, 0).close()
-    with writing_elsewhere(tmp_path):
-        store = open_store(tmp_path, 10**6, write_back_bytes=10**6, lock_timeout_s=0.4)
-        for number in range(8):
-            miss(store, number)
-        with within(2.0):
-            store.close()
-    assert "the KV of 8 misses was not stored and is lost: index" in caplog.messages[-1]
+    assert store.holds([key_of(number) for number in (2, 6)]) == [False, True]
+    assert store.forget("ns", ["n2", "n6"]) == 1
+    assert [is_hit(store, number) for number in (2, 3, 6)] == [False, True, False]
 
 
 def test_another_process_is_stuck_opening_it(tmp_path: Path) -> None:
@@ -125,16 +111,12 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
         for number in (2, 3):
             miss(store, number)
         miss(store, 4, ttl_s=50)
-        store.settle()
         assert all(is_hit(store, number) for number in (1, 2, 3, 4))
-        assert store.names.lookup("ns", ["n2"]) == [record("n2", 2)]
-        assert store.stats().waiting == 3
         wall[0] += 100
         assert (is_hit(store, 4), is_hit(store, 3)) == (False, True)
-        assert len(caplog.messages) == 1 and caplog.messages[0].endswith("in memory, for this process alone")
         store.flush()
         store.close()
-        assert len(caplog.messages) == 1
+        assert len(caplog.messages) == 1 and "in memory by this process alone" in caplog.text
 
 
 def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,27 +129,11 @@ def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.Lo
             miss(store, number)
             store.settle()
             fill(disk)
-        waiting = store.stats().waiting
-        assert waiting > 0
         assert all(is_hit(store, number) for number in (1, 38, 39))
+        assert caplog.text.count("of a miss was not stored") == 1
+        with pytest.raises(StoreError, match="no space left"):
+            store.flush()
         ballast.unlink()
+        miss(store, 40)
         store.flush()
-        assert store.stats().waiting == 0
-        store.close()
-
-
-def test_what_stays_goes_for_room_oldest_first(tmp_path: Path) -> None:
-    open_store(tmp_path, 0).close()
-    nbytes = make_kv(1).nbytes
-    with writing_elsewhere(tmp_path):
-        store = open_store(tmp_path, 0, write_back_bytes=3 * nbytes, lock_timeout_s=0.0)
-        for number in range(1, 7):
-            miss(store, number)
-            store.settle()
-        assert [is_hit(store, number) for number in range(1, 7)] == [False] * 3 + [True] * 3
-        assert store.names.ids("ns") == ["n4", "n5", "n6"]
-        # What is deleted meanwhile is never written.
-        store._waiting.forget("ns", ["n5"])
-        assert store.stats().waiting == 2
-    store.close()
-    assert len(files_of(tmp_path)) == 2
+        assert store.holds([key_of(40)]) == [True]

@@ -34,7 +34,6 @@ from cacheblend_rag.store.names import (
     sources_of,
     write_names,
 )
-from cacheblend_rag.store.waiting import WriteBack
 from cacheblend_ray.log import Behind, NameLog, Unit, UnitName
 
 __all__ = ["LoggedNames", "open_names"]
@@ -70,8 +69,6 @@ class LoggedNames(SharedNames):
         Where the names are, and the position up to which the log was followed.
     clock : callable
         The time by which chunks expire.
-    waiting : WriteBack
-        What is to be named yet.
     folder : Path or None
         The store's folder, which other processes may have open.
     drop : callable
@@ -83,14 +80,11 @@ class LoggedNames(SharedNames):
         log: NameLog,
         index: Index,
         clock: Callable[[], float],
-        waiting: WriteBack,
         folder: Path | None,
         drop: Callable[[Dropped], None],
     ) -> None:
-        super().__init__(index, clock, waiting)
+        super().__init__(index, clock)
         self._log = log
-        self._index = index
-        self._writes = waiting
         self._path = None if folder is None else folder / "shared.lock"
         self._drop = drop
         self._lock = threading.Lock()
@@ -140,7 +134,7 @@ class LoggedNames(SharedNames):
         by_namespace = sorted(self._units(tenant), key=lambda unit: unit.namespace)
         for namespace, group in groupby(by_namespace, key=lambda unit: unit.namespace):
             while units := [Unit(name) for name in islice(group, _UNITS_A_TIME)]:
-                yield partial(self._let_go, namespace, units)
+                yield partial(self._adopt, namespace, units)
 
     def close(self) -> None:
         """Release connections."""
@@ -199,28 +193,10 @@ class LoggedNames(SharedNames):
     def _take(self, units: Sequence[tuple[UnitName, bytes | None]]) -> None:
         by_namespace = sorted(units, key=lambda each: each[0].namespace)
         for namespace, group in groupby(by_namespace, key=lambda each: each[0].namespace):
-            self._follow(namespace, [Unit.unpacked(name, state) for name, state in group])
+            self._drop(self._adopt(namespace, [Unit.unpacked(name, state) for name, state in group]))
 
-    def _follow(self, namespace: str, units: Sequence[Unit]) -> None:
-        """Have units be what they are elsewhere, and what prompts brought of them here, written yet or not, go with them."""
-        there = {piece.record.id for unit in units for piece in unit.pieces}
-        gone = {unit.name.id for unit in units if unit.name.id is not None and not unit.pieces} - there
-        self._writes.forget(namespace, list(gone))
-        waiting = self._writes.records(namespace)
-        ended, dropped = self._adopt(namespace, units)
-        self._drop(dropped)
-        waiting |= self._writes.records(namespace)
-        late = [id for id, record in waiting.items() if record.source in ended and id not in there]
-        if late:
-            self._writes.forget(namespace, late)
-            # Those that were written while this was done.
-            self._drop(self.remove(namespace, late)[-1])
-
-    def _let_go(self, namespace: str, units: Sequence[Unit]) -> Dropped:
-        return self._adopt(namespace, units)[1]
-
-    def _adopt(self, namespace: str, units: Sequence[Unit]) -> tuple[set[str], Dropped]:
-        """Have documents, and chunks of none, be what they are elsewhere, whatever they were here; return ended sources."""
+    def _adopt(self, namespace: str, units: Sequence[Unit]) -> Dropped:
+        """Have units be what they are elsewhere, whatever they were here; what prompts brought of what has ended goes with it."""
         pieces = [piece for unit in units for piece in unit.pieces]
         ids = {piece.record.id for piece in pieces}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
@@ -235,22 +211,16 @@ class LoggedNames(SharedNames):
                 for record, expires_at in unit.pieces:
                     drafts.put([record], unit.rules, expires_at)
             targets = drafts.targets()
-            keys = [
-                key
-                for unit in units
-                if unit.pieces
-                for key in write_names(
-                    connection, namespace, unit.tenant, [each.record for each in unit.pieces], targets
-                )
-            ]
+            for unit in units:
+                if unit.pieces:
+                    write_names(connection, namespace, unit.tenant, [each.record for each in unit.pieces], targets)
             dropped_keys = [*replaced.values(), *drafts.save(targets, ids)]
-            ended, left = end_sources(connection, namespace, sources, drafts)
+            _, left = end_sources(connection, namespace, sources, drafts)
             if left:
                 targets = drafts.targets()
                 dropped_keys += [*left.values(), *drafts.save(targets)]
             self._send(connection, units)
-            named = [*keys, *(each.record.key for each in targets.values())]
-            return ended, drop_nameless(connection, dropped_keys, named)
+            return drop_nameless(connection, dropped_keys)
 
     def _units(self, tenant: str | None) -> list[UnitName]:
         """Return all documents, and all chunks of none, or those of one tenant."""

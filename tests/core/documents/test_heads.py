@@ -445,10 +445,10 @@ def test_where_nothing_can_be_written_it_is_kept_in_memory(
     engine = make_engine(store=tmp_path)
     engine.add(CHUNKS)
 
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise StoreReadOnlyError("it may not be written")
 
-    monkeypatch.setattr(engine._store._waiting, "_write", refuse)
+    monkeypatch.setattr(engine._store._names, "record_met", refuse)
     for taken in (0, HEAD_TOKENS, HEAD_TOKENS):
         assert engine.prefill(asking()).report.head_tokens == taken
     assert sum("kept in memory" in record.message for record in caplog.records) == 1

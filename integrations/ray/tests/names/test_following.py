@@ -69,17 +69,18 @@ def test_what_is_not_written_yet_goes_too(pair: tuple[KVStore, KVStore], monkeyp
     one, two = pair
     one.name(NAMESPACE, [piece("a", "d", 0)])
     assert ids_of(two) == ["a"]
-    is_over, write = threading.Event(), two._waiting._write
-    monkeypatch.setattr(two._waiting, "_write", lambda chunk: is_over.wait() and write(chunk))
+    is_over, write = threading.Event(), two._waiting._work
+    monkeypatch.setattr(two._waiting, "_work", lambda key, miss: is_over.wait() and write(key, miss))
     met = NodeRecord("window", key_of(5), "5" * 32, (5,), source="d")
     two.put_later(key_of(5), make_kv(5), NAMESPACE, [met, record("loose", 5), record("other", 5)])
-    assert ids_of(two) == ["a", "loose", "other", "window"]
+    two.put_later(key_of(6), make_kv(6), NAMESPACE, [NodeRecord("w", key_of(6), "6" * 32, (6,), source="d")])
+    assert ids_of(two) == ["a", "loose", "other", "w", "window"]
     one.forget(NAMESPACE, ["loose", "a"], "")
     assert ids_of(two) == ["other"]
     is_over.set()
     two.settle()
     assert ids_of(two) == ["other"]
-    assert two.holds([key_of(5)]) == [True]
+    assert two.holds([key_of(5), key_of(6)]) == [True, False]
 
 
 def test_who_comes_later_finds_everything(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]) -> None:

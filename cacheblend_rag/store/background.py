@@ -1,25 +1,27 @@
-"""The remote tier as a store sees it: something that may fail at any time without anybody noticing more than a miss."""
+"""Work that nobody waits for: a queue with a thread, and the remote tier, which may fail at any time."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from logging import getLogger
+from typing import Generic, TypeVar
 
 from cacheblend_rag.codec import Codec, PackedKV, pack_kv
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.remote.base import RemoteTier
-from cacheblend_rag.store.waiting import WorkQueue
 
-__all__ = ["Offsite"]
+__all__ = ["Offsite", "WorkQueue"]
 
 _log = getLogger(__name__)
+
+Item = TypeVar("Item")
 
 _MOST_WAITING_BYTES = 256 * 1024 * 1024
 # What a tier that does not answer is asked for, and how often: first, and at least.
@@ -27,9 +29,85 @@ _NO_KEY = "0" * 32
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.1, 2.0
 
 
+@dataclass(eq=False, slots=True)
+class _Entry(Generic[Item]):
+    """An item that waits, or is worked on, and whether nobody wants it any more."""
+
+    key: str
+    item: Item
+    nbytes: int
+    future: Future[None] | None = None
+    is_cancelled: bool = False
+
+
+class WorkQueue(Generic[Item]):
+    """Items under keys, at most `limit_bytes` of them, and a thread that works on them in the order in which they come.
+
+    `work` may not raise. A process that ends in the usual way works on everything first.
+    """
+
+    def __init__(self, work: Callable[[str, Item], None], limit_bytes: int, thread_name: str) -> None:
+        self.limit_bytes = limit_bytes
+        self._work = work
+        self._lock = threading.Lock()
+        self._entries: list[_Entry[Item]] = []
+        self._executor = ThreadPoolExecutor(1, thread_name)
+
+    def put(self, key: str, item: Item, nbytes: int) -> bool:
+        """Have an item worked on; return False if too much is waiting, what is being worked on included."""
+        with self._lock:
+            if sum(each.nbytes for each in self._entries) + nbytes > self.limit_bytes:
+                return False
+            entry = _Entry(key, item, nbytes)
+            self._entries.append(entry)
+            entry.future = self._executor.submit(self._run, entry)
+            return True
+
+    def get(self, key: str) -> Item | None:
+        """Return the item under a key, or None."""
+        if not self._entries:
+            return None
+        with self._lock:
+            return next((each.item for each in self._entries if each.key == key and not each.is_cancelled), None)
+
+    def items(self) -> list[tuple[str, Item, int]]:
+        """Return what waits, and what is being worked on: keys, items and bytes."""
+        with self._lock:
+            return [(each.key, each.item, each.nbytes) for each in self._entries if not each.is_cancelled]
+
+    def cancel(self, keys: Collection[str]) -> list[Future[None]]:
+        """Take items out; return the work on them that has begun."""
+        running = []
+        with self._lock:
+            for entry in [each for each in self._entries if each.key in keys]:
+                entry.is_cancelled = True
+                assert entry.future is not None
+                if entry.future.cancel():
+                    self._entries.remove(entry)
+                else:
+                    running.append(entry.future)
+        return running
+
+    def settle(self) -> None:
+        """Wait until everything that waits now is worked on."""
+        with self._lock:
+            waiting = [each.future for each in self._entries if each.future is not None]
+        wait(waiting)
+
+    def close(self) -> None:
+        """Wait as `settle` does, and end the thread; nothing is put any more."""
+        self._executor.shutdown()
+
+    def _run(self, entry: _Entry[Item]) -> None:
+        try:
+            self._work(entry.key, entry.item)
+        finally:
+            with self._lock:
+                self._entries.remove(entry)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Upload:
-    key: str
     kv: ChunkKV | PackedKV
     drops_first: bool
 
@@ -39,14 +117,13 @@ class Offsite:
 
     A remote tier that fails is a miss and one warning an outage: from the first failure on nobody asks it but a thread, until
     it answers. What could not be removed there is removed then, as long as this object lives. At most `waiting_bytes` wait to be
-    uploaded, or a single chunk of any size; what does not fit is not uploaded, nor is an upload that fails tried again, since
-    the KV is held here.
+    uploaded, or a single chunk of any size. No upload is tried again, since the KV is held here.
     """
 
     def __init__(self, tier: RemoteTier, codec: Codec, waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
         self._tier = tier
         self._codec = codec
-        self._uploads = WorkQueue(self._upload, waiting_bytes, "cacheblend-upload")
+        self._uploads: WorkQueue[_Upload] = WorkQueue(self._upload, waiting_bytes, "cacheblend-upload")
         self._lock = threading.Lock()
         self._undropped: set[str] = set()
         self.is_out = False
@@ -92,8 +169,8 @@ class Offsite:
             # Damaged bytes would be taken for what is put: whether that is there already is judged by its size.
             drops_first = key in self._undropped
             self._undropped.discard(key)
-        self._uploads.cancel(lambda upload: upload.key == key)
-        self._uploads.offer(_Upload(key, kv, drops_first), min(kv.nbytes, self._uploads.limit_bytes))
+        self._uploads.cancel([key])
+        self._uploads.put(key, _Upload(kv, drops_first), min(kv.nbytes, self._uploads.limit_bytes))
 
     def drop(self, keys: Iterable[str]) -> None:
         """Remove what is held under the keys, for all machines; where the tier does not answer, as soon as it does."""
@@ -182,25 +259,25 @@ class Offsite:
 
     def _remove(self, keys: Collection[str]) -> None:
         # What is on its way arrives first, or it would put back what is removed.
-        wait(self._uploads.cancel(lambda upload: upload.key in keys))
+        wait(self._uploads.cancel(keys))
         self._tier.drop(sorted(keys))
         with self._lock:
             self._undropped.difference_update(keys)
 
-    def _upload(self, upload: _Upload) -> None:
+    def _upload(self, key: str, upload: _Upload) -> None:
         if self.is_out:
             return
         fails = False
         try:
             if upload.drops_first:
-                self._tier.drop([upload.key])
-            self._tier.put(upload.key, encode_chunk(upload.key, pack_kv(upload.kv, self._codec)))
+                self._tier.drop([key])
+            self._tier.put(key, encode_chunk(key, pack_kv(upload.kv, self._codec)))
         except StoreError as error:
             fails = isinstance(error, RemoteUnavailableError)
             # One that refuses to be written is still read.
             self.holds([_NO_KEY])
             if not self.is_out and not (fails and self._uploads_fail):
-                _log.warning("chunk KV %s… was not uploaded: %s", upload.key[:12], error)
+                _log.warning("chunk KV %s… was not uploaded: %s", key[:12], error)
         except Exception:
-            _log.exception("the upload of chunk KV %s… failed in a way that is not foreseen", upload.key[:12])
+            _log.exception("the upload of chunk KV %s… failed in a way that is not foreseen", key[:12])
         self._uploads_fail = fails
