@@ -294,7 +294,12 @@ class BlendPrompt:
             if self.prefix or self.chunks or self.suffix or self.separator:
                 raise ConfigError("a prompt takes either segments, or prefix, chunks, suffix and separator, not both")
         else:
-            object.__setattr__(self, "segments", tuple(self._sugar()))
+            segments: list[Segment] = [self.prefix] if self.prefix else []
+            for number, chunk in enumerate(self.chunks):
+                if number and self.separator:
+                    segments.append(self.separator)
+                segments.append(ChunkRef(chunk) if isinstance(chunk, str) else chunk)
+            object.__setattr__(self, "segments", (*segments, self.suffix) if self.suffix else tuple(segments))
         if self.positions is not None:
             if self.skip_unknown:
                 raise ConfigError("where each segment has its position, none can be left out: give no skip_unknown")
@@ -315,16 +320,6 @@ class BlendPrompt:
             return replace(self, segments=[segment for segment in self.segments if stays(segment)])
         chunks = [each for each in self.chunks if stays(ChunkRef(each) if isinstance(each, str) else each)]
         return replace(self, chunks=chunks, segments=())
-
-    def _sugar(self) -> list[Segment]:
-        segments: list[Segment] = [self.prefix] if self.prefix else []
-        for number, chunk in enumerate(self.chunks):
-            if number and self.separator:
-                segments.append(self.separator)
-            segments.append(ChunkRef(chunk) if isinstance(chunk, str) else chunk)
-        if self.suffix:
-            segments.append(self.suffix)
-        return segments
 
 
 def id_list(ids: Iterable[str]) -> list[str]:

@@ -108,7 +108,7 @@ class SettingsBase(BaseSettings):
         """
         given = {name: getattr(self, name) for name in type(self).model_fields}
         replaced = type(self)(**(given | changes))
-        # What nobody set is still not set: an engine may have settled it in its own way.
+        # What was not set is still not set: an engine may have settled it in its own way.
         replaced.__pydantic_fields_set__ = self.model_fields_set | changes.keys()
         return replaced
 

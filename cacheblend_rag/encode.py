@@ -1,4 +1,4 @@
-"""Computing the KV of chunks behind the preamble and what stands before them in their documents."""
+"""Encoding of chunks after the preamble and what precedes them in their documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 
 __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches"]
 
-# Sharing the preamble saves its rows, but rows behind a cache need a mask where rows from the start are plainly causal, and the
+# Sharing the preamble saves its rows, but rows after a cache need a mask where rows from the start are plainly causal, and the
 # preamble's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
 _SHARED_PREAMBLE_TOKENS = 16
 
@@ -196,7 +196,7 @@ class Encoder(ChunkEncoder):
     def _run(self, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
         """Return the KV of each layer, ``(batch, num_kv_heads, preamble and longest chunk, head_dim)``."""
         width = max(map(len, rows))
-        # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
+        # Padding stands after the text, where causal attention does not see it: any id will do, without a mask.
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
         ahead, cache = self._begin(len(rows), width)
         return self._forward([[*ahead, *row] for row in padded], cache)
@@ -209,7 +209,7 @@ class Encoder(ChunkEncoder):
             return self.preamble, KVCache(self._decoder.num_layers)
         if self._preamble_kv is None:
             self._preamble_kv = self._forward([self.preamble], KVCache(self._decoder.num_layers))
-        return (), KVCache.behind(self._preamble_kv, rows, len(self.preamble) + length)
+        return (), KVCache.after(self._preamble_kv, rows, len(self.preamble) + length)
 
     @torch.no_grad()
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:

@@ -75,7 +75,7 @@ class PromptTooLongError(PromptError):
 
 
 class BackendError(CacheBlendError):
-    """The server that answers in this one's place has ended, cannot be reached, or answers what nobody asked."""
+    """The server that answers in this one's place has ended, cannot be reached, or answers something else."""
 
 
 class PMLError(CacheBlendError, ValueError):
@@ -164,7 +164,7 @@ class ChunkReadError(StoreError):
     key : str
         The store key of the chunk, so that the caller can compute the chunk anew.
     damaged : bool
-        Whether the stored bytes are at fault, so that nobody can read them and they are to be discarded. They are not where a
+        Whether the stored bytes are at fault, so that they are to be discarded. They are not where a
         remote tier does not answer, where another version of this library wrote them, or where the document has changed.
     """
 

@@ -15,7 +15,7 @@ from cacheblend_rag.errors import ConfigError
 
 __all__ = ["load_yaml", "read_yaml_text", "replace_text"]
 
-# Of a file, and of its values with every alias written out; a value counts as so many bytes more than its characters.
+# Of a file, and of its values with every alias written out; a value counts as this many bytes more than its characters.
 _LONGEST_YAML_BYTES = 128 * 1024
 _VALUE_BYTES = 32
 _DEEPEST_YAML = 20

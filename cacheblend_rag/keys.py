@@ -34,8 +34,8 @@ def chunk_key(
     """
     # Keys of chunks that are encoded alone stay what they are in every store there is.
     placed = b"" if places is None else b"|at|" + _packed(places)
-    behind = b"|head|" if is_head else b"" if not context else b"|behind|" + context.encode()
-    return hashlib.blake2b(namespace.encode() + _packed(token_ids) + placed + behind, digest_size=20).hexdigest()
+    before = b"|head|" if is_head else b"" if not context else b"|behind|" + context.encode()
+    return hashlib.blake2b(namespace.encode() + _packed(token_ids) + placed + before, digest_size=20).hexdigest()
 
 
 def context_digest(context: Sequence[int]) -> str:

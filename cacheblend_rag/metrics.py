@@ -61,7 +61,7 @@ class EngineMetrics:
             buckets=_TTFT_BUCKETS_S,
             registry=self.registry,
         )
-        self.registry.register(_Source(lambda: _store_figures(stats, failures)))
+        self.registry.register(_Figures(stats, failures))
 
     def count_unfound(self) -> None:
         """Count a prompt in which no stored chunk was found, though it holds one in another form."""
@@ -85,39 +85,36 @@ class EngineMetrics:
         self._ttft_s.observe(report.ttft_s)
 
 
-class _Source(Collector):
+class _Figures(Collector):
     """Figures that are read when the registry is."""
 
-    def __init__(self, read: Callable[[], Iterator[Metric]]) -> None:
-        self._read = read
+    def __init__(self, stats: Callable[[], StoreStats], failures: Callable[[], int]) -> None:
+        self._stats, self._failures = stats, failures
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures."""
-        return self._read()
-
-
-def _store_figures(stats: Callable[[], StoreStats], failures: Callable[[], int]) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "cacheblend_store_failures", "What answers asked of the store while it could not be used.", failures()
-    )
-    try:
-        now = stats()
-    except StoreError:
-        # The engine was closed: what it counted is still there.
-        return
-    by_tier = {"device": now.device_bytes, "ram": now.ram_bytes, "disk": now.disk_bytes}
-    copies = {"device": now.device_evictions, "ram": now.ram_evictions}
-    yield _labelled(GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"]), by_tier)
-    yield GaugeMetricFamily("cacheblend_store_entries", "Chunks whose KV is held.", now.entries)
-    yield GaugeMetricFamily("cacheblend_store_names", "Named chunks.", now.nodes)
-    yield GaugeMetricFamily("cacheblend_store_pinned_bytes", "Bytes that are never dropped for room.", now.pinned_bytes)
-    yield GaugeMetricFamily(
-        "cacheblend_store_waiting_bytes", "Bytes of misses that wait to be written.", now.waiting_bytes
-    )
-    yield CounterMetricFamily("cacheblend_store_evictions", "Entries dropped for room.", now.evictions)
-    dropped = CounterMetricFamily("cacheblend_store_copies_dropped", "Copies dropped for room.", labels=["tier"])
-    yield _labelled(dropped, copies)
-    yield CounterMetricFamily("cacheblend_store_unwritten", "Misses that found no room to wait in.", now.unwritten)
+        yield CounterMetricFamily(
+            "cacheblend_store_failures", "What answers asked of the store while it could not be used.", self._failures()
+        )
+        try:
+            now = self._stats()
+        except StoreError:
+            # The engine was closed: what it counted is still there.
+            return
+        by_tier = {"device": now.device_bytes, "ram": now.ram_bytes, "disk": now.disk_bytes}
+        copies = {"device": now.device_evictions, "ram": now.ram_evictions}
+        yield _labelled(GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"]), by_tier)
+        yield GaugeMetricFamily("cacheblend_store_entries", "Chunks whose KV is held.", now.entries)
+        yield GaugeMetricFamily("cacheblend_store_names", "Named chunks.", now.nodes)
+        yield GaugeMetricFamily(
+            "cacheblend_store_pinned_bytes", "Bytes that are never dropped for room.", now.pinned_bytes
+        )
+        yield GaugeMetricFamily(
+            "cacheblend_store_waiting_bytes", "Bytes of misses that wait to be written.", now.waiting_bytes
+        )
+        yield CounterMetricFamily("cacheblend_store_evictions", "Entries dropped for room.", now.evictions)
+        dropped = CounterMetricFamily("cacheblend_store_copies_dropped", "Copies dropped for room.", labels=["tier"])
+        yield _labelled(dropped, copies)
+        yield CounterMetricFamily("cacheblend_store_unwritten", "Misses that found no room to wait in.", now.unwritten)
 
 
 def _labelled(metric: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:

@@ -1,4 +1,4 @@
-"""What every chunk is encoded behind: the beginning of a prompt such as it will be used in."""
+"""Preamble of every chunk: the beginning of a prompt such as it will be used in."""
 
 from __future__ import annotations
 

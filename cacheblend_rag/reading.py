@@ -1,4 +1,4 @@
-"""Reading order of a document's chunks, and the tokens that each of them is encoded behind."""
+"""Reading order of a document's chunks, and the tokens that each of them is encoded after."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def in_order(members: Sequence[Member]) -> list[Member]:
     or last.
     """
     known = {member.id for member in members}
-    behind: dict[str, list[Member]] = {}
+    followers: dict[str, list[Member]] = {}
     firsts: list[Member] = []
     for member in members:
         place = member.place
         if place.start is None and place.previous in known:
-            behind.setdefault(str(place.previous), []).append(member)
+            followers.setdefault(str(place.previous), []).append(member)
         else:
             firsts.append(member)
     firsts.sort(key=lambda member: math.inf if member.place.start is None else member.place.start)
@@ -86,14 +86,14 @@ def in_order(members: Sequence[Member]) -> list[Member]:
         while stack:
             member = stack.pop()
             ordered.append(member)
-            stack.extend(reversed(behind.pop(member.id, [])))
-    # Chunks that name each other in a circle follow nobody.
-    ordered += [member for circle in behind.values() for member in circle]
+            stack.extend(reversed(followers.pop(member.id, [])))
+    # Chunks that name each other in a circle come last.
+    ordered += [member for circle in followers.values() for member in circle]
     return ordered
 
 
 def overlap(before: Place, after: Place) -> int:
-    """Return how many characters of `before` are read again at the beginning of `after`, which stands behind it."""
+    """Return how many characters of `before` are read again at the beginning of `after`, which follows it."""
     if before.start is not None and after.start is not None:
         return max(0, before.start + before.length - after.start)
     head, tail = after.text[:_LEAST_OVERLAP], before.text[-len(after.text) :] if after.text else ""
@@ -111,7 +111,7 @@ def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
     window is read again. What is cropped on the left is still remembered by the KV that is left; a window knows of nothing
     before it.
     """
-    # What each chunk leaves for those behind it.
+    # What each chunk leaves for those after it.
     pieces = [_left(before, after, rules.separator) for before, after in pairwise(members)]
     sizes = [len(member.token_ids) + len(rules.separator) for member in members]
     text = tuple(chain.from_iterable(pieces))

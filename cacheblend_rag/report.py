@@ -69,7 +69,7 @@ class BlendReport:
     fallback_reason : str or None
         Why the prompt was prefilled in full although blending was asked for.
     chunks : tuple of ChunkReport
-        One for each chunk, in prompt order; behind them those that were left out, without tokens.
+        One for each chunk, in prompt order; after them those that were left out, without tokens.
     output_tokens : int
         Tokens generated so far.
     load_bytes : int

@@ -8,7 +8,7 @@ __all__ = ["Spelling", "StopCutter", "acut_pieces", "cut_at_stop", "cut_pieces"]
 
 # What a decoder writes for the bytes of a character that is not whole.
 _UNFINISHED = "\ufffd"
-# No character takes more tokens than it has bytes in UTF-8; behind so many the bytes are no text.
+# No character takes more tokens than it has bytes in UTF-8; after more the bytes are no text.
 _MOST_TOKENS = 4
 
 
@@ -20,7 +20,7 @@ class Spelling:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        # The tokens behind which the next are read, whose text is known, and those whose text is not complete.
+        # The tokens after which the next are read, whose text is known, and those whose text is not complete.
         self._before: list[int] = []
         self._new: list[int] = []
 

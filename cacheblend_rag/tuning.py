@@ -1,4 +1,4 @@
-"""Constants that benchmarks and tests change for comparisons; nobody else should need to."""
+"""Constants that benchmarks and tests change for comparisons."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class ChunkCatalog:
                 return
             is_first, self._told = not self._told, True
         if isinstance(engine, ChunkLibrary):
-            # Elsewhere, who has the chunks counts.
+            # Elsewhere, the server that has the chunks counts.
             engine.metrics.count_unfound()
         if is_first:
             logger.warning(
@@ -185,7 +185,7 @@ def _unescaped(escaped: re.Match[str]) -> str:
 def _with_question(segments: list[Segment], begin: int, asked: str) -> list[Segment]:
     """Return segments with the last one that is a chunk as text, if it was found from `begin` on and is the end of `asked`.
 
-    What stands behind another chunk, with nothing but blanks between, is one more passage, and what stands alone is all there is.
+    What follows another chunk, with nothing but blanks between, is one more passage, and what stands alone is all there is.
     """
     place = max((n for n in range(begin, len(segments)) if isinstance(segments[n], Chunk)), default=0)
     before, found = segments[place - 1 : place + 1] if place else ("", "")
@@ -193,8 +193,8 @@ def _with_question(segments: list[Segment], begin: int, asked: str) -> list[Segm
         return segments
     if not isinstance(before, str) or (place > 1 and not before.strip()):
         return segments
-    behind = "".join(each for each in segments[place + 1 :] if isinstance(each, str))
-    return [*segments[: place - 1], f"{before}{found.text}{behind}"]
+    after = "".join(each for each in segments[place + 1 :] if isinstance(each, str))
+    return [*segments[: place - 1], f"{before}{found.text}{after}"]
 
 
 def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:

@@ -104,7 +104,10 @@ def render_chat(
     if documents and _shows_probe(tokenizer, documents=[{"title": "", "text": _PROBE}]):
         variables["documents"] = [{"title": each.title, "text": holes.text([each.chunk])} for each in documents]
     elif documents:
-        turns = _with_documents(turns, documents)
+        placed = around_question(turns, [part for each in documents for part in (each.chunk, BLANK_LINE)])
+        if placed is None:
+            raise PromptError("documents= needs a user message to go into; there is none among the messages")
+        turns = placed
     shown = [{**turn, "content": holes.text(turn["content"])} for turn in turns]
     parts = holes.split(apply_template(tokenizer, shown, **variables))
     holes.check()
@@ -137,8 +140,8 @@ def around_context(tokenizer: Any, head: str, tail: str) -> tuple[str, str]:
     `PromptError` if the template refuses that.
     """
     message = {"role": "user", "content": f"{head}{_PROBE}{tail}"}
-    before, _, behind = apply_template(tokenizer, [message]).partition(_PROBE)
-    return before, behind
+    before, _, after = apply_template(tokenizer, [message]).partition(_PROBE)
+    return before, after
 
 
 def _one_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -172,10 +175,3 @@ def around_question(
             changed = {**turns[place], "content": [*before, *turns[place]["content"], *after]}
             return [*turns[:place], changed, *turns[place + 1 :]]
     return None
-
-
-def _with_documents(turns: Sequence[dict[str, Any]], documents: Sequence[Passage[Piece]]) -> list[dict[str, Any]]:
-    changed = around_question(turns, [part for document in documents for part in (document.chunk, BLANK_LINE)])
-    if changed is None:
-        raise PromptError("documents= needs a user message to go into; there is none among the messages")
-    return changed

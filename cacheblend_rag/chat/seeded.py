@@ -1,4 +1,4 @@
-"""Sampling that a seed repeats, whoever is answered in the same batch."""
+"""Sampling that a seed repeats, whatever else is in the batch."""
 
 from __future__ import annotations
 

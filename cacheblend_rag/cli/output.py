@@ -106,7 +106,7 @@ def _progress_lines(label: str) -> Iterator[Callable[[int, int], None]]:
 
     def tell(done: int, total: int) -> None:
         nonlocal reached
-        # Behind a change, things that were done are done again.
+        # After a change, things that were done are done again.
         done, first = min(done, total), reached[0] < 0
         if done > reached[0]:
             reached = (done, total)
@@ -207,11 +207,11 @@ def print_answer(
 ) -> list[GenerationResult]:
     """Answer a prompt and print the answer, word by word if `stream`, or where it is None and this is a terminal.
 
-    With `compare` full prefill's answer is returned as well, behind the first, and not printed.
+    With `compare` full prefill's answer is returned as well, after the first, and not printed.
     """
     full = generation_kwargs | {"blend": engine.blend.replace(enabled=False)}
     if compare:
-        # Whoever comes first pays for the first use of the model's kernels.
+        # The first call pays for the first use of the model's kernels.
         engine.generate(prompt, 1, **full)
     if sys.stdout.isatty() if stream is None else stream:
         pieces = engine.stream(prompt, max_new_tokens, **generation_kwargs)
@@ -249,7 +249,7 @@ def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], 
     keys = list(dict.fromkeys(key for row in rows for key in row))
     whole = {
         "command": command,
-        # Figures are shared: where somebody keeps files is nobody's business.
+        # Figures are shared: where files are kept is private.
         "arguments": [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **dict(_versions())},
@@ -276,18 +276,13 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _machine() -> dict[str, Any]:
     import torch
 
+    processor = None
+    with suppress(OSError):
+        processor = re.search(r"(?m)^model name\s*: *(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor[1].strip() if processor else platform.processor(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
     }
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        found = re.search(r"^model name\s*: *(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        if found is not None:
-            return found[1].strip()
-    return platform.processor()

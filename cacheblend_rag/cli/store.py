@@ -105,7 +105,9 @@ def gc(
     store: StoreOption = _DEFAULT,
     unnamed_days: Annotated[
         float | None,
-        typer.Option(min=0, help="Remove KV that no chunk's name leads to, if it was added at least so many days ago."),
+        typer.Option(
+            min=0, help="Remove KV that no chunk's name leads to, if it was added at least this many days ago."
+        ),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:

@@ -75,12 +75,12 @@ def warm(
         chunk_tokens or (known.chunk_tokens if known else CHUNK_TOKENS),
     )
     if not estimate:
-        # First, so that what cannot be had leaves no half-made store behind.
+        # First, so that what cannot be had leaves no half-made store.
         needs_documents()
         if known is None:
             make_quiet()
             _ = finder.model
-    # Asking what it would take must leave nothing behind, so a store that is not there is not made for it.
+    # Asking what it would take must leave nothing, so a store that is not there is not made for it.
     folder = kv_folder(store) if kv_folder(store).is_dir() or not estimate else None
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
         if engine.store.path is None and not estimate:

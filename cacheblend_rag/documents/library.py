@@ -155,7 +155,7 @@ class LibrarySettings:
         """Write the settings, replacing earlier ones at once."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Not where somebody keeps other things too.
+            # Not where other things are kept too.
             if _PARTS.issuperset(os.listdir(folder)):
                 _make_private(folder)
             replace_text(folder / "library.json", json.dumps(asdict(self), indent=2) + "\n", private=True)
@@ -318,7 +318,7 @@ class Library:
         for number, (passage, is_held) in enumerate(zip(group, held, strict=True)):
             if is_held:
                 continue
-            # Behind each passage the KV of what follows it is kept.
+            # The KV of what follows each passage is kept with it.
             texts = [text for text in (passage.text, self._engine.config.separator) if text]
             tokens = sum(map(len, self._engine.tokenizer(texts, add_special_tokens=False)["input_ids"]))
             room -= tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_kv_layers

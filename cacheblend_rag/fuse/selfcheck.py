@@ -55,10 +55,10 @@ def _check_rows(decoder: Decoder, name: str, drawn: torch.Tensor) -> list[LayerK
     with steering():
         blended = decoder.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
     _check_logits(decoder, name, "computing some rows over the model's own KV", blended, wanted)
-    stored, behind = own.kv(), KVCache(decoder.num_layers)
-    behind.expect(_STORED_TOKENS, len(stored), true_kv(stored))
-    going_on = decoder.model(input_ids=ids[:, _STORED_TOKENS:], past_key_values=behind, use_cache=True).logits[0, -1]
-    _check_logits(decoder, name, "going on behind the model's own KV", going_on, wanted)
+    stored, after = own.kv(), KVCache(decoder.num_layers)
+    after.expect(_STORED_TOKENS, len(stored), true_kv(stored))
+    going_on = decoder.model(input_ids=ids[:, _STORED_TOKENS:], past_key_values=after, use_cache=True).logits[0, -1]
+    _check_logits(decoder, name, "going on after the model's own KV", going_on, wanted)
     return stored
 
 
@@ -98,33 +98,29 @@ def check_batching(decoder: Decoder) -> None:
     """Raise `UnsupportedModelError` if a prompt beside a longer one, padded on the left, goes on with other logits than alone."""
     name = type(decoder.model).__name__
     with refusing_failures(name, "run in a padded batch"):
-        difference = _batching_difference(decoder)
+        model, ids = decoder.model, _random_ids(decoder, 2)
+        prompts, newest = [ids[0, :-1].tolist(), ids[1, : _PROMPT_TOKENS // 2].tolist()], ids[:, -1:].to(decoder.device)
+        batch = PaddedBatch(prompts, [range(len(prompt)) for prompt in prompts], room=1)
+        wanted = []
+        for row, prompt in enumerate(prompts):
+            own = KVCache(decoder.num_layers)
+            tokens = torch.tensor([prompt], device=decoder.device)
+            batch.take(row, own, model(input_ids=tokens, past_key_values=own, use_cache=True).logits[0, -1])
+            wanted.append(model(input_ids=newest[row : row + 1], past_key_values=own, use_cache=True).logits[0, -1])
+        inputs = batch.inputs(decoder.device)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+        positions = torch.tensor([[len(prompt)] for prompt in prompts], device=decoder.device)
+        with batch.prefilled(model) as cache:
+            model(**inputs, past_key_values=cache, use_cache=True)
+            logits = model(
+                input_ids=newest, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            ).logits[:, -1]
+        difference = max(_relative(own, other) for own, other in zip(logits, wanted, strict=True))
     if not difference <= _tolerance(decoder):
         raise UnsupportedModelError(
             f"{name}: a prompt in a padded batch goes on with other logits than alone (off by {difference:.2g} "
             f"of their scale, {_tolerance(decoder):g} allowed)"
         )
-
-
-def _batching_difference(decoder: Decoder) -> float:
-    model, ids = decoder.model, _random_ids(decoder, 2)
-    prompts, newest = [ids[0, :-1].tolist(), ids[1, : _PROMPT_TOKENS // 2].tolist()], ids[:, -1:].to(decoder.device)
-    batch = PaddedBatch(prompts, [range(len(prompt)) for prompt in prompts], room=1)
-    wanted = []
-    for row, prompt in enumerate(prompts):
-        own = KVCache(decoder.num_layers)
-        tokens = torch.tensor([prompt], device=decoder.device)
-        batch.take(row, own, model(input_ids=tokens, past_key_values=own, use_cache=True).logits[0, -1])
-        wanted.append(model(input_ids=newest[row : row + 1], past_key_values=own, use_cache=True).logits[0, -1])
-    inputs = batch.inputs(decoder.device)
-    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
-    positions = torch.tensor([[len(prompt)] for prompt in prompts], device=decoder.device)
-    with batch.prefilled(model) as cache:
-        model(**inputs, past_key_values=cache, use_cache=True)
-        logits = model(
-            input_ids=newest, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        ).logits[:, -1]
-    return max(_relative(own, other) for own, other in zip(logits, wanted, strict=True))
 
 
 def _random_ids(decoder: Decoder, rows: int) -> torch.Tensor:

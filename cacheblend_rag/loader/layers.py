@@ -126,7 +126,7 @@ class LayerLoader:
             self._changed.notify_all()
         while True:
             with self._changed:
-                # Nobody is idle while a layer is waited for: this thread loads what no other has begun.
+                # No thread is idle while a layer is waited for: this one loads what no other has begun.
                 while layer not in self._ready and self._error is None and self._next[0] > layer:
                     self._changed.wait()
                 if layer in self._ready:
@@ -191,7 +191,7 @@ class LayerLoader:
 
 
 def _mark(device: torch.device) -> torch.cuda.Event:
-    """Return an event behind what a CUDA device's current stream has been given."""
+    """Return an event after what a CUDA device's current stream has been given."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

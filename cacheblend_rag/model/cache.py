@@ -123,7 +123,7 @@ class KVCache(Cache):
         super().__init__(layers=[*self.kv_layers])
 
     @classmethod
-    def behind(cls, prefix: Sequence[LayerKV], batch: int, length: int) -> KVCache:
+    def after(cls, prefix: Sequence[LayerKV], batch: int, length: int) -> KVCache:
         """Return a cache of `batch` rows of room for `length` tokens that all begin with the same tokens.
 
         `prefix` is those tokens' KV, ``(1, num_kv_heads, prefix_len, head_dim)`` for each layer.

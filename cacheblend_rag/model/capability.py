@@ -75,8 +75,7 @@ def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: s
             LayerCapability(
                 number,
                 _attention(model, kind, calls[number] if len(calls) == decoder.num_layers else None),
-                _positions(decoder, number),
-                _blending(decoder, number),
+                *_kv(decoder, number),
             )
             for number, kind in enumerate(kinds)
         ),
@@ -99,24 +98,17 @@ def _attention(model: PreTrainedModel, kind: str, call: AttentionCall | None) ->
     )
 
 
-def _positions(decoder: Decoder, number: int) -> str:
+def _kv(decoder: Decoder, number: int) -> tuple[str, str]:
+    """Return what a layer's KV owes to the position, and what blending does there."""
     if number >= decoder.num_kv_layers:
-        return "no KV of its own"
+        return "no KV of its own", "attends to the blended KV of an earlier layer"
     if not decoder.is_movable:
-        return "fixed"
+        return "fixed", "reused at the position of encoding only; chunks are encoded alone, without their documents"
+    reach = "" if decoder.rope_reach is None else f", in prompts that end before {decoder.rope_reach}"
     rotation = decoder.rotations[number]
     if rotation is None:
-        return "none in its KV"
+        return "none in its KV", f"reused anywhere as it is{reach}"
     scaling = sorted(rope_types(decoder.model) - {"default"})
     words = f"rotary, {rotation.layout}, {rotation.rotary_dim} dimensions"
-    return f"{words}, {'/'.join(scaling)} scaling" if scaling else words
-
-
-def _blending(decoder: Decoder, number: int) -> str:
-    if number >= decoder.num_kv_layers:
-        return "attends to the blended KV of an earlier layer"
-    if not decoder.is_movable:
-        return "reused at the position of encoding only; chunks are encoded alone, without their documents"
-    rotation = decoder.rotations[number]
-    moved = "reused anywhere as it is" if rotation is None else f"reused anywhere, {rotation.part} turned"
-    return moved if decoder.rope_reach is None else f"{moved}, in prompts that end before {decoder.rope_reach}"
+    words += f", {'/'.join(scaling)} scaling" if scaling else ""
+    return words, f"reused anywhere, {rotation.part} turned{reach}"

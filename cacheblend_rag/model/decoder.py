@@ -133,16 +133,6 @@ class Decoder:
         return kv_at(text_decoder(self.model), self.num_layers, ids, position)
 
 
-def inspect_model(model: PreTrainedModel) -> Decoder:
-    """Find out how to blend on a model in evaluation mode, running it on a few tokens; `UnsupportedModelError` with the reason
-    if not.
-    """
-    _refuse_by_configuration(model)
-    name = type(model).__name__
-    with uncompiled(model), refusing_failures(name, "inspected"):
-        return _inspected(model, name)
-
-
 @contextmanager
 def refusing_failures(name: str, doing: str) -> Iterator[None]:
     """Turn what a model's own code raises in a ``with`` block into an `UnsupportedModelError`, with the reason."""
@@ -154,47 +144,53 @@ def refusing_failures(name: str, doing: str) -> Iterator[None]:
         raise UnsupportedModelError(f"{name} cannot be {doing}: {type(error).__name__}: {error}") from error
 
 
-def _inspected(model: PreTrainedModel, name: str) -> Decoder:
-    decoder, some_ids = text_decoder(model), partial(_some_ids, model)
-    for layers in _layer_lists(decoder, num_decoder_layers(model), name):
-        calls = watch_layer_calls(decoder, layers, some_ids)
-        if calls.order == list(range(len(layers))):
-            break
-    else:
-        raise UnsupportedModelError(f"{name} does not run its decoder layers once each, in order: {calls.order}")
-    if not calls.updates:
-        raise UnsupportedModelError(f"{name} hands no KV to the cache that it is given")
-    if calls.updates != list(range(len(calls.updates))):
-        raise UnsupportedModelError(
-            f"{name}: its layers do not hand their KV to the cache once each, in order, but {calls.updates}"
+def inspect_model(model: PreTrainedModel) -> Decoder:
+    """Find out how to blend on a model in evaluation mode, running it on a few tokens; `UnsupportedModelError` with the reason
+    if not.
+    """
+    _refuse_by_configuration(model)
+    name = type(model).__name__
+    with uncompiled(model), refusing_failures(name, "inspected"):
+        decoder, some_ids = text_decoder(model), partial(_some_ids, model)
+        for layers in _layer_lists(decoder, num_decoder_layers(model), name):
+            calls = watch_layer_calls(decoder, layers, some_ids)
+            if calls.order == list(range(len(layers))):
+                break
+        else:
+            raise UnsupportedModelError(f"{name} does not run its decoder layers once each, in order: {calls.order}")
+        if not calls.updates:
+            raise UnsupportedModelError(f"{name} hands no KV to the cache that it is given")
+        if calls.updates != list(range(len(calls.updates))):
+            raise UnsupportedModelError(
+                f"{name}: its layers do not hand their KV to the cache once each, in order, but {calls.updates}"
+            )
+        states = layer_parameters(type(layers[0]).forward)[0]
+        if calls.row_axes.get(states) is None:
+            raise UnsupportedModelError(f"{name}: its layers are not handed one hidden state for each token")
+        # A token that stands alone sees itself only: of its KV, nothing but the rotation depends on where it stands.
+        alone = some_ids(4).view(-1, 1)
+        shown: list[AttentionCall] = []
+        with watch_attention(shown.append):
+            singles = {position: kv_at(decoder, len(layers), alone, position) for position in _POSITIONS}
+        rotations = find_rotations(model, singles)
+        return Decoder(
+            model=model,
+            layers=layers,
+            num_layers=len(layers),
+            num_kv_layers=len(calls.updates),
+            states=states,
+            row_axes=calls.row_axes,
+            restores_rows=calls.restores_rows,
+            rotations=(None,) * len(calls.updates) if rotations is None else rotations,
+            is_movable=rotations is not None,
+            takes_positions=takes_positions(decoder),
+            column_biases=column_biases(decoder, layers, some_ids),
+            rope_reach=rope_reach(model),
+            probe_share=calls.probe_share,
+            row_flops=calls.row_flops,
+            kv_bytes_per_token=sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0]),
+            shows_attention=len(shown) == len(singles) * len(layers),
         )
-    states = layer_parameters(type(layers[0]).forward)[0]
-    if calls.row_axes.get(states) is None:
-        raise UnsupportedModelError(f"{name}: its layers are not handed one hidden state for each token")
-    # A token that stands alone sees itself only: of its KV, nothing but the rotation depends on where it stands.
-    alone = some_ids(4).view(-1, 1)
-    shown: list[AttentionCall] = []
-    with watch_attention(shown.append):
-        singles = {position: kv_at(decoder, len(layers), alone, position) for position in _POSITIONS}
-    rotations = find_rotations(model, singles)
-    return Decoder(
-        model=model,
-        layers=layers,
-        num_layers=len(layers),
-        num_kv_layers=len(calls.updates),
-        states=states,
-        row_axes=calls.row_axes,
-        restores_rows=calls.restores_rows,
-        rotations=(None,) * len(calls.updates) if rotations is None else rotations,
-        is_movable=rotations is not None,
-        takes_positions=takes_positions(decoder),
-        column_biases=column_biases(decoder, layers, some_ids),
-        rope_reach=rope_reach(model),
-        probe_share=calls.probe_share,
-        row_flops=calls.row_flops,
-        kv_bytes_per_token=sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0]),
-        shows_attention=len(shown) == len(singles) * len(layers),
-    )
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:
@@ -279,15 +275,13 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
             f"{name} leaves its sliding window to its own cache, and blending keeps the cache whole"
         )
     types = set(getattr(config, "layer_types", None) or ())
-    if types & _INDEXED_TYPES:
+    if indexed := sorted(types & _INDEXED_TYPES):
         raise UnsupportedModelError(
-            f"{name} has layers of type {_listed(types & _INDEXED_TYPES)}, which choose the tokens that they attend to by an "
-            "index that they keep besides their KV; that index is not blended"
+            f"{name} has layers of type {', '.join(indexed)}, which choose the tokens that they attend to by an index that they "
+            "keep besides their KV; that index is not blended"
         )
-    if types - _ATTENTION_TYPES:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {_listed(types - _ATTENTION_TYPES)}, which keep no KV for each token"
-        )
+    if others := sorted(types - _ATTENTION_TYPES):
+        raise UnsupportedModelError(f"{name} has layers of type {', '.join(others)}, which keep no KV for each token")
 
 
 def _refuse_adapters(model: PreTrainedModel, name: str) -> None:
@@ -308,7 +302,3 @@ def _refuse_adapters(model: PreTrainedModel, name: str) -> None:
                 f"{name} has the adapter {adapter!r}, an activated LoRA, which begins to act where a prompt invokes it, so that "
                 "a chunk's KV is not the same in every prompt; an ordinary LoRA adapter can be blended"
             )
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names))

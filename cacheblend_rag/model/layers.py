@@ -115,7 +115,7 @@ def watch_layer_calls(
     """Run a few tokens, and then a few more after them, and see how the arguments of the layers grow.
 
     Of the second run's arguments, an axis as long as its tokens runs along the rows; one as long as all tokens so far does
-    not. What other threads run on the model meanwhile is neither seen nor changed. `ids` returns so many token ids, ``(1,
+    not. What other threads run on the model meanwhile is neither seen nor changed. `ids` returns that many token ids, ``(1,
     count)``. `UnsupportedModelError` if an argument has more than one axis that could be that of the rows.
     """
     flops = _Flops()

@@ -31,7 +31,7 @@ __all__ = ["biases_at", "column_biases", "find_rotations", "kv_at", "takes_posit
 
 _LAYOUTS: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
 _DEFAULT_BASE = 10000.0
-# Of what is tried on a bias: so many tokens. ALiBi is made in bfloat16 by some.
+# Tokens that are tried on a bias, and how far from a line it may be. ALiBi is made in bfloat16 by some.
 _TOKENS, _TOLERANCE = 7, 2e-2
 
 

@@ -97,7 +97,7 @@ def parse_selector(text: str) -> Selector:
                 options[str(keyword.arg)] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ConfigError(
-                f'selector={text!r} cannot be read; write a name, or options behind it as in "hkvd(check_layers=[1, 8])"'
+                f'selector={text!r} cannot be read; write a name, or options after it as in "hkvd(check_layers=[1, 8])"'
             ) from error
     if name not in _SELECTORS:
         raise ConfigError(

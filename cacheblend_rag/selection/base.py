@@ -28,7 +28,7 @@ class SelectionTask:
     num_layers : int
         Decoder layers of the model.
     budget : int
-        Rows to recompute, on average over the layers behind the point where the selection is made; at most the number
+        Rows to recompute, on average over the layers after the point where the selection is made; at most the number
         of candidates.
     """
 
@@ -87,7 +87,7 @@ class Selection:
         raise AssertionError(f"{type(self).__name__} has no check layers")
 
     def look(self, layer: int, attention: torch.Tensor) -> None:
-        """Take note of what the prompt's last token, behind which the answer is written, attends to in one of `look_layers`.
+        """Take note of what the prompt's last token, after which the answer is written, attends to in one of `look_layers`.
 
         Parameters
         ----------

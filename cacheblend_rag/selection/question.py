@@ -103,7 +103,7 @@ def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
         if asked[-1] >= num_layers - 1:
             raise ConfigError(
                 f"look_layers={asked} must end before the model's last layer, {num_layers - 1}: the chosen tokens "
-                "are computed behind them"
+                "are computed after them"
             )
         return asked
     if num_layers < 2:

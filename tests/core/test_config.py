@@ -121,7 +121,7 @@ def test_no_dump_of_the_settings_shows_the_password_of_a_remote_tier(password: s
 
 def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd(1,2)")
-    with pytest.raises(ConfigError, match=r"selector='hkvd\(1,2\)' cannot be read; write a name, or options behind it"):
+    with pytest.raises(ConfigError, match=r"selector='hkvd\(1,2\)' cannot be read; write a name, or options after it"):
         make_selector(BlendConfig().selector)
 
 
