@@ -13,7 +13,6 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.background import Offsite
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
-from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.index import Index
@@ -122,7 +121,7 @@ def open_store(
     offsite = None if tier is None else Offsite(tier, codec)
     source = _names_at(names) if isinstance(names, str) else names
     if location is None:
-        index = Index(Database())
+        index = Index()
         return _following(KVStore(index, Tiers(index, clock or time.time, device, ram), offsite), source)
     disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, False, lock_timeout_s, unnamed_days)
     tiers = Tiers(disk.index, disk.clock, device, ram, disk)

@@ -17,7 +17,6 @@ from urllib.parse import quote
 
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.folder import StoreFolder, let_go, storing
-from cacheblend_rag.store.schema import check_version, make_tables
 
 __all__ = ["DamagedIndexError", "Database"]
 
@@ -55,26 +54,19 @@ class Database:
     A damaged index is set aside, by whichever process finds it so, and a new one takes its place, as one does for an index that
     is lost. Every transaction looks whether the file is still the one that was opened.
 
-    Parameters
-    ----------
-    folder : StoreFolder, optional
-        Where the index is.
-    read_only : bool
-        Whether it is only read.
-    lock_timeout_s : float
-        How long a transaction waits for another one that writes.
-
-    Attributes
-    ----------
-    on_new : callable
-        Called in the transaction that makes the tables of a new index.
-    on_drop : callable
-        Called in a transaction that is about to end, with the keys whose entries it deleted.
+    `on_new` is called in the transaction that makes the tables of a new index; `on_drop`, in any that is about to end, with the
+    keys whose entries it deleted. A transaction waits for another one that writes for `lock_timeout_s`.
     """
 
     def __init__(
-        self, folder: StoreFolder | None = None, read_only: bool = False, lock_timeout_s: float = 60.0
+        self,
+        make_tables: Callable[[sqlite3.Connection], None],
+        check_version: Callable[[sqlite3.Connection, Path | None], None],
+        folder: StoreFolder | None,
+        read_only: bool,
+        lock_timeout_s: float,
     ) -> None:
+        self._make_tables, self._check_version = make_tables, check_version
         self.folder = folder
         self.read_only = read_only
         self.on_new: Callable[[sqlite3.Connection], None] = lambda connection: None
@@ -123,15 +115,10 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
-    def in_batches(self, query: str, after: Any) -> Iterator[Any]:
-        """Yield the rows of a query that begins after its first column's value `after`, reading a limited number at a time."""
-        while True:
-            with self.read() as connection:
-                rows = connection.execute(query, (after,)).fetchall()
-            yield from rows
-            if not rows:
-                return
-            after = rows[-1][0]
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        """Return the rows of a query."""
+        with self.read() as connection:
+            return connection.execute(query, values).fetchall()
 
     @contextmanager
     def write(self, wait: bool = True, durable: bool = True) -> Iterator[sqlite3.Connection]:
@@ -249,7 +236,7 @@ class Database:
             self._connections.pop(kind).close()
         if self.read_only:
             self._opened[kind] = _identity(self._path, True)
-            self._connections[kind] = _connect_read_only(self._path)
+            self._connections[kind] = _connect_read_only(self._path, self._check_version)
             return
         with self._alone():
             if self._opened and not self._path.exists():
@@ -276,18 +263,18 @@ class Database:
 
     def _set_up(self, connection: sqlite3.Connection) -> None:
         """Make the tables where there are none, and have the connection tell which entries go."""
-        check_version(connection, self._path)
+        self._check_version(connection, self._path)
         connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
         if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
             connection.execute(f"PRAGMA busy_timeout={int(self._lock_timeout_s * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                make_tables(connection)
+                self._make_tables(connection)
                 self.on_new(connection)
             connection.execute("COMMIT")
         connection.execute(f"PRAGMA busy_timeout={int(_READ_TIMEOUT_S * 1000)}")
         # Every table is asked now, so that an index without one is not found out later.
-        connection.execute("SELECT 1 FROM counters, tenants").fetchone()
+        connection.execute("SELECT 1 FROM entries, tenants").fetchone()
         connection.create_function("note_dropped", 1, self._dropped.append)
         connection.execute(
             "CREATE TEMP TRIGGER entry_dropped AFTER DELETE ON main.entries BEGIN SELECT note_dropped(old.key); END"
@@ -381,12 +368,14 @@ def _connect(path: str, uri: bool = False) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=_READ_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri)
 
 
-def _connect_read_only(path: Path) -> sqlite3.Connection:
+def _connect_read_only(
+    path: Path, check_version: Callable[[sqlite3.Connection, Path | None], None]
+) -> sqlite3.Connection:
     def attempt(options: str) -> sqlite3.Connection:
         uri = f"file:{quote(str(path.absolute()))}?{options}"
         connection = _connect(uri, uri=True)
         try:
-            connection.execute("SELECT 1 FROM counters").fetchone()
+            connection.execute("SELECT 1 FROM tenants").fetchone()
             check_version(connection, path)
         except BaseException:
             connection.close()

@@ -19,7 +19,7 @@ from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError, St
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import Fate, KVReader, OpenProbe
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
-from cacheblend_rag.store.database import DamagedIndexError, Database
+from cacheblend_rag.store.database import DamagedIndexError
 from cacheblend_rag.store.folder import RESERVE_BYTES, StoreFolder, existing_folder, is_out_of_room, storing, valid_key
 from cacheblend_rag.store.index import Dropped, Entry, Index, drop_entries
 
@@ -78,12 +78,12 @@ class DiskTier:
         self._discarded: set[str] = set()
         # Those found damaged, until they are written again.
         self._damaged: set[str] = set()
-        self.database = Database(self.folder, self.read_only, lock_timeout_s)
+        self.index = Index(self.folder, self.read_only, lock_timeout_s)
+        self.database = self.index.database
         self.database.on_new = self._take_in
         self.database.on_drop = self._remove_files
-        self.index = Index(self.database)
         try:
-            self.with_room(self.index.held_bytes)
+            self.with_room(self.index.share)
         except DamagedIndexError as error:
             if not error.is_renewed:
                 raise
@@ -139,7 +139,7 @@ class DiskTier:
             raise StoreFullError(
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (disk_bytes)"
             )
-        self.flush(wait=False)
+        self.flush()
         entry, unnamed_before = Entry(encoded.nbytes, tenant, now, expires_at), now - self._unnamed_s
         part = self.with_room(lambda: self.folder.write(encoded.buffers), encoded.nbytes, [key])
         try:
@@ -150,8 +150,8 @@ class DiskTier:
                     held,
                     limit_bytes,
                     unnamed_before,
-                    wanted,
                     lambda: self.folder.place(part, key),
+                    wanted,
                     wait,
                 ),
                 spared=[key],
@@ -244,7 +244,7 @@ class DiskTier:
 
         What is held is not dropped because others filled the disk, and there is always room for one chunk of `nbytes`.
         """
-        held_bytes = self.index.held_bytes()
+        held_bytes = self.index.share()[1]
         with storing(self.folder.path):
             free_bytes = shutil.disk_usage(self.folder.path).free
         return max((free_bytes + held_bytes) // 2, held_bytes, nbytes)
@@ -277,20 +277,17 @@ class DiskTier:
             self._touched.move_to_end(key)
             due = len(self._touched) >= _TOUCHES_KEPT and time.monotonic() - self._touched_at > _TOUCH_S
         if due:
-            self.flush(wait=False)
+            self.flush()
 
-    def flush(self, wait: bool = True) -> None:
-        """Write the recency of what was used, unless another process writes and this is not to `wait`.
-
-        Losing it costs nothing but a worse choice of what to evict.
-        """
+    def flush(self) -> None:
+        """Write the recency of what was used, unless others write: losing it costs but a worse choice of what to evict."""
         with self._lock:
             touched, self._touched = list(self._touched), OrderedDict()
             self._touched_at = time.monotonic()
         if not touched:
             return
         try:
-            self.index.touch(touched, wait)
+            self.index.touch(touched)
         except StoreError as error:
             _log.debug("recency of %d chunks not written: %s", len(touched), error)
             with self._lock:
@@ -302,7 +299,7 @@ class DiskTier:
     def close(self) -> None:
         """Write what is left to write and release files and connections."""
         if not self.read_only:
-            self.flush(wait=False)
+            self.flush()
         self.database.close()
 
     def flaw(self, key: str, every_byte: bool = False) -> str | None:

@@ -1,16 +1,19 @@
-"""The index of a store: which KV is in which file, which tenant owns it, and what was dropped."""
+"""The index of a store: its tables, which KV is in which file, which tenant owns it, and what was dropped."""
 
 from __future__ import annotations
 
 import math
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from cacheblend_rag.errors import StoreFullError
+from cacheblend_rag.errors import StoreFormatError, StoreFullError
 from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.folder import StoreFolder
 
-__all__ = ["AT_ONCE", "Dropped", "Entry", "Index", "claim", "counter", "drop_entries"]
+__all__ = ["AT_ONCE", "Dropped", "Entry", "Index", "claim", "drop_entries", "pinned_bytes"]
 
 # Other processes that saw fewer deletions than are kept look through all they hold.
 _DELETIONS_KEPT = 4096
@@ -20,6 +23,103 @@ AT_ONCE = 200
 """So many rows are asked for in one query; SQLite takes 999 values in one."""
 
 _COLUMNS = "bytes, tenant, added_at, expires_at"
+_EXPIRED = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
+_UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pinned LIMIT ?"
+
+_VERSION = 6
+
+# entries: the chunks whose KV is on disk, whether a name leads to it, and whether it was found by its file. deletions: the keys
+# that lost their entry lately, for other processes' RAM.
+# nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
+# they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
+# documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
+# shared: up to where the names that machines share are followed here, where they are.
+_SCHEMA = """
+CREATE TABLE entries (
+    key TEXT PRIMARY KEY, bytes INTEGER NOT NULL, last_used INTEGER NOT NULL DEFAULT 0, tenant TEXT NOT NULL DEFAULT '',
+    added_at REAL NOT NULL, expires_at REAL, pinned INTEGER NOT NULL DEFAULT 0, named INTEGER NOT NULL DEFAULT 0,
+    found INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
+CREATE TABLE nodes (
+    seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
+    token_ids BLOB NOT NULL, separator BLOB NOT NULL, pinned INTEGER NOT NULL DEFAULT 0, source TEXT,
+    indexed INTEGER NOT NULL DEFAULT 0, UNIQUE (namespace, id)
+);
+CREATE TABLE documents (
+    number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, tokens INTEGER, separator BLOB NOT NULL,
+    UNIQUE (namespace, name)
+);
+CREATE TABLE members (
+    seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
+    length INTEGER NOT NULL, body TEXT NOT NULL, ends BLOB NOT NULL, expires_at REAL
+);
+CREATE TABLE changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
+CREATE TABLE namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE tenants (
+    tenant TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL, names INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE shared (one INTEGER PRIMARY KEY CHECK (one = 1), birth TEXT NOT NULL, position INTEGER NOT NULL);
+INSERT INTO tenants VALUES ('', 0, 0, 0);
+CREATE INDEX entries_by_use ON entries (pinned, last_used);
+CREATE INDEX entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
+CREATE INDEX entries_by_age ON entries (added_at) WHERE NOT named;
+CREATE INDEX nodes_by_key ON nodes (key);
+CREATE INDEX nodes_pinned ON nodes (key) WHERE pinned;
+CREATE INDEX members_by_document ON members (document, arrival);
+CREATE INDEX nodes_by_source ON nodes (source) WHERE source IS NOT NULL;
+CREATE TRIGGER entry_named AFTER INSERT ON nodes BEGIN
+    UPDATE entries SET named = 1 WHERE key = new.key AND NOT named;
+END;
+CREATE TRIGGER entry_named_late AFTER UPDATE OF key ON nodes BEGIN
+    UPDATE entries SET named = 1 WHERE key = new.key AND NOT named;
+END;
+CREATE TRIGGER piece_removed AFTER DELETE ON nodes BEGIN
+    DELETE FROM members WHERE seq = old.seq;
+END;
+CREATE TRIGGER document_ended AFTER DELETE ON members BEGIN
+    DELETE FROM documents WHERE number = old.document AND NOT EXISTS (SELECT 1 FROM members WHERE document = old.document);
+END;
+CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
+    UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
+END;
+CREATE TRIGGER entry_deleted AFTER DELETE ON entries BEGIN
+    UPDATE tenants SET entries = entries - 1, bytes = bytes - old.bytes WHERE tenant = old.tenant;
+    INSERT INTO deletions (key) VALUES (old.key);
+END;
+CREATE TRIGGER entry_claimed AFTER UPDATE OF tenant ON entries BEGIN
+    UPDATE tenants SET entries = entries - 1, bytes = bytes - old.bytes WHERE tenant = old.tenant;
+    UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
+END;
+CREATE TRIGGER node_added AFTER INSERT ON nodes BEGIN
+    UPDATE tenants SET names = names + 1 WHERE tenant =
+        ifnull((SELECT tenant FROM namespaces WHERE namespace = new.namespace), '');
+END;
+CREATE TRIGGER node_removed AFTER DELETE ON nodes BEGIN
+    UPDATE tenants SET names = names - 1 WHERE tenant =
+        ifnull((SELECT tenant FROM namespaces WHERE namespace = old.namespace), '');
+END;
+CREATE TRIGGER node_addition_noted AFTER INSERT ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (new.seq);
+END;
+CREATE TRIGGER node_change_noted AFTER UPDATE OF key, text_hash, token_ids ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (new.seq);
+END;
+CREATE TRIGGER node_removal_noted AFTER DELETE ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (old.seq);
+END;
+CREATE TRIGGER changes_forgotten AFTER INSERT ON changes BEGIN
+    DELETE FROM changes WHERE seq <= new.seq - 10000;
+END;
+CREATE TRIGGER node_pinned AFTER UPDATE OF key, pinned ON nodes WHEN old.pinned OR new.pinned BEGIN
+    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)
+    WHERE key IN (old.key, new.key);
+END;
+CREATE TRIGGER pinned_node_removed AFTER DELETE ON nodes WHEN old.pinned BEGIN
+    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)
+    WHERE key = old.key;
+END;
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,63 +148,51 @@ class Dropped:
 class Index:
     """The entries in a database; each method is one transaction, and the files of what it drops go with that."""
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
+    def __init__(
+        self, folder: StoreFolder | None = None, read_only: bool = False, lock_timeout_s: float = 60.0
+    ) -> None:
+        self.database = Database(_make_tables, _check_version, folder, read_only, lock_timeout_s)
+        self._rows = self.database.rows
 
     def entry(self, key: str) -> Entry | None:
         """Return the entry of `key`, expired or not, or None."""
-        with self.database.read() as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
-        return None if row is None else Entry(*row)
+        found = self._rows(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", key)
+        return Entry(*found[0]) if found else None
 
     def holds(self, keys: Sequence[str], now: float) -> list[bool]:
         """Return for each key whether it has an entry that has not expired."""
         held: set[str] = set()
-        with self.database.read() as connection:
-            for start in range(0, len(keys), AT_ONCE):
-                some = keys[start : start + AT_ONCE]
-                marks = ", ".join("?" * len(some))
-                query = f"SELECT key FROM entries WHERE ifnull(expires_at > ?, 1) AND key IN ({marks})"
-                held.update(row[0] for row in connection.execute(query, (now, *some)))
+        for start in range(0, len(keys), AT_ONCE):
+            some = keys[start : start + AT_ONCE]
+            marks = ", ".join("?" * len(some))
+            query = f"SELECT key FROM entries WHERE ifnull(expires_at > ?, 1) AND key IN ({marks})"
+            held.update(key for (key,) in self._rows(query, now, *some))
         return [key in held for key in keys]
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
-        """Yield all keys and entries in the order of their keys, expired ones too."""
-        query = f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
-        return ((key, Entry(*row)) for key, *row in self.database.in_batches(query, ""))
+        """Yield all keys and entries in the order of their keys, expired ones too, read a limited number at a time."""
+        key = ""
+        while found := self._rows(f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000", key):
+            for key, *row in found:
+                yield key, Entry(*row)
 
     def pinned_bytes(self, tenant: str | None = None) -> int:
         """Return the size of the files that may not be evicted, or of those of one tenant."""
-        query = "SELECT ifnull(sum(bytes), 0) FROM entries WHERE pinned = 1 AND tenant = ?"
         with self.database.read() as connection:
-            if tenant is None:
-                return counter(connection, "pinned_bytes")
-            return int(connection.execute(query, (tenant,)).fetchone()[0])
+            return pinned_bytes(connection, tenant)
 
     def pinned(self) -> set[str]:
         """Return the keys that pinned names lead to."""
-        with self.database.read() as connection:
-            return {row[0] for row in connection.execute("SELECT key FROM nodes WHERE pinned")}
-
-    def held_bytes(self) -> int:
-        """Return the size of all files."""
-        with self.database.read() as connection:
-            return counter(connection, "entry_bytes")
+        return {key for (key,) in self._rows("SELECT key FROM nodes WHERE pinned")}
 
     def tenants(self) -> list[str]:
         """Return the tenants that have entries or names; "" stands for what has no tenant."""
-        with self.database.read() as connection:
-            query = "SELECT tenant FROM tenants WHERE entries OR names ORDER BY tenant"
-            return [row[0] for row in connection.execute(query)]
+        return [row[0] for row in self._rows("SELECT tenant FROM tenants WHERE entries OR names ORDER BY tenant")]
 
     def share(self, tenant: str | None = None) -> tuple[int, int, int]:
         """Return the entries, their bytes and the names of a tenant, or of all."""
-        query = (
-            "SELECT ifnull(sum(entries), 0), ifnull(sum(bytes), 0), ifnull(sum(names), 0) FROM tenants "
-            "WHERE ?1 IS NULL OR tenant = ?1"
-        )
-        with self.database.read() as connection:
-            entries, nbytes, names = connection.execute(query, (tenant,)).fetchone()
+        query = "SELECT ifnull(sum(entries), 0), ifnull(sum(bytes), 0), ifnull(sum(names), 0) FROM tenants "
+        [(entries, nbytes, names)] = self._rows(query + "WHERE ?1 IS NULL OR tenant = ?1", tenant)
         return int(entries), int(nbytes), int(names)
 
     def add(
@@ -113,9 +201,9 @@ class Index:
         entry: Entry,
         replaced: Entry | None,
         limit_bytes: int,
-        unnamed_before: float = -math.inf,
+        unnamed_before: float,
+        place: Callable[[], None],
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
-        place: Callable[[], None] = lambda: None,
         wait: bool = True,
     ) -> Dropped:
         """Give `key` its entry, and drop what has expired, what nobody has named, and the least recently used for room.
@@ -130,19 +218,10 @@ class Index:
             if (wanted is not None and not wanted(connection)) or is_quicker:
                 return dropped
             connection.execute("DELETE FROM entries WHERE key = ?", (key,))
-            _insert(connection, key, entry)
-            for query, moment in (
-                (
-                    "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?",
-                    entry.added_at,
-                ),
-                (
-                    "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pinned AND key != ? LIMIT ?",
-                    unnamed_before,
-                ),
-            ):
-                old = [row[0] for row in connection.execute(query, (moment, key, _OLD_A_TIME))]
+            for query, moment in ((_EXPIRED, entry.added_at), (_UNNAMED, unnamed_before)):
+                old = [row[0] for row in connection.execute(query, (moment, _OLD_A_TIME))]
                 drop_entries(connection, old, dropped)
+            _insert(connection, key, entry)
             _make_room(connection, key, limit_bytes, dropped)
             _forget_old_deletions(connection)
             place()
@@ -154,15 +233,13 @@ class Index:
         The longest life asked for counts, the first one of KV that was found by its file.
         """
         until = math.inf if expires_at is None else expires_at
-        with self.database.read() as connection:
-            query = "SELECT 1 FROM entries WHERE key = ? AND (found OR expires_at > ? AND expires_at < ?)"
-            others = [key for key in keys if connection.execute(query, (key, now, until)).fetchone()]
+        is_shorter = "key = ? AND (found OR expires_at > ? AND expires_at < ?)"
+        query = f"SELECT 1 FROM entries WHERE {is_shorter}"
+        others = [key for key in keys if self._rows(query, key, now, until)]
         if others:
             with self.database.write() as connection:
-                connection.executemany(
-                    "UPDATE entries SET expires_at = ?, found = 0 WHERE key = ? AND (found OR expires_at > ? AND expires_at < ?)",
-                    ((expires_at, key, now, until) for key in others),
-                )
+                query = f"UPDATE entries SET expires_at = ?, found = 0 WHERE {is_shorter}"
+                connection.executemany(query, ((expires_at, key, now, until) for key in others))
 
     def drop(self, keys: Sequence[str], wait: bool = True) -> Dropped:
         """Drop entries."""
@@ -174,15 +251,11 @@ class Index:
 
     def expired(self, now: float, limit: int) -> list[str]:
         """Return the keys of at most `limit` expired entries."""
-        query = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
-        with self.database.read() as connection:
-            return [row[0] for row in connection.execute(query, (now, limit))]
+        return [key for (key,) in self._rows(_EXPIRED, now, limit)]
 
     def unnamed(self, before: float, limit: int) -> list[str]:
         """Return the keys of at most `limit` entries that no name leads to and that were added before that time."""
-        query = "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pinned LIMIT ?"
-        with self.database.read() as connection:
-            return [row[0] for row in connection.execute(query, (before, limit))]
+        return [key for (key,) in self._rows(_UNNAMED, before, limit)]
 
     def oldest(self, nbytes: int, spared: Collection[str]) -> list[str]:
         """Return the keys of entries to drop for room: what no name leads to first, then the least recently used, none pinned."""
@@ -211,35 +284,29 @@ class Index:
 
     def follows_others(self) -> bool:
         """Return whether its names are a copy of those that machines share."""
-        with self.database.read() as connection:
-            return connection.execute("SELECT 1 FROM shared").fetchone() is not None
+        return bool(self._rows("SELECT 1 FROM shared"))
 
-    def touch(self, keys: Sequence[str], wait: bool) -> None:
-        """Mark entries as used in this order, the last one latest; without `wait` an error if another process is writing."""
-        with self.database.write(wait=wait) as connection:
-            clock = _advance_clock(connection, len(keys)) - len(keys)
-            connection.executemany(
-                "UPDATE entries SET last_used = ? WHERE key = ?", ((clock + 1 + n, key) for n, key in enumerate(keys))
-            )
+    def touch(self, keys: Sequence[str]) -> None:
+        """Mark entries as used in this order, the last one latest; an error if another process is writing."""
+        with self.database.write(wait=False, durable=False) as connection:
+            used = enumerate(keys, time.time_ns() - len(keys))
+            connection.executemany("UPDATE entries SET last_used = ? WHERE key = ?", used)
 
     def deletions(self) -> int:
         """Return a number that grows whenever an entry is dropped, by any process."""
-        with self.database.read() as connection:
-            return int(connection.execute("SELECT ifnull(max(seq), 0) FROM deletions").fetchone()[0])
+        return int(self._rows("SELECT ifnull(max(seq), 0) FROM deletions")[0][0])
 
     def dropped_lately(self, keys: Sequence[str]) -> set[str]:
         """Return those of the keys that lost their entry lately."""
         marks = ", ".join("?" * len(keys))
-        with self.database.read() as connection:
-            return {row[0] for row in connection.execute(f"SELECT key FROM deletions WHERE key IN ({marks})", keys)}
+        return {key for (key,) in self._rows(f"SELECT key FROM deletions WHERE key IN ({marks})", *keys)}
 
     def deleted_since(self, seen: int) -> list[str] | None:
         """Return the keys dropped after `deletions` was `seen`, or None if that is too long ago to know."""
-        with self.database.read() as connection:
-            first = connection.execute("SELECT min(seq) FROM deletions").fetchone()[0]
-            if first is not None and first > seen + 1:
-                return None
-            return [row[0] for row in connection.execute("SELECT key FROM deletions WHERE seq > ?", (seen,))]
+        first = self._rows("SELECT min(seq) FROM deletions")[0][0]
+        if first is not None and first > seen + 1:
+            return None
+        return [key for (key,) in self._rows("SELECT key FROM deletions WHERE seq > ?", seen)]
 
 
 # In a transaction that has begun
@@ -250,10 +317,10 @@ def claim(connection: sqlite3.Connection, tenant: str) -> None:
     connection.execute("INSERT OR IGNORE INTO tenants VALUES (?, 0, 0, 0)", (tenant,))
 
 
-def counter(connection: sqlite3.Connection, name: str) -> int:
-    """Return the value of a counter."""
-    row = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
-    return 0 if row is None else int(row[0])
+def pinned_bytes(connection: sqlite3.Connection, tenant: str | None = None) -> int:
+    """Return the size of the files that may not be evicted, or of those of one tenant."""
+    query = "SELECT ifnull(sum(bytes), 0) FROM entries WHERE pinned = 1 AND (?1 IS NULL OR tenant = ?1)"
+    return int(connection.execute(query, (tenant,)).fetchone()[0])
 
 
 def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: Dropped) -> None:
@@ -268,17 +335,17 @@ def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: D
 def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
     """Give a key its entry, pinned if a pinned name leads to it."""
     claim(connection, entry.tenant)
-    used = _advance_clock(connection, 1)
     connection.execute(
         "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at, pinned, named) VALUES (?1, ?2, ?3, ?4, ?5, "
         "?6, EXISTS (SELECT 1 FROM nodes WHERE key = ?1 AND pinned), EXISTS (SELECT 1 FROM nodes WHERE key = ?1))",
-        (key, entry.nbytes, used, entry.tenant, entry.added_at, entry.expires_at),
+        (key, entry.nbytes, time.time_ns(), entry.tenant, entry.added_at, entry.expires_at),
     )
 
 
 def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropped: Dropped) -> None:
     """Drop the least recently used entries, but none that is pinned nor `key`, until all together have at most `limit_bytes`."""
-    victims, over = _oldest(connection, [key], counter(connection, "entry_bytes") - limit_bytes)
+    (held_bytes,) = connection.execute("SELECT sum(bytes) FROM tenants").fetchone()
+    victims, over = _oldest(connection, [key], held_bytes - limit_bytes)
     if over > 0:
         raise StoreFullError(
             f"pinned KV leaves too little of the store's budget of {limit_bytes} bytes (disk_bytes); unpin some, or raise the "
@@ -306,7 +373,27 @@ def _forget_old_deletions(connection: sqlite3.Connection) -> None:
     connection.execute("DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,))
 
 
-def _advance_clock(connection: sqlite3.Connection, steps: int) -> int:
-    """Let the clock of uses go on, and return what it shows."""
-    connection.execute("UPDATE counters SET value = value + ? WHERE name = 'clock'", (steps,))
-    return counter(connection, "clock")
+def _make_tables(connection: sqlite3.Connection) -> None:
+    """Make the tables, in a transaction that has begun."""
+    statement = ""
+    for line in _SCHEMA.splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            connection.execute(statement)
+            statement = ""
+    # The numbers of changes and deletions begin above all that another index in this place gave out.
+    first = time.time_ns() // 1_000_000
+    connection.execute("INSERT INTO changes (seq, node) VALUES (?, 0)", (first,))
+    connection.execute("INSERT INTO deletions (seq, key) VALUES (?, '')", (first,))
+    connection.execute(f"PRAGMA user_version = {_VERSION}")
+
+
+def _check_version(connection: sqlite3.Connection, path: Path | None) -> None:
+    """Raise `StoreFormatError` if an index that is not empty was written by another version."""
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    if version != _VERSION and not is_empty:
+        raise StoreFormatError(
+            f"index {path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; remove the store "
+            "folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+        )

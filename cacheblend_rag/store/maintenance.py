@@ -165,12 +165,12 @@ def collect_garbage(
     report = GarbageReport()
     with existing_store(location, clock=clock) as tier:
         before = _index_bytes(tier)
-        now, freed = tier.clock(), tier.index.held_bytes()
+        now, freed = tier.clock(), tier.index.share()[1]
         while keys := tier.index.expired(now, _AT_ONCE):
             report.expired += len(tier.with_room(lambda keys=keys: tier.index.drop(keys)).keys)  # type: ignore[misc]
         while unnamed_age_s is not None and (keys := tier.index.unnamed(now - unnamed_age_s, _AT_ONCE)):
             report.unnamed += len(tier.with_room(lambda keys=keys: tier.index.drop(keys)).keys)  # type: ignore[misc]
-        report.freed_bytes = freed - tier.index.held_bytes()
+        report.freed_bytes = freed - tier.index.share()[1]
         for key, status in tier.folder.files():
             # A file has its entry before others see it, or has none because its writer was killed.
             if tier.index.entry(key) is None and tier.remove_orphan(key):

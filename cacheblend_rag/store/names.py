@@ -15,7 +15,7 @@ from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of
-from cacheblend_rag.store.index import AT_ONCE, Dropped, Index, claim, counter, drop_entries
+from cacheblend_rag.store.index import AT_ONCE, Dropped, Index, claim, drop_entries, pinned_bytes
 
 __all__ = [
     "Names",
@@ -228,7 +228,7 @@ class Names:
                 ((pinned, namespace, node) for node in nodes),
             )
             # How much of it is another tenant's is not for this one to know.
-            if pinned and limit_bytes is not None and counter(connection, "pinned_bytes") > limit_bytes:
+            if pinned and limit_bytes is not None and pinned_bytes(connection) > limit_bytes:
                 raise StoreFullError(
                     f"pinned KV would take more than the store's budget of {limit_bytes} bytes (disk_bytes); pin fewer chunks, "
                     "or raise the budget"

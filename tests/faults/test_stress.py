@@ -52,7 +52,7 @@ def unreadable(engine: BlendEngine, folder: Path) -> Iterator[None]:
         _disconnect(engine._store._index.database._connections)
         other.execute("PRAGMA locking_mode=EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
-        other.execute("INSERT INTO counters VALUES ('x', 0)")
+        other.execute("INSERT INTO tenants VALUES ('x', 0, 0, 0)")
         yield
         other.execute("ROLLBACK")
 

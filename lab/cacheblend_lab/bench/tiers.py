@@ -21,7 +21,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import TierProbe
-from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import forget_pages
 from cacheblend_rag.store.index import Index
@@ -211,7 +210,7 @@ class SlowStore(KVStore):
     """
 
     def __init__(self, tier: str, bytes_per_s: float, ram_bytes: int = 2**62) -> None:
-        index = Index(Database())
+        index = Index()
         super().__init__(index, Tiers(index, time.time, DeviceTier(0), RamTier(ram_bytes)))
         self._tier = tier
         self._line = _Line(bytes_per_s)
