@@ -16,7 +16,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
+from cacheblend_rag.store.memory import DeviceReader, ResidentKV, Upload
 
 __all__ = ["Conversation", "Resumption", "Turn"]
 

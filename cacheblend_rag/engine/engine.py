@@ -46,7 +46,7 @@ from cacheblend_rag.model import (
 from cacheblend_rag.model.checkpoint import load_pretrained
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.device import spare_bytes
+from cacheblend_rag.store.memory import spare_bytes
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["BlendEngine", "engine_identity", "look_at_model", "open_engine_store"]

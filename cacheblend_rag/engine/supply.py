@@ -21,7 +21,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prompt import PromptChunk, PromptHead
 from cacheblend_rag.store import KVReader, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import part_of
-from cacheblend_rag.store.ram import RamReader
+from cacheblend_rag.store.memory import RamReader
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["KVSupply"]

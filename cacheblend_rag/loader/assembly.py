@@ -15,7 +15,7 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.buffers import empty_buffer
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.device import Upload
+from cacheblend_rag.store.memory import Upload
 
 __all__ = ["Assembly", "KVForm", "Piece"]
 

@@ -18,7 +18,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.assembly import Assembly, KVForm
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.device import Upload
+from cacheblend_rag.store.memory import Upload
 from cacheblend_rag.trace import LayerTimes
 
 __all__ = ["LayerLoader", "compute_alone", "loads_ahead"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -13,13 +15,12 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.background import Offsite
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
-from cacheblend_rag.store.device import DeviceTier
-from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.database import DamagedIndexError
+from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.kvstore import KVStore
-from cacheblend_rag.store.maintenance import CheckReport, GarbageReport, check_store, collect_garbage, pin_chunks
-from cacheblend_rag.store.names import NamesSource
-from cacheblend_rag.store.ram import RamTier
+from cacheblend_rag.store.memory import DeviceTier, RamTier
+from cacheblend_rag.store.names import Names, NamesSource, check_known
 from cacheblend_rag.store.remote import RemoteTier, open_remote, shown_url
 from cacheblend_rag.store.tiers import Tiers
 
@@ -38,6 +39,10 @@ __all__ = [
     "open_store",
     "pin_chunks",
 ]
+
+
+# Entries dropped in one transaction: others wait no longer than that takes.
+_AT_ONCE = 500
 
 
 def open_store(
@@ -154,3 +159,195 @@ def _names_at(url: str) -> NamesSource:
         f"no installed package shares names at {location}; a URL of Redis or Valkey (redis://host:port/db) needs cacheblend-ray: "
         "pip install 'cacheblend-rag[ray]'"
     )
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What a check of a store found.
+
+    Attributes
+    ----------
+    entries : int
+        Chunks whose KV is sound.
+    bytes : int
+        Size of their files.
+    names : int
+        Names recorded.
+    problems : list of str
+        What is wrong, one sentence each. It is no danger to answers: damaged or missing KV counts as a miss when it is met.
+    repaired : bool
+        Whether the problems have been repaired.
+    """
+
+    entries: int = 0
+    bytes: int = 0
+    names: int = 0
+    problems: list[str] = field(default_factory=list)
+    repaired: bool = False
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.problems
+
+
+def check_store(location: str | Path, repair: bool = False) -> CheckReport:
+    """Read everything in a store folder and verify it; other processes may go on using the store.
+
+    Parameters
+    ----------
+    location : str or Path
+        The folder.
+    repair : bool
+        Drop what is damaged, and begin a damaged index anew. KV is computed again when it is next asked for.
+
+    Returns
+    -------
+    CheckReport
+        What was found.
+
+    Raises
+    ------
+    StoreError
+        If the folder is not a store, is in a format that this version does not read, or is to be repaired and not writable.
+    """
+    report = CheckReport()
+    try:
+        _examine(location, report)
+    except DamagedIndexError as error:
+        report.problems.append(str(error))
+    if repair and report.problems:
+        # Opening it sets aside an index that cannot be opened.
+        with existing_store(location) as tier:
+            with suppress(DamagedIndexError):
+                tier.database.check()
+            for key, _ in tier.index.entries():
+                if tier.flaw(key, every_byte=True) is not None:
+                    tier.discard(key)
+        report.repaired = True
+    return report
+
+
+def _examine(location: str | Path, report: CheckReport) -> None:
+    with existing_store(location, read_only=True) as tier:
+        tier.database.check()
+        for key, entry in tier.index.entries():
+            flaw = tier.flaw(key, every_byte=True)
+            if flaw is None:
+                report.entries += 1
+                report.bytes += entry.nbytes
+            # Otherwise another process has dropped it meanwhile.
+            elif tier.index.entry(key) is not None:
+                report.problems.append(flaw)
+        for path in tier.folder.strangers():
+            report.problems.append(f"{path} does not belong to the store; move it elsewhere")
+        report.names = tier.index.share()[2]
+
+
+@dataclass(slots=True)
+class GarbageReport:
+    """What was removed from a store.
+
+    Attributes
+    ----------
+    expired : int
+        Entries whose time was over.
+    unnamed : int
+        Entries that no name led to.
+    orphans : int
+        Files that belonged to no entry.
+    freed_bytes : int
+        Size of the files removed.
+    index_bytes : int
+        How many bytes smaller the index and its log are than before; negative if they are larger.
+    """
+
+    expired: int = 0
+    unnamed: int = 0
+    orphans: int = 0
+    freed_bytes: int = 0
+    index_bytes: int = 0
+
+
+def collect_garbage(
+    location: str | Path, unnamed_age_s: float | None = None, clock: Callable[[], float] | None = None
+) -> GarbageReport:
+    """Remove expired KV and files that belong to nothing, and give unused room back to the disk; others may use the store.
+
+    Parameters
+    ----------
+    location : str or Path
+        The folder.
+    unnamed_age_s : float, optional
+        Also remove KV that was added at least this long ago and has no name, sooner than it goes by itself.
+    clock : callable, optional
+        Returns the time in seconds, by which KV expires.
+
+    Returns
+    -------
+    GarbageReport
+        What was removed.
+
+    Raises
+    ------
+    StoreError
+        If the folder is not a store of this version, or not writable.
+    """
+    report = GarbageReport()
+    with existing_store(location, clock=clock) as tier:
+        before = _index_bytes(tier)
+        now, freed = tier.clock(), tier.index.share()[1]
+        while keys := tier.index.expired(now, _AT_ONCE):
+            report.expired += len(tier.with_room(lambda keys=keys: tier.index.drop(keys)).keys)  # type: ignore[misc]
+        while unnamed_age_s is not None and (keys := tier.index.unnamed(now - unnamed_age_s, _AT_ONCE)):
+            report.unnamed += len(tier.with_room(lambda keys=keys: tier.index.drop(keys)).keys)  # type: ignore[misc]
+        report.freed_bytes = freed - tier.index.share()[1]
+        for key, status in tier.folder.files():
+            # A file has its entry before others see it, or has none because its writer was killed.
+            if tier.index.entry(key) is None and tier.remove_orphan(key):
+                report.orphans += 1
+                report.freed_bytes += status.st_size
+        tier.database.tidy()
+    report.index_bytes = before - _index_bytes(tier)
+    return report
+
+
+def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True, tenant: str | None = None) -> int:
+    """Pin chunks of every model that knows their ids, or unpin them; other processes may go on using the store.
+
+    No byte budget is checked here: a process that opens the store with one finds less room for what it adds.
+
+    Parameters
+    ----------
+    location : str or Path
+        The store's folder.
+    ids : sequence of str
+        The chunks' ids.
+    pinned : bool
+        Whether their KV is to be kept, or may be evicted again.
+    tenant : str, optional
+        Only what belongs to this tenant; "" is for what has no tenant.
+
+    Returns
+    -------
+    int
+        Bytes of KV on disk that are pinned now, in the whole store.
+
+    Raises
+    ------
+    UnknownChunkError
+        If nobody knows an id; nothing is changed then.
+    """
+    with existing_store(location) as tier:
+        names = Names(tier.index, tier.clock)
+        spaces = names.spaces_of(ids, tenant)
+        check_known(ids, {node for known in spaces.values() for node in known})
+        for namespace, known in spaces.items():
+            names.pin(namespace, known, pinned)
+        return tier.index.pinned_bytes()
+
+
+def _index_bytes(tier: DiskTier) -> int:
+    index = tier.folder.index_path
+    files = [index, index.with_name(index.name + "-wal")]
+    return sum(path.stat().st_size for path in files if path.exists())

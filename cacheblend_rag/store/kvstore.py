@@ -21,8 +21,8 @@ from cacheblend_rag.store.background import Offsite, WorkQueue
 from cacheblend_rag.store.base import Fate, KVReader, NodeRecord, StoreStats, TierProbe, count_of
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.memory import RamReader
 from cacheblend_rag.store.names import Names, NamesSource, SharedNames, has_name
-from cacheblend_rag.store.ram import RamReader
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["KVStore"]

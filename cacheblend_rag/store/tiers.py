@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from logging import getLogger
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-from cacheblend_rag.codec import PackedKV, pack_kv
-from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.kv import ChunkKV
+import torch
+
+from cacheblend_rag.codec import PackedKV, PackedLayer, pack_kv, repack_layer, unpack_layer
+from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, count_of, latest
 from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.device import DeviceReader, DeviceTier, PromotingReader, ResidentKV, device_probe
 from cacheblend_rag.store.disk import DiskTier, disk_probe
 from cacheblend_rag.store.index import Index
-from cacheblend_rag.store.ram import RamReader, RamTier, ram_probe
+from cacheblend_rag.store.memory import (
+    DeviceReader,
+    DeviceTier,
+    LRUCache,
+    RamReader,
+    RamTier,
+    ResidentKV,
+    Upload,
+    device_probe,
+    ram_probe,
+)
 
-__all__ = ["Tiers"]
+__all__ = ["PromotingReader", "Tiers"]
 
+_log = getLogger(__name__)
+
+Layer = TypeVar("Layer")
 Result = TypeVar("Result")
 
 
@@ -262,3 +278,129 @@ class Tiers:
             # Closed between the two.
             pass
         self.drop([key])
+
+
+class _Promotion(Generic[Layer]):
+    """The layers of one chunk that were read so far, and the room that a faster tier keeps for all of them."""
+
+    def __init__(self, tier: LRUCache[Any], nbytes: int, num_layers: int) -> None:
+        self._tier = tier
+        self._nbytes = nbytes
+        self._num_layers = num_layers
+        self._lock = threading.Lock()
+        self._began = False
+        self._layers: dict[int, Layer] | None = None
+
+    def __del__(self) -> None:
+        # Takes no lock, being a finalizer.
+        if self._layers is not None:
+            self._tier.give_back(self._nbytes)
+
+    def begin(self) -> bool:
+        """Reserve room, the first time; return whether there was any and the chunk is still on its way."""
+        with self._lock:
+            if not self._began:
+                self._began = True
+                if self._tier.reserve(self._nbytes):
+                    self._layers = {}
+            return self._layers is not None
+
+    def get(self, index: int) -> Layer | None:
+        with self._lock:
+            return None if self._layers is None else self._layers.get(index)
+
+    def add(self, index: int, layer: Layer) -> None:
+        with self._lock:
+            if self._layers is not None:
+                self._layers[index] = layer
+
+    def end(self) -> dict[int, Layer] | None:
+        """Give the room back, if that is still to be done, and return what came of the chunk."""
+        with self._lock:
+            layers, self._layers = self._layers, None
+        if layers is not None:
+            self._tier.give_back(self._nbytes)
+        return layers
+
+    def complete(self, read: Callable[[int], Layer]) -> Sequence[Layer] | None:
+        """Return all layers, or None if most are wanting; the few that nobody asked for, their KV being computed, are read."""
+        layers = self.end()
+        missing = [number for number in range(self._num_layers) if number not in (layers or {})]
+        if layers is None or len(missing) * 2 > self._num_layers:
+            return None
+        try:
+            layers.update([(number, read(number)) for number in missing])
+        except ChunkReadError as error:
+            _log.warning("%s", error)
+            return None
+        return [layers[number] for number in range(self._num_layers)]
+
+
+class PromotingReader(KVReader):
+    """Reads a file or KV in RAM, and hands what it has read to RAM and to the device tier in `finish`.
+
+    RAM keeps room for it from the beginning on, the device tier from the first layer that is kept: by then all chunks of a
+    prompt are opened, and none that it needs has to be read because it had to go.
+    """
+
+    def __init__(
+        self,
+        source: ChunkFile | RamReader,
+        *,
+        ram: RamTier | None = None,
+        to_ram: Callable[[PackedKV], None] | None = None,
+        device: DeviceTier | None = None,
+        to_device: Callable[[ResidentKV], None] | None = None,
+    ) -> None:
+        super().__init__(
+            source.token_ids, source.start, source.context, source.num_layers, source.codec, source.packed_bytes
+        )
+        self.tier = source.tier
+        self.promotes_to_device = device is not None
+        self._source = source
+        self._ram, self._to_ram = ram, to_ram
+        self._device, self._to_device = device, to_device
+        self._packed: _Promotion[PackedLayer] | None = None
+        if ram is not None:
+            # Packing never makes KV larger, unpacking may.
+            nbytes = source.kv_bytes if ram.codec.name == "native" else source.packed_bytes
+            self._packed = _Promotion(ram, nbytes, self.num_layers)
+            self._packed.begin()
+        self._uploads: _Promotion[Upload] | None = None
+        if device is not None:
+            self._uploads = _Promotion(device, source.kv_bytes, self.num_layers)
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer, read once where it goes to RAM; the caller must not write to it."""
+        if self._packed is None or self._ram is None or not self._packed.begin():
+            return self._source.layer(index)
+        packed = self._packed.get(index)
+        if packed is None:
+            packed = repack_layer(self._source.packed_layer(index), self._ram.codec)
+            self._packed.add(index, packed)
+        return unpack_layer(packed)
+
+    def keep(self, index: int, layer: LayerKV) -> None:
+        if self._device is None or self._uploads is None or not self._uploads.begin():
+            return
+        try:
+            self._uploads.add(index, self._device.place(index, layer))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            self._uploads.end()
+            self._device.tell_no_room(error)
+
+    def finish(self) -> None:
+        if self._packed is not None and self._to_ram is not None:
+            packed = self._packed.complete(self._source.packed_layer)
+            if packed is not None:
+                self._to_ram(PackedKV(self.token_ids, self.start, tuple(packed), self.context))
+        device, uploads = self._device, self._uploads
+        if device is None or uploads is None or self._to_device is None:
+            return
+        try:
+            layers = uploads.complete(lambda number: device.place(number, self._source.layer(number)))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            device.tell_no_room(error)
+            return
+        if layers is not None:
+            self._to_device(ResidentKV(self.token_ids, self.start, layers, self.context))

@@ -11,7 +11,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import open_store
-from cacheblend_rag.store.device import spare_bytes
+from cacheblend_rag.store.memory import spare_bytes
 from tests.engines import MakeEngine
 from tests.families import tiny_model, words
 
@@ -107,7 +107,7 @@ def test_a_store_for_other_devices_serves_from_the_cpu(make: MakeEngine, monkeyp
         wanted = engine.prefill(PROMPTS[0]).logits
         # What lies elsewhere than where the model computes is read like from RAM.
         elsewhere = property(lambda reader: (torch.device("meta"),) * 6, lambda reader, devices: None)
-        monkeypatch.setattr("cacheblend_rag.store.device.DeviceReader.devices", elsewhere)
+        monkeypatch.setattr("cacheblend_rag.store.memory.DeviceReader.devices", elsewhere)
         result = engine.prefill(PROMPTS[0])
         assert torch.equal(result.logits, wanted)
         assert result.report.load_bytes > 0

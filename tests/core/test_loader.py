@@ -25,8 +25,8 @@ from cacheblend_rag.loader.buffers import BufferPool
 from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
-from cacheblend_rag.store.device import DeviceReader, DeviceTier, PromotingReader, ResidentKV
-from cacheblend_rag.store.ram import RamReader
+from cacheblend_rag.store.memory import DeviceReader, DeviceTier, RamReader, ResidentKV
+from cacheblend_rag.store.tiers import PromotingReader
 from tests.engines import MakeEngine
 from tests.families import tiny_model, words
 from tests.store.kit import read, same

@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import KVReader, KVStore
-from cacheblend_rag.store.device import DeviceReader, DeviceTier
+from cacheblend_rag.store.memory import DeviceReader, DeviceTier
 from tests.store.kit import add, files_of, key_of, make_kv, open_store, put, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
@@ -228,7 +228,7 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         raise torch.OutOfMemoryError("tried to allocate 1 MiB\nand more")
 
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr("cacheblend_rag.store.device.torch.empty", full)
+        patch.setattr("cacheblend_rag.store.memory.torch.empty", full)
         raise_up(store, 1)
         raise_up(store, 2, first_layer=1)
     assert [record.message.count("give a smaller device_bytes") for record in caplog.records] == [1]

@@ -335,7 +335,7 @@ def test_who_can_only_read_does_not_overlook_a_log(small_disk: Path) -> None:
         open_store(small_disk / "s", 0).names.ids("ns")
 
 
-@pytest.mark.parametrize("version", [0, 4, 6])
+@pytest.mark.parametrize("version", [0, 4, 5])
 def test_another_index(tmp_path: Path, version: int) -> None:
     folder = tmp_path
     store = open_store(folder, 0)

@@ -11,7 +11,7 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ChunkReadError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.store.ram import RamTier
+from cacheblend_rag.store.memory import RamTier
 from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, opened, put, read, record, same
 
 KV_BYTES = make_kv(0).nbytes

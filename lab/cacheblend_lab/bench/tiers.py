@@ -21,11 +21,10 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import TierProbe
-from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import forget_pages
 from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.kvstore import KVStore
-from cacheblend_rag.store.ram import RamTier, ram_probe
+from cacheblend_rag.store.memory import DeviceTier, RamTier, ram_probe
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["ColdFolder", "SlowStore", "cached_share", "drop_cached", "stored_files", "temporary_folder"]

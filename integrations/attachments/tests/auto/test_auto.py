@@ -15,7 +15,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.ram import RamReader
+from cacheblend_rag.store.memory import RamReader
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(30, seed), f"n{seed}") for seed in range(6)]
