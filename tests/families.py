@@ -58,10 +58,7 @@ _SAMPLE = {(family, ways[number % len(ways)]) for number, (family, ways) in enum
 
 def sampled(cases: list[tuple[str, str]], as_one: bool = False) -> list[Any]:
     """Leave all but one attention implementation of each family to the full counts; `as_one` for parameters of a fixture."""
-    return [
-        case if case in _SAMPLE else pytest.param(*((case,) if as_one else case), marks=pytest.mark.full)
-        for case in cases
-    ]
+    return [c if c in _SAMPLE else pytest.param(*((c,) if as_one else c), marks=pytest.mark.full) for c in cases]
 
 
 def tiny_model(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:

@@ -143,8 +143,7 @@ def upward(known: dict[str, Path]) -> list[str]:
 def circles(known: dict[str, Path]) -> list[str]:
     """Circles among the modules, each as the path around it."""
     graph = {
-        name: sorted({each.module for each in imports_of(file, name, known) if each.module in known})
-        for name, file in known.items()
+        name: sorted({i.module for i in imports_of(file, name, known)} & known.keys()) for name, file in known.items()
     }
     found: list[str] = []
     done: set[str] = set()

@@ -101,18 +101,6 @@ def test_added_replaced_and_removed_texts(first: dict[str, str], second: dict[st
         assert sum(match.stop - match.start for match in found) == naive_cover(text, set(live.values()))
 
 
-def test_the_longest_of_nested_texts_wins() -> None:
-    inner, outer = "Mara was born in Oslo.", "Most agree: Mara was born in Oslo. So it is written."
-    finder = finder_of({"inner": inner, "outer": outer})
-    prompt = f"{inner}\n{outer}\n{inner}"
-    assert [match.ids[0] for match in finder.find(prompt)] == ["inner", "outer", "inner"]
-
-
-def test_an_overlap_is_not_lost_to_the_earlier_text() -> None:
-    finder = finder_of({"short": "the end of it: Mara", "long": "Mara was born in Oslo and moved to the north."})
-    assert [match.ids[0] for match in finder.find("the end:Mara was born in Oslo and moved to the north.")] == ["long"]
-
-
 def test_short_texts_are_left_to_the_prompt() -> None:
     finder = finder_of({"short": "x" * (HEAD_CHARS - 1), "long": "y" * HEAD_CHARS})
     assert finder.ids() == {"long"}
@@ -120,11 +108,6 @@ def test_short_texts_are_left_to_the_prompt() -> None:
     assert [match.ids[0] for match in finder.find(prompt)] == ["long"]
     assert finder.find(prompt, min_chars=HEAD_CHARS + 1) == []
     assert finder.find("y") == ChunkFinder().find(prompt) == []
-
-
-def test_lone_surrogates_and_nulls_are_text_like_any_other() -> None:
-    text = "\ud800\x00 a broken text, yet a text"
-    assert [match.start for match in finder_of({"n": text}).find("before" + text)] == [6]
 
 
 @pytest.mark.parametrize("heading", ["", "# The same heading over every chunk\n\n"])

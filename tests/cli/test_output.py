@@ -12,15 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.cli.output import (
-    json_alone,
-    parse_bytes,
-    parse_ratios,
-    progress_bar,
-    say_bytes,
-    say_seconds,
-    write_json,
-)
+from cacheblend_rag.cli import output
 from cacheblend_rag.errors import ConfigError
 
 
@@ -37,13 +29,13 @@ from cacheblend_rag.errors import ConfigError
     ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
+    assert output.parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "MB", "-1GB", "1e9", "nan", "two", "1 PB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
-        parse_bytes(text)
+        output.parse_bytes(text)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +43,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (16_384, "16.4 KB"), (2.5e9, "2.5 GB"), (3e15, "3e+03 TB")],
 )
 def test_sizes_are_said(size: float, text: str) -> None:
-    assert say_bytes(size) == text
+    assert output.say_bytes(size) == text
 
 
 @pytest.mark.parametrize(
@@ -59,15 +51,15 @@ def test_sizes_are_said(size: float, text: str) -> None:
     [(0.0123, "12.3 ms"), (0.9999, "1 s"), (3.21, "3.21 s"), (125, "2 min 05 s"), (7260, "2 h 01 min")],
 )
 def test_times_are_said(seconds: float, text: str) -> None:
-    assert say_seconds(seconds) == text
+    assert output.say_seconds(seconds) == text
 
 
 def test_ratios_are_read() -> None:
-    assert parse_ratios("0, 0.05,1") == (0.0, 0.05, 1.0)
+    assert output.parse_ratios("0, 0.05,1") == (0.0, 0.05, 1.0)
 
 
 def test_rows_are_made_alike(tmp_path: Path) -> None:
-    write_json(tmp_path / "x.json", "test", [{"a": 1}, {"b": 2.5}], model="m")
+    output.write_json(tmp_path / "x.json", "test", [{"a": 1}, {"b": 2.5}], model="m")
     whole = json.loads((tmp_path / "x.json").read_text())
     assert whole["rows"] == [{"a": 1, "b": None}, {"a": None, "b": 2.5}]
     assert whole["command"] == "test"
@@ -77,13 +69,13 @@ def test_rows_are_made_alike(tmp_path: Path) -> None:
 
 def test_a_figure_that_is_none_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        write_json(tmp_path / "x.json", "test", [{"a": math.nan}])
+        output.write_json(tmp_path / "x.json", "test", [{"a": math.nan}])
 
 
 def test_standard_output_holds_the_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with json_alone():
+    with output.json_alone():
         print("said besides")
-        write_json(Path("-"), "test", [{"a": 1}])
+        output.write_json(Path("-"), "test", [{"a": 1}])
     print("as before")
     shown, beside = capsys.readouterr()
     assert json.loads(shown.removesuffix("as before\n"))["rows"] == [{"a": 1}]
@@ -93,7 +85,7 @@ def test_standard_output_holds_the_json_alone(capsys: pytest.CaptureFixture[str]
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20))))
 def test_lines_of_progress_only_go_up(told: list[tuple[int, int]]) -> None:
     shown = io.StringIO()
-    with redirect_stderr(shown), json_alone(), progress_bar("looking") as progress:
+    with redirect_stderr(shown), output.json_alone(), output.progress_bar("looking") as progress:
         for done, total in told:
             progress(done, total)
     lines = [json.loads(line) for line in shown.getvalue().splitlines()]
@@ -107,7 +99,7 @@ def test_lines_of_progress_only_go_up(told: list[tuple[int, int]]) -> None:
 def test_a_line_comes_while_nothing_gets_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.cli.output._LINE_S", 0.01)
     shown = io.StringIO()
-    with redirect_stderr(shown), progress_bar("looking") as progress:
+    with redirect_stderr(shown), output.progress_bar("looking") as progress:
         progress(1, 2)
         end = time.monotonic() + 10
         while shown.getvalue().count("\n") < 3 and time.monotonic() < end:

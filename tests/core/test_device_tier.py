@@ -16,11 +16,7 @@ from tests.engines import MakeEngine
 from tests.families import tiny_model, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20, 17))]
-PROMPTS = [
-    BlendPrompt("t5", CHUNKS, "t6 t7"),
-    BlendPrompt("t5", CHUNKS[::-1], "t8"),
-    BlendPrompt("t5", [CHUNKS[1], CHUNKS[1], CHUNKS[0]], "t8"),
-]
+PROMPTS = [BlendPrompt("t5", chunks, "t8") for chunks in (CHUNKS, CHUNKS[::-1], [CHUNKS[1], CHUNKS[1], CHUNKS[0]])]
 ENGINE = {"strict": True}
 
 

@@ -150,9 +150,7 @@ def test_layers_are_those_of_the_naive_reference(
     risen: dict[int, ResidentKV] = {}
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("cacheblend_rag.loader.assembly._is_staged", lambda device: staged)
-        locked = {
-            kv.layers[0].keys.shape[1] for kv, tier in zip(prompt.chunks, prompt.tiers, strict=True) if tier == "ram"
-        }
+        locked = {c.layers[0].keys.shape[1] for c, t in zip(prompt.chunks, prompt.tiers, strict=True) if t == "ram"}
         patch.setattr("cacheblend_rag.loader.assembly._is_page_locked", lambda part: part.keys.shape[1] in locked)
         ram = open_store(Path(folder) / "kv", ram_bytes=2**40)
         disk = open_store(Path(folder) / "kv", ram_bytes=0)

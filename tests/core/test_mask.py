@@ -121,9 +121,7 @@ def test_a_blended_prefill_attends_in_blocks(family: str, monkeypatch: pytest.Mo
         assert len(attended) == engine.decoder.num_layers
         assert set(attended) == {got.report.recomputed_tokens + got.report.prompt_tokens - got.report.context_tokens}
         attended.clear()
-        monkeypatch.setattr(
-            "cacheblend_rag.fuse.steer.attend_in_blocks", lambda function, *args, **kwargs: function(*args, **kwargs)
-        )
+        monkeypatch.setattr("cacheblend_rag.fuse.steer.attend_in_blocks", lambda call, *args, **kw: call(*args, **kw))
         wanted = engine.prefill(prompt)
         assert not attended
     torch.testing.assert_close(got.logits, wanted.logits, atol=1e-4, rtol=0)

@@ -24,9 +24,7 @@ def sentence_pieces() -> PreTrainedTokenizerFast:
     """A tokenizer in the form of Llama 2's, whose texts lose the space that they begin with."""
     words = ["<unk>", "<s>", "</s>", "\n", "▁", "▁▁▁▁", "▁def", "▁f", "():", "▁return", "a"]
     words += [f"<0x{byte:02X}>" for byte in range(256)]
-    inner = Tokenizer(
-        models.BPE({word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
-    )
+    inner = Tokenizer(models.BPE({w: id for id, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -27,8 +27,7 @@ def kept_rows(
         chosen = []
         for head in range(heads):
             own = [
-                float(weights[0, head * group : (head + 1) * group, len(ids) - window :, row].sum())
-                for row in range(start, stop)
+                float(weights[0, head * group :][:group, len(ids) - window :, row].sum()) for row in range(start, stop)
             ]
             chosen.append(naive_choice(own, capacity, kernel))
         rows = [[*range(start), *(start + token for token in kept), *range(stop, len(ids))] for kept in chosen]

@@ -123,9 +123,7 @@ def test_only_what_is_over_the_limit_is_repaired() -> None:
 
 
 def test_a_model_of_one_layer_is_not_asked_for_layers_that_repair_would_watch() -> None:
-    config = CONFIG_MAPPING["llama"](
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-    )
+    config = CONFIG_MAPPING["llama"](vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     model = AutoModelForCausalLM.from_config(config)
     prompt = BlendPrompt(words(4, 1), ["n0"], words(5, 2))
     with BlendEngine(model, tiny_tokenizer(), **engine_settings(selector="none")) as engine:

@@ -77,9 +77,7 @@ def test_the_page_defines_what_the_tutorials_chain_takes() -> None:
         # What only the first program takes, or the second imports itself.
         assert loaded - bound - stored <= {"ChatHuggingFace", "HuggingFacePipeline", "BlendVectorStore", "ChatBlend"}
     sources = {str(each.module).split(".")[0] for each in defined.body if isinstance(each, ast.ImportFrom)}
-    extra = re.search(
-        r"^demo = \[(.*?)\]$", (ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    extra = re.search(r"^demo = \[(.*?)\]$", (ROOT / "lab/pyproject.toml").read_text(encoding="utf-8"), re.S | re.M)
     assert extra is not None
     assert all(f'"{source.replace("_", "-")}>=' in extra[1] for source in sources - {"langchain_core"})
 
@@ -92,8 +90,7 @@ def test_the_tutorials_chain_is_blended_by_the_pages_lines(tmp_path: Path, monke
     # With all tokens computed the answers have to be the same; the first program knows nothing of ours.
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "1")
     documents = [
-        Document("\n".join(chunk.strip() for chunk in document.chunks), metadata={"source": document.title})
-        for document in demo_documents()
+        Document("\n".join(map(str.strip, each.chunks)), metadata={"source": each.title}) for each in demo_documents()
     ]
     answers = []
     for program in (was, now):

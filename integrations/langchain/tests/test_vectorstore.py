@@ -282,9 +282,7 @@ def kept(store: BlendVectorStore) -> set[str]:
     assert all(engine._store.holds(keys))
     assert engine._store.stats().entries == len(keys)
     documents = Inventory(store.inner).documents()
-    assert {document.id: text_hash(document.page_content) for document in documents} == {
-        record.id: record.text_hash for record in records
-    }
+    assert {d.id: text_hash(d.page_content) for d in documents} == {r.id: r.text_hash for r in records}
     return {document.page_content for document in documents}
 
 

@@ -35,6 +35,7 @@ from llama_index_cacheblend import (
     uninstall,
 )
 
+MakeIndex = Callable[..., VectorStoreIndex]
 ENGINES = {
     "context": (BlendContextChatEngine, ContextChatEngine),
     "condense": (BlendCondensePlusContextChatEngine, CondensePlusContextChatEngine),
@@ -147,9 +148,7 @@ def _questions(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_turns_reuse_what_was_computed_and_blend_the_rest(
-    kind: str, make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
-) -> None:
+def test_turns_reuse_what_was_computed_and_blend_the_rest(kind: str, make_llm: MakeLLM, make_index: MakeIndex) -> None:
     llm = make_llm(0.15)
     chat = ENGINES[kind][0].from_defaults(_retriever(make_index(llm)), llm=llm)
     reports = [chat.chat(question).metadata["blend"] for question in _questions(3)]
@@ -164,7 +163,7 @@ def test_turns_reuse_what_was_computed_and_blend_the_rest(
 
 
 def test_the_condensed_question_has_its_own_conversation(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex], events: EventLog
+    make_llm: MakeLLM, make_index: MakeIndex, events: EventLog
 ) -> None:
     llm = make_llm(1.0)
     chat = BlendCondensePlusContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm)
@@ -179,7 +178,7 @@ def test_the_condensed_question_has_its_own_conversation(
 
 
 def test_prompts_memory_and_postprocessors_are_llama_indexs(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex], events: EventLog
+    make_llm: MakeLLM, make_index: MakeIndex, events: EventLog
 ) -> None:
     llm = make_llm(0.15)
     memory = ChatMemoryBuffer.from_defaults(token_limit=500, tokenizer_fn=llm.engine.tokenizer.encode)
@@ -205,7 +204,7 @@ def test_prompts_memory_and_postprocessors_are_llama_indexs(
     assert "conversation" not in json.dumps(started.model_dump(mode="json", exclude={"model_dict"}))
 
 
-def test_nothing_retrieved_is_an_empty_response(make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]) -> None:
+def test_nothing_retrieved_is_an_empty_response(make_llm: MakeLLM, make_index: MakeIndex) -> None:
     llm = make_llm(0.15)
     nothing = SimilarityPostprocessor(similarity_cutoff=1e9)
     chat = BlendContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm, node_postprocessors=[nothing])
@@ -231,9 +230,7 @@ class _Fails(LogitsProcessor):
 
 
 @pytest.fixture
-def failing(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
-) -> tuple[_Fails, BlendContextChatEngine, list[str]]:
+def failing(make_llm: MakeLLM, make_index: MakeIndex) -> tuple[_Fails, BlendContextChatEngine, list[str]]:
     fails = _Fails()
     llm = make_llm(0.15, generation_kwargs={"logits_processor": LogitsProcessorList([fails])})
     chat = BlendContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm)
@@ -280,9 +277,7 @@ class _Ends(LogitsProcessor):
         return scores
 
 
-def test_a_stream_without_a_word_is_an_empty_response(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
-) -> None:
+def test_a_stream_without_a_word_is_an_empty_response(make_llm: MakeLLM, make_index: MakeIndex) -> None:
     llm = make_llm(0.15)
     end_id = llm.engine.tokenizer.eos_token_id
     ends = _Ends(end_id)
@@ -302,7 +297,7 @@ def test_a_stream_without_a_word_is_an_empty_response(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("form", ["stream", "async stream"])
 def test_a_stream_that_fails_brings_nothing_back_from_the_archive(
-    form: str, make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
+    form: str, make_llm: MakeLLM, make_index: MakeIndex
 ) -> None:
     fails = _Fails()
     llm = make_llm(0.15, generation_kwargs={"logits_processor": LogitsProcessorList([fails])})
@@ -329,9 +324,7 @@ def test_a_stream_that_fails_brings_nothing_back_from_the_archive(
     assert kept()[2][:-2] == everything
 
 
-def test_a_cancelled_chat_leaves_memory_and_engine_as_they_were(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
-) -> None:
+def test_a_cancelled_chat_leaves_memory_and_engine_as_they_were(make_llm: MakeLLM, make_index: MakeIndex) -> None:
     llm = make_llm(0.15, max_new_tokens=600)
     chat = BlendContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm)
 
@@ -361,9 +354,7 @@ def test_a_cancelled_chat_leaves_memory_and_engine_as_they_were(
     assert chat.chat(_questions(1)[0]).metadata["blend"]["output_tokens"] == 8
 
 
-def test_an_unread_or_closed_stream_is_remembered_whole(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
-) -> None:
+def test_an_unread_or_closed_stream_is_remembered_whole(make_llm: MakeLLM, make_index: MakeIndex) -> None:
     llm = make_llm(0.15)
     chat = BlendContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm)
     unread = chat.stream_chat(_questions(1)[0])
@@ -378,9 +369,7 @@ def test_an_unread_or_closed_stream_is_remembered_whole(
     assert chat.chat(_questions(3)[2]).metadata["blend"]["conversation_tokens"] > 0
 
 
-def test_as_chat_engine_takes_the_response_mode_after_install(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
-) -> None:
+def test_as_chat_engine_takes_the_response_mode_after_install(make_llm: MakeLLM, make_index: MakeIndex) -> None:
     llm = make_llm(0.15)
     index = make_index(llm)
     originals = [vars(theirs)["from_defaults"] for _, theirs in ENGINES.values()]
@@ -402,15 +391,13 @@ def test_as_chat_engine_takes_the_response_mode_after_install(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_another_model_is_refused(kind: str, make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]) -> None:
+def test_another_model_is_refused(kind: str, make_llm: MakeLLM, make_index: MakeIndex) -> None:
     retriever = _retriever(make_index(make_llm()))
     with pytest.raises(ConfigError, match="the language model is a MockLLM"):
         ENGINES[kind][0].from_defaults(retriever, llm=MockLLM())
 
 
-def test_settings_give_the_model(
-    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_give_the_model(make_llm: MakeLLM, make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(0.15)
     monkeypatch.setattr(Settings, "_llm", llm)
     chat = BlendContextChatEngine.from_defaults(
@@ -420,9 +407,7 @@ def test_settings_give_the_model(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_sources_say_what_became_of_them(
-    form: str, make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
-) -> None:
+def test_sources_say_what_became_of_them(form: str, make_llm: MakeLLM, make_index: MakeIndex) -> None:
     llm = make_llm(0.15)
     index = make_index(llm)
     llm.engine.attach(SourceAttention())
@@ -447,7 +432,7 @@ def test_sources_say_what_became_of_them(
 
 
 def test_contexts_over_the_window_are_refined(
-    make_model: Callable[..., Any], make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
+    make_model: Callable[..., Any], make_llm: MakeLLM, make_index: MakeIndex
 ) -> None:
     llm = make_llm(0.15, model=make_model(200), max_new_tokens=8)
     index = make_index(llm)

@@ -127,9 +127,7 @@ async def test_blended_object(
     llm = writing(JSON, is_chat_model=chat, system_prompt="Speak plainly.")
     add(llm, nodes)
     compact = CompactAndRefine(llm=llm, output_cls=Place).synthesize(QUESTION, nodes)
-    options: dict[str, Any] = (
-        {"llm": llm, "output_cls": Place} if given == "output_cls" else {"llm": llm.as_structured_llm(Place)}
-    )
+    options = {"llm": llm, "output_cls": Place} if given == "output_cls" else {"llm": llm.as_structured_llm(Place)}
     blend = llama_index.core.get_response_synthesizer(response_mode="blend", **options).synthesize(QUESTION, nodes)
     ends = [event for event in events.events if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent)]
     theirs, ours = [event.response.raw for event in ends]

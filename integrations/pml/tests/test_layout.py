@@ -6,21 +6,9 @@ from hypothesis import strategies as st
 
 from cacheblend_pml import Import, LaidOutPrompt, Schema, SchemaLayout, Tokens, lay_out
 from cacheblend_rag.errors import PMLError
-from integrations.pml.tests.naive import (
-    BOS,
-    FILLER,
-    TooLong,
-    interpret,
-    items_markup,
-    requests,
-    schema_markup,
-    schemas,
-    size,
-    starts,
-    tokenize,
-)
+from integrations.pml.tests import naive
 
-TOKENS = Tokens(tokenize, FILLER, (BOS,))
+TOKENS = Tokens(naive.tokenize, naive.FILLER, (naive.BOS,))
 
 
 def layout_of(markup: str, tokens: Tokens = TOKENS) -> SchemaLayout:
@@ -39,21 +27,21 @@ def shown(prompt: LaidOutPrompt) -> list[tuple[int, str]]:
 
 
 def check_schema(children: list) -> None:
-    layout = layout_of(schema_markup(children))
-    for node, start in starts(children, 1):
+    layout = layout_of(naive.schema_markup(children))
+    for node, start in naive.starts(children, 1):
         if node[0] == "module":
             assert layout.extents[node[1]].start == start
-            assert layout.extents[node[1]].stop == start + size(node)
-    assert layout.size == 1 + sum(size(node) for node in children)
+            assert layout.extents[node[1]].stop == start + naive.size(node)
+    assert layout.size == 1 + sum(naive.size(node) for node in children)
 
 
 def check_prompt(children: list, items: list) -> None:
-    layout = layout_of(schema_markup(children))
+    layout = layout_of(naive.schema_markup(children))
     assert isinstance(layout.schema, Schema)
-    prompt = layout.schema.parse_prompt(f'<prompt schema="random">{items_markup(items)}</prompt>')
+    prompt = layout.schema.parse_prompt(f'<prompt schema="random">{naive.items_markup(items)}</prompt>')
     try:
-        expected = interpret(children, items)
-    except TooLong as error:
+        expected = naive.interpret(children, items)
+    except naive.TooLong as error:
         with pytest.raises(PMLError, match=rf"\b{error.excess} more than"):
             lay_out(layout, prompt)
         return
@@ -72,12 +60,12 @@ def check_prompt(children: list, items: list) -> None:
     assert list(found.positions) == sorted(expected)
     assert found.cached_tokens == sum(kind == "cached" for _, kind in expected.values())
     slots = [part.token_ids[slot.start : slot.stop] for part in found.parts.values() for slot in part.slots]
-    assert all(set(ids) == {FILLER} for ids in slots)
+    assert all(set(ids) == {naive.FILLER} for ids in slots)
     assert len(slots) == sum(len(layout.schema.modules[name].params) for name in prompt.imports)
 
 
 @settings(max_examples=80)
-@given(schemas())
+@given(naive.schemas())
 def test_a_schema_takes_the_positions_of_the_paper(children: list) -> None:
     check_schema(children)
 
@@ -85,8 +73,8 @@ def test_a_schema_takes_the_positions_of_the_paper(children: list) -> None:
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_prompt_takes_the_positions_of_the_paper(data: st.DataObject) -> None:
-    children = data.draw(schemas())
-    check_prompt(children, data.draw(requests(children)))
+    children = data.draw(naive.schemas())
+    check_prompt(children, data.draw(naive.requests(children)))
 
 
 @pytest.mark.full
@@ -94,9 +82,9 @@ def test_a_prompt_takes_the_positions_of_the_paper(data: st.DataObject) -> None:
 @settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_many_prompts_take_the_positions_of_the_paper(data: st.DataObject) -> None:
-    children = data.draw(schemas())
+    children = data.draw(naive.schemas())
     check_schema(children)
-    check_prompt(children, data.draw(requests(children)))
+    check_prompt(children, data.draw(naive.requests(children)))
 
 
 def test_the_example_of_the_paper() -> None:
@@ -104,7 +92,7 @@ def test_the_example_of_the_paper() -> None:
     modules = "".join(
         f'<module name="{name}">{name * count}</module>' for name, count in zip("abc", (50, 60, 1), strict=True)
     )
-    assert layout_of(f'<schema name="s">{modules}</schema>', Tokens(tokenize)).extents["c"].start == 110
+    assert layout_of(f'<schema name="s">{modules}</schema>', Tokens(naive.tokenize)).extents["c"].start == 110
 
 
 def test_new_text_takes_the_place_of_what_is_left_out() -> None:

@@ -121,11 +121,7 @@ class Library:
                 gone = next((piece for piece in pieces if piece.id == id), None)
                 if gone is None:
                     continue
-                left = [
-                    replace(piece, previous=gone.previous) if piece.previous == id else piece
-                    for piece in pieces
-                    if piece is not gone
-                ]
+                left = [replace(p, previous=gone.previous) if p.previous == id else p for p in pieces if p is not gone]
                 self.pieces[document] = left
                 if not left:
                     del self.pieces[document]

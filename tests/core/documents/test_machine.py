@@ -14,16 +14,8 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
@@ -72,7 +64,7 @@ def additions(draw: st.DrawFn) -> list[Chunk]:
     return [chunk for chunk in drawn if chunk.document == drawn[0].document]
 
 
-class DocumentMachine(RuleBasedStateMachine):
+class DocumentMachine(stateful.RuleBasedStateMachine):
     """Two engines, each with a store of its own on one folder, as two processes would have."""
 
     def __init__(self) -> None:
@@ -81,7 +73,7 @@ class DocumentMachine(RuleBasedStateMachine):
         self.now = 1.8e9
         self.engines: list[BlendEngine] = []
 
-    @initialize(
+    @stateful.initialize(
         context_tokens=st.sampled_from([12, 20, 200]),
         separator=st.sampled_from(["", "t3 t4"]),
         ttl_s=st.sampled_from([None, None, 70.0]),
@@ -177,7 +169,7 @@ class DocumentMachine(RuleBasedStateMachine):
 
     # What is asked of an engine.
 
-    @rule(second=st.booleans(), given=additions(), ttl_s=LIVES, background=st.booleans(), whole=st.booleans())
+    @stateful.rule(second=st.booleans(), given=additions(), ttl_s=LIVES, background=st.booleans(), whole=st.booleans())
     def add(self, second: bool, given: list[Chunk], ttl_s: float | None, background: bool, whole: bool) -> None:
         future = self.with_more(given, ttl_s, whole)
         if future.has_circle():
@@ -187,7 +179,7 @@ class DocumentMachine(RuleBasedStateMachine):
         self.change(lambda: self.engines[second].add(given, ttl_s=ttl_s, background=background, whole=whole))
         self.live_on()
 
-    @rule(second=st.booleans(), first=additions(), then=SOME_IDS, ttl_s=LIVES)
+    @stateful.rule(second=st.booleans(), first=additions(), then=SOME_IDS, ttl_s=LIVES)
     def add_while_others_delete(self, second: bool, first: list[Chunk], then: list[str], ttl_s: float | None) -> None:
         """Delete with one engine what the other encodes in the background."""
         future = self.with_more(first, ttl_s)
@@ -200,7 +192,7 @@ class DocumentMachine(RuleBasedStateMachine):
         self.change(self.engines[second].flush)
         self.live_on()
 
-    @rule(second=st.booleans(), ids=SOME_IDS)
+    @stateful.rule(second=st.booleans(), ids=SOME_IDS)
     def delete(self, second: bool, ids: list[str]) -> None:
         known = set(self.readings()).intersection(ids)
         assert self.engines[second].delete(ids) == len(known)
@@ -209,7 +201,7 @@ class DocumentMachine(RuleBasedStateMachine):
         # What stood behind them is a miss, unless the same stands somewhere else.
         self.live_on()
 
-    @rule(second=st.booleans(), document=st.sampled_from(sorted(TEXTS)))
+    @stateful.rule(second=st.booleans(), document=st.sampled_from(sorted(TEXTS)))
     def delete_document(self, second: bool, document: str) -> None:
         ids = [piece.id for piece in self.library.order(document)]
         assert self.engines[second].delete_document(document) == len(ids)
@@ -217,25 +209,25 @@ class DocumentMachine(RuleBasedStateMachine):
         self.pinned.difference_update(ids)
         self.live_on()
 
-    @rule(second=st.booleans(), ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=4))
+    @stateful.rule(second=st.booleans(), ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=4))
     def ask(self, second: bool, ids: list[str]) -> None:
         known = [id for id in ids if id in self.readings()]
         engine = self.engines[second]
         self.change(lambda: engine.prefill(BlendPrompt("t5 t6", known, "t7 t8")))
         self.live_on(self.settings["config"].ttl_s, known)
 
-    @rule(second=st.booleans(), ids=SOME_IDS)
+    @stateful.rule(second=st.booleans(), ids=SOME_IDS)
     def prefetch(self, second: bool, ids: list[str]) -> None:
         known = [id for id in ids if id in self.readings()]
         self.engines[second].prefetch(known).wait()
 
-    @rule(second=st.booleans(), id=st.sampled_from(IDS))
+    @stateful.rule(second=st.booleans(), id=st.sampled_from(IDS))
     def evict(self, second: bool, id: str) -> None:
         [record] = self.engines[second].records([id])
         if record is not None:
             self.engines[second]._store.discard(record.key)
 
-    @rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
+    @stateful.rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
     def pin(self, second: bool, ids: list[str], pinned: bool) -> None:
         known = [id for id in ids if id in self.readings()]
         try:
@@ -244,19 +236,19 @@ class DocumentMachine(RuleBasedStateMachine):
             return
         (self.pinned.update if pinned else self.pinned.difference_update)(known)
 
-    @rule(seconds=st.sampled_from([1.0, 49.0, 60.0]))
+    @stateful.rule(seconds=st.sampled_from([1.0, 49.0, 60.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(second=st.booleans())
+    @stateful.rule(second=st.booleans())
     def reopen(self, second: bool) -> None:
         self.end(self.engines[second])
         self.engines[second] = self.open(second)
 
     # What must be true then.
 
-    @precondition(lambda self: self.engines)
-    @invariant()
+    @stateful.precondition(lambda self: self.engines)
+    @stateful.invariant()
     def nothing_is_stale(self) -> None:
         readings = self.readings()
         for second, engine in enumerate(self.engines):
@@ -319,7 +311,7 @@ class DocumentMachine(RuleBasedStateMachine):
 def run_machine(
     examples: int, steps: int, part: int = 0, machine: type[DocumentMachine] = DocumentMachine, **options: object
 ) -> None:
-    run_state_machine_as_test(
+    stateful.run_state_machine_as_test(
         seed(part)(machine),
         settings=settings(
             max_examples=examples,

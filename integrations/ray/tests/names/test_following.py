@@ -140,10 +140,7 @@ def test_writers_end_in_one_state(tmp_path: Path, names: str) -> None:
         worker.join(120)
         assert worker.exitcode == 0
     stores = [opened(tmp_path / name, names) for name in ("a", "b", "c")]
-    states = [
-        (store.names.document(NAMESPACE, "d"), ids_of(store), store.names.lookup(NAMESPACE, ids_of(store)))
-        for store in stores
-    ]
+    states = [(s.names.document(NAMESPACE, "d"), ids_of(s), s.names.lookup(NAMESPACE, ids_of(s))) for s in stores]
     assert states[0] == states[1] == states[2]
     assert states[0][0] == ["w0", "w1", "w2", "shared"]
     assert len(states[0][1]) == 3 * 12 + 4

@@ -11,20 +11,11 @@ import pytest
 from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
 
 from cacheblend_pml import Schemas
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, errors
 from cacheblend_rag.chat.answer import Deadline, Ending, EndWhenSet
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import Guide
 from cacheblend_rag.engine import Engine
-from cacheblend_rag.errors import (
-    AnswerTimeoutError,
-    BackendError,
-    CacheBlendError,
-    ConfigError,
-    PromptError,
-    PromptTooLongError,
-    UnknownChunkError,
-)
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
 from integrations.serve.tests.conftest import engine_of, serving
@@ -97,7 +88,7 @@ PROMPT_OF_TEXT = BlendPrompt(segments=["Is it so?"])
     ids=["option", "processor", "criterion"],
 )
 def test_what_cannot_be_sent_is_refused(served: ServedEngine, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"{named} cannot be sent to a server"):
+    with pytest.raises(errors.ConfigError, match=f"{named} cannot be sent to a server"):
         served.generate(PROMPT_OF_TEXT, 4, **options)
 
 
@@ -157,7 +148,7 @@ def test_chunks_that_cannot_be_served_are_named(engine: BlendEngine, served: Ser
     [(id, why)] = refused
     assert (id, "long" in engine.ids()) == ("long", False)
     assert "tokens" in why
-    with pytest.raises(PromptError, match="tokens"):
+    with pytest.raises(errors.PromptError, match="tokens"):
         served.add([long])
 
 
@@ -167,7 +158,7 @@ def test_half_a_character_is_refused_where_it_is(engine: BlendEngine, served: Se
     served.add([*STORY, half], on_refused=lambda chunk, error: refused.append(chunk.id))
     assert (refused, len(engine.ids())) == (["half"], 3)
     for prompt in (BlendPrompt(segments=[half.text]), BlendPrompt("", [half], "?")):
-        with pytest.raises(PromptError, match="UTF-16"):
+        with pytest.raises(errors.PromptError, match="UTF-16"):
             served.generate(prompt, 4)
 
 
@@ -195,7 +186,7 @@ def test_a_busy_server_is_asked_for_as_long_as_the_answer_may_take(engine: Blend
         stream = served.stream(BlendPrompt(segments=["Number:"]), 1500)
         next(stream)
         started, ending = time.monotonic(), Ending((), Deadline(0.5))
-        with pytest.raises(BackendError, match=r"busy|at once|requests"):
+        with pytest.raises(errors.BackendError, match=r"busy|at once|requests"):
             other.generate(PROMPT_OF_TEXT, 4, stopping_criteria=ending.criteria(other.tokenizer))
         assert time.monotonic() - started < 20
         stream.close()
@@ -217,7 +208,7 @@ def test_a_document_is_replaced(engine: BlendEngine, served: ServedEngine, monke
     assert sorted(engine.ids()) == ["born", "goat"]
     assert engine.document("mara") == ["born"]
     monkeypatch.setattr("cacheblend_serve.client.engine._BATCH", 2)
-    with pytest.raises(ConfigError, match="3 chunks are more than one request"):
+    with pytest.raises(errors.ConfigError, match="3 chunks are more than one request"):
         served.add(STORY, whole=True)
     assert sorted(engine.ids()) == ["born", "goat"]
 
@@ -248,23 +239,23 @@ def test_stored_chunks_are_found_in_plain_text(served: ServedEngine) -> None:
 
 
 def test_errors_are_the_engines(served: ServedEngine) -> None:
-    with pytest.raises(UnknownChunkError, match="nobody"):
+    with pytest.raises(errors.UnknownChunkError, match="nobody"):
         served.generate(BlendPrompt("", ["nobody"], "?"), 4)
-    with pytest.raises(UnknownChunkError, match="nobody"):
+    with pytest.raises(errors.UnknownChunkError, match="nobody"):
         list(served.stream(BlendPrompt("", ["nobody"], "?"), 4))
-    with pytest.raises(PromptTooLongError, match="tokens"):
+    with pytest.raises(errors.PromptTooLongError, match="tokens"):
         served.generate(BlendPrompt(segments=["word " * 3000]), 4)
-    with pytest.raises(ConfigError, match="selector"):
+    with pytest.raises(errors.ConfigError, match="selector"):
         served.generate(PROMPT_OF_TEXT, 4, blend=BlendConfig(selector="nonsense"))
-    with pytest.raises(ConfigError, match="positions"):
+    with pytest.raises(errors.ConfigError, match="positions"):
         served.generate(BlendPrompt(segments=["a", "b"], positions=[0, 5]), 4)
-    with pytest.raises(ConfigError, match="engine of this process"):
+    with pytest.raises(errors.ConfigError, match="engine of this process"):
         Schemas(served)
 
 
 def test_an_answer_that_takes_too_long_is_an_error(served: ServedEngine) -> None:
     ending = Ending((), Deadline(0.05))
-    with pytest.raises(AnswerTimeoutError, match="not finished"):
+    with pytest.raises(errors.AnswerTimeoutError, match="not finished"):
         served.generate(PROMPT_OF_TEXT, 500, stopping_criteria=ending.criteria(served.tokenizer))
 
 
@@ -277,11 +268,11 @@ def test_who_closes_a_stream_ends_the_answer(engine: BlendEngine, served: Served
     stream = served.stream(PROMPT_OF_TEXT, 900)
     next(stream)
     stream.close()
-    with pytest.raises(CacheBlendError, match="ended before it was whole"):
+    with pytest.raises(errors.CacheBlendError, match="ended before it was whole"):
         stream.result()
     unwanted = threading.Event()
     unwanted.set()
-    with pytest.raises(CacheBlendError, match="ended before it was whole"):
+    with pytest.raises(errors.CacheBlendError, match="ended before it was whole"):
         served.generate(PROMPT_OF_TEXT, 900, stopping_criteria=[EndWhenSet(unwanted)])
     # Its turn comes when theirs are over.
     served.generate(PROMPT_OF_TEXT, 1)
@@ -292,30 +283,30 @@ def test_a_key_is_its_tenants(tiny: LlamaForCausalLM, tmp_path: Path, monkeypatc
     file = KeyFile(tmp_path / "keys.json")
     keys = {name: file.add(Owner(name, name)) for name in ("left", "right")}
     with engine_of(tiny) as engine, serving(engine, keys=tmp_path / "keys.json") as address:
-        with pytest.raises(ConfigError, match="CACHEBLEND_SERVER_KEY"):
+        with pytest.raises(errors.ConfigError, match="CACHEBLEND_SERVER_KEY"):
             ServedEngine(address)
         monkeypatch.setenv("CACHEBLEND_SERVER_KEY", keys["left"])
         with ServedEngine(address) as left, ServedEngine(f"{address}/v1/", keys["right"]) as right:
             left.add(STORY)
             assert (len(left.ids()), right.ids()) == (3, [])
             assert left.namespace != right.namespace
-            with pytest.raises(UnknownChunkError):
+            with pytest.raises(errors.UnknownChunkError):
                 right.generate(PROMPT, 4)
 
 
 @pytest.mark.parametrize(
     ("url", "kind", "why"),
     [
-        ("http://127.0.0.1:1", BackendError, "cannot be asked"),
-        ("127.0.0.1:8000", ConfigError, "is no address"),
-        ("http://user:word@127.0.0.1:8000", ConfigError, "is no address"),
+        ("http://127.0.0.1:1", errors.BackendError, "cannot be asked"),
+        ("127.0.0.1:8000", errors.ConfigError, "is no address"),
+        ("http://user:word@127.0.0.1:8000", errors.ConfigError, "is no address"),
     ],
 )
-def test_an_address_where_nobody_is(url: str, kind: type[CacheBlendError], why: str) -> None:
+def test_an_address_where_nobody_is(url: str, kind: type[errors.CacheBlendError], why: str) -> None:
     with pytest.raises(kind, match=why):
         ServedEngine(url)
 
 
 def test_a_server_of_another_kind(address: str) -> None:
-    with pytest.raises(BackendError, match="no server of cacheblend-rag"):
+    with pytest.raises(errors.BackendError, match="no server of cacheblend-rag"):
         ServedEngine(f"{address}/elsewhere")
