@@ -156,20 +156,14 @@ class Encoder(ChunkEncoder):
 
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         for batch in self.batches(targets):
-            if len(batch) == 1 and len(batch[0]) > 1:
-                yield list(self._step_by_step(batch[0], targets))
-                continue
-            steps = [step for [step] in batch]
-            sequences, places = [sequence for sequence, _ in steps], targets[steps[0][1][0]].positions
-            # A placed target is a batch of its own.
-            layers = self._run(sequences) if places is None else self._placed(sequences[0], places)
-            yield [
-                (index, self.cut_out(_row(layers, row), targets[index]))
-                for row, (_, indices) in enumerate(steps)
-                for index in indices
-            ]
+            sequence, indices = batch[0][0]
+            places = targets[indices[0]].positions
+            if places is None:
+                yield list(self._run(batch, targets))
+            else:
+                # A placed target is a batch of its own.
+                yield [(indices[0], self.cut_out(self._placed(sequence, places), targets[indices[0]]))]
 
-    @torch.no_grad()
     def head(self, token_ids: Sequence[int]) -> ChunkKV:
         layers = self._forward([token_ids], KVCache(self._decoder.num_layers))
         kept = [
@@ -178,28 +172,22 @@ class Encoder(ChunkEncoder):
         ]
         return ChunkKV(tuple(token_ids), 0, kept)
 
-    @torch.no_grad()
-    def _step_by_step(self, reading: Reading, targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
-        """Yield the targets of a reading whose steps part from each other."""
-        start = len(self.preamble)
-        ahead, cache = self._begin(1, max(len(sequence) for sequence, _ in reading))
+    def _run(self, batch: Sequence[Reading], targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
+        """Yield the targets of readings: of several that have one step each, or of one."""
+        ahead, cache = self._begin(len(batch), max(len(sequence) for reading in batch for sequence, _ in reading))
         read: tuple[int, ...] = ()
-        for sequence, indices in reading:
-            known = min(_shared(read, sequence), len(sequence) - 1)
-            cache.cut(start + known)
-            layers = self._forward([sequence[known:] if read else ahead + sequence], cache)
-            read = sequence
-            for index in indices:
-                yield index, self.cut_out(_row(layers, 0), targets[index])
-
-    @torch.no_grad()
-    def _run(self, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
-        """Return the KV of each layer, ``(batch, num_kv_heads, preamble and longest chunk, head_dim)``."""
-        width = max(map(len, rows))
-        # Padding stands after the text, where causal attention does not see it: any id will do, without a mask.
-        padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
-        ahead, cache = self._begin(len(rows), width)
-        return self._forward([[*ahead, *row] for row in padded], cache)
+        for steps in zip(*batch, strict=True):
+            width = max(len(sequence) for sequence, _ in steps)
+            known = min(_shared(read, steps[0][0]), width - 1)
+            cache.cut(len(self.preamble) + known)
+            # Padding stands after the text, where causal attention does not see it: any id will do, without a mask.
+            rows = [[*ahead, *row[known:], *[row[-1]] * (width - len(row))] for row, _ in steps]
+            layers = self._forward(rows, cache)
+            ahead, read = (), steps[0][0]
+            for number, (_, indices) in enumerate(steps):
+                own = [LayerKV(kv.keys[number], kv.values[number]) for kv in layers]
+                for index in indices:
+                    yield index, self.cut_out(own, targets[index])
 
     def _begin(self, rows: int, length: int) -> tuple[tuple[int, ...], KVCache]:
         """Return what each row begins with, and a cache with what stands before that and room for `length` tokens more:
@@ -211,19 +199,20 @@ class Encoder(ChunkEncoder):
             self._preamble_kv = self._forward([self.preamble], KVCache(self._decoder.num_layers))
         return (), KVCache.after(self._preamble_kv, rows, len(self.preamble) + length)
 
-    @torch.no_grad()
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
         """Return the KV of the preamble and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
         start = len(self.preamble)
-        layers = self._forward([[*self.preamble, *ids]], KVCache(self._decoder.num_layers), [*range(start), *places])
+        cache = KVCache(self._decoder.num_layers)
+        computed = self._forward([[*self.preamble, *ids]], cache, [*range(start), *places])
+        layers = [LayerKV(kv.keys[0], kv.values[0]) for kv in computed]
         distances = torch.tensor([start + number - place for number, place in enumerate(places)])
         for layer, rotation in zip(layers, self._decoder.rotations, strict=True):
             if rotation is not None:
-                shift_layer(
-                    LayerKV(*(part[0, :, start:] for part in layer)), rotation.table(distances, layer.keys.device)
-                )
+                chunk = LayerKV(*(part[:, start:] for part in layer))
+                shift_layer(chunk, rotation.table(distances, layer.keys.device))
         return layers
 
+    @torch.no_grad()
     def _forward(
         self, rows: Sequence[Sequence[int]], cache: KVCache, positions: Sequence[int] | None = None
     ) -> list[LayerKV]:
@@ -260,7 +249,3 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     if one[:length] == other[:length]:
         return length
     return int(np.argmin(np.equal(one[:length], other[:length])))
-
-
-def _row(layers: Sequence[LayerKV], row: int) -> list[LayerKV]:
-    return [LayerKV(kv.keys[row], kv.values[row]) for kv in layers]

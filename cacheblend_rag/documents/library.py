@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -259,7 +260,7 @@ class Library:
         """Return all passages, by their files and in the order in which they stand there."""
         found = self._passages.get(include=["documents", "metadatas"])
         rows = zip(found["ids"], found["documents"] or [], found["metadatas"] or [], strict=True)
-        return sorted((_passage(*row) for row in rows), key=_reading_order)
+        return sorted((_passage(*row) for row in rows), key=attrgetter("source", "position"))
 
     def search(self, question: str, top_k: int) -> list[Match]:
         """Return the `top_k` passages nearest to the question as they stand in their files: what one leans on comes first."""
@@ -271,7 +272,7 @@ class Library:
         assert found["documents"] and found["metadatas"] and found["distances"]
         rows = zip(found["ids"][0], found["documents"][0], found["metadatas"][0], found["distances"][0], strict=True)
         matches = [Match(_passage(id, text, about), distance) for id, text, about, distance in rows]
-        return sorted(matches, key=lambda match: _reading_order(match.passage))
+        return sorted(matches, key=attrgetter("passage.source", "passage.position"))
 
     def prompt(self, question: str, matches: Sequence[Match]) -> BlendPrompt:
         """Return the prompt that asks `question` of what was found: instruction, passages one a line, question.
@@ -348,10 +349,6 @@ class Library:
 def _passage(id: str, text: str, about: Mapping[str, Any]) -> Passage:
     """Return a passage as it stands in Chroma."""
     return Passage(id, str(about["source"]), int(str(about["position"])), text)
-
-
-def _reading_order(passage: Passage) -> tuple[str, int]:
-    return passage.source, passage.position
 
 
 def _make_private(folder: Path) -> None:

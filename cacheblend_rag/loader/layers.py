@@ -148,16 +148,16 @@ class LayerLoader:
         compute_alone()
         while True:
             with self._changed:
-                self._changed.wait_for(self._may_go_on)
-                if self._closed or self._error is not None or self._next[0] >= self._end:
-                    return
+                while True:
+                    layer, _ = self._next
+                    if self._closed or self._error is not None or layer >= self._end:
+                        return
+                    if layer <= self._wanted + self._ahead:
+                        break
+                    self._changed.wait()
                 task = self._begin()
             with torch.inference_mode(self._infers):
                 self.fetch_kv(*task)
-
-    def _may_go_on(self) -> bool:
-        layer, _ = self._next
-        return self._closed or self._error is not None or layer >= self._end or layer <= self._wanted + self._ahead
 
     def _begin(self) -> tuple[int, int]:
         layer, piece = self._next

@@ -49,7 +49,11 @@ class KVCacheLayer(DynamicLayer):
         if length == 0:
             return self.hold(LayerKV(key_states, value_states), key_states.shape[2])
         end = length + key_states.shape[2]
-        buffer = self._room_for(end)
+        buffer = self._buffer
+        assert buffer is not None and self.keys is not None and self.values is not None
+        # Beam reordering and batch selection replace `keys`; the buffer is then no longer what the layer holds.
+        if buffer.keys.data_ptr() != self.keys.data_ptr() or buffer.keys.shape[2] < end:
+            buffer = _with_room(LayerKV(self.keys, self.values), end + max(64, end // 8))
         buffer.keys[:, :, length:end] = key_states
         buffer.values[:, :, length:end] = value_states
         return self.hold(buffer, end)
@@ -102,13 +106,6 @@ class KVCacheLayer(DynamicLayer):
         self._buffer = self._expected = None
         self.evicted_tokens = 0
         super().reset()
-
-    def _room_for(self, end: int) -> LayerKV:
-        assert self._buffer is not None and self.keys is not None and self.values is not None
-        # Beam reordering and batch selection replace `keys`; the buffer is then no longer what the layer holds.
-        if self._buffer.keys.data_ptr() == self.keys.data_ptr() and self._buffer.keys.shape[2] >= end:
-            return self._buffer
-        return _with_room(LayerKV(self.keys, self.values), end + max(64, end // 8))
 
 
 class KVCache(Cache):

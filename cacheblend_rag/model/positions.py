@@ -85,7 +85,10 @@ def find_rotations(
         best = _best(candidates, origin[moving[0]], {at: kv[moving[0]] for at, kv in there.items()}, tolerance)
         if len(moving) > 1 or best is None:
             return None
-        found.append(best if moving[0] == 0 else _of_values(best, found))
+        if moving[0]:
+            alike = (each for each in found if each and each.inv_freq is best.inv_freq and each.layout == best.layout)
+            best = next(alike, None) or Rotation(best.inv_freq, best.layout, "values")
+        found.append(best)
     return tuple(found)
 
 
@@ -99,13 +102,6 @@ def _best(
         if distance < error:
             error, best = distance, each
     return best if error <= tolerance else None
-
-
-def _of_values(rotation: Rotation, known: Sequence[Rotation | None]) -> Rotation:
-    for each in known:
-        if each is not None and each.inv_freq is rotation.inv_freq and each.layout == rotation.layout:
-            return each
-    return Rotation(rotation.inv_freq, rotation.layout, "values")
 
 
 def _own(model: PreTrainedModel) -> list[Rotation]:
