@@ -124,7 +124,6 @@ class ChunkCatalog:
                     )
 
     def _take_in(self, engine: Library, changes: NameChanges) -> None:
-        named = {id: digest for _, id, digest in changes.names if id is not None and digest is not None}
         if changes.whole:
             before = self._finder.ids() | self._passed_over.keys()
             self._names = {}
@@ -132,7 +131,8 @@ class ChunkCatalog:
             # What a number stood for: it may be gone, or stand for another name now.
             before = {self._names.pop(number) for number, _, _ in changes.names if number in self._names}
         self._names.update((number, id) for number, id, _ in changes.names if id is not None)
-        live = {id: text for id, text in named.items() if not is_part(id)}  # whose text is a label
+        # The text of a part is a label.
+        live = {id: text for _, id, text in changes.names if id is not None and text is not None and not is_part(id)}
         gone = before - live.keys()
         self._finder.remove(gone)
         for id in gone:

@@ -112,10 +112,9 @@ class LayerLoader:
         return self._host_wait_s + stalled_ms / 1000
 
     def synchronize(self, layer: int) -> LayerKV:
-        """Wait until a layer is loaded and hand it over, each once, in ascending order: ``(1, num_kv_heads, capacity,
-        head_dim)``.
+        """Wait until a layer is loaded and hand it over; each layer once, in ascending order.
 
-        Rows of chunk tokens are filled, all others are undefined. `ChunkReadError` if the stored KV of a chunk is gone or
+        It is ``(1, num_kv_heads, capacity, head_dim)``; rows of chunk tokens are filled, all others are undefined. `ChunkReadError` if the stored KV of a chunk is gone or
         damaged.
         """
         device = self._devices[layer]
