@@ -114,8 +114,8 @@ class LayerLoader:
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until a layer is loaded and hand it over; each layer once, in ascending order.
 
-        It is ``(1, num_kv_heads, capacity, head_dim)``; rows of chunk tokens are filled, all others are undefined. `ChunkReadError` if the stored KV of a chunk is gone or
-        damaged.
+        It is ``(1, num_kv_heads, capacity, head_dim)``; rows of chunk tokens are filled, all others are undefined.
+        `ChunkReadError` if the stored KV of a chunk is gone or damaged.
         """
         device = self._devices[layer]
         started = self._times.asked[layer] = time.perf_counter()
