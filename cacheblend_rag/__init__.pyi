@@ -5,8 +5,7 @@ from .engine import BlendEngine, BlendStream, GenerationResult
 from .errors import CacheBlendError
 from .report import BlendReport
 from .selection import Selection, Selector, register_selector
-from .store import open_store
-from .store.remote import open_remote
+from .store import open_remote, open_store
 from .tuning import Tuning
 
 __all__ = [

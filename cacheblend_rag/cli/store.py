@@ -118,7 +118,7 @@ def gc(
     report = collect_garbage(kv, None if unnamed_days is None else unnamed_days * 86400)
     typer.echo(
         f"{kv}: removed {report.expired} expired chunks, {report.unnamed} without a name and {report.orphans} stray files, "
-        f"{say_bytes(report.freed_bytes)}; the index takes {say_bytes(report.index_bytes)} less"
+        f"{say_bytes(report.freed_bytes)}"
     )
     write_json(json_file, "store gc", [{"store": str(kv), **asdict(report)}])
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,15 @@ from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.memory import DeviceTier, RamTier
 from cacheblend_rag.store.names import Names, NamesSource, check_known
-from cacheblend_rag.store.remote import RemoteTier, open_remote, shown_url
+from cacheblend_rag.store.remote import (
+    RemoteSettings,
+    RemoteTier,
+    missing_package,
+    redis_address,
+    secrets_in,
+    shown_url,
+    split_url,
+)
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = [
@@ -36,6 +45,7 @@ __all__ = [
     "StoreStats",
     "check_store",
     "collect_garbage",
+    "open_remote",
     "open_store",
     "pin_chunks",
 ]
@@ -67,39 +77,33 @@ def open_store(
     Parameters
     ----------
     location : str or Path, optional
-        A folder on a local disk. Any number of processes may have it open at once. Without a folder, the store lives in RAM and
-        ends with the process.
+        A folder on a local disk, which any number of processes may have open. Without one, the store lives in RAM and ends with
+        the process.
     ram_bytes : int
         Maximum bytes of KV in RAM; with a folder, RAM holds copies of what was used last.
     disk_bytes : int, optional
         Maximum bytes of KV on disk; by default half of the disk's free space, what the store holds counted as free.
     ram_codec, disk_codec : str
-        How KV is packed when it enters RAM, and when it is written to disk (`cacheblend_rag.codec.codec_names`), by default not
-        at all, unlike in `EngineConfig`. RAM over a folder holds what the disk gives back. KV already stored is read whatever
-        its codec.
+        How KV is packed in RAM and on disk (`cacheblend_rag.codec.codec_names`). KV already stored is read whatever its codec.
     write_back_bytes : int
-        Maximum bytes of KV of misses that may wait in RAM, beside `ram_bytes`, until they are written in the background; 0 writes
-        them at once.
+        Maximum bytes of KV of misses that wait in RAM, beside `ram_bytes`, to be written; 0 writes them at once.
     clock : callable
         Returns the time in seconds, by which KV expires.
     remote : str or RemoteTier, optional
-        A remote tier below RAM and disk, or its URL (`cacheblend_rag.store.remote.open_remote`). It gets a copy of what is
-        stored, packed as on disk, and keeps it when there is no more room here; machines that share it share the KV.
+        A remote tier below RAM and disk, or its URL (`open_remote`). It gets a copy of what is stored, packed as on disk, and
+        keeps it when there is no more room here; machines that share it share the KV.
     names : str or NamesSource, optional
-        The names that machines share, or their URL, for whose scheme a package such as cacheblend-ray is installed; by default
-        each folder has its own.
+        The names that machines share, or their URL, for whose scheme a package such as cacheblend-ray is installed.
     device_bytes : int
-        Maximum bytes of KV that is kept unpacked in the memory of the devices that compute, all of them together. What a prompt
-        reads completely is copied there.
+        Maximum bytes of KV kept unpacked in the memory of the devices that compute, all of them together.
     devices : sequence of torch.device
         The device of each layer; the last one also serves all further layers.
     page_locked : bool
         Whether RAM holds KV in page-locked memory, from which a CUDA device copies without the processor.
     lock_timeout_s : float
-        How long what changes the store waits for another process that writes; after that it is an error. Answers never wait.
+        How long what changes the store waits for another process that writes; after that it is an error.
     unnamed_days : float
-        After how many days KV in the folder goes that no name leads to: of chunks that were added without an id, and what is left
-        of an index that was lost.
+        After how many days KV in the folder goes that no name leads to.
 
     Returns
     -------
@@ -111,8 +115,7 @@ def open_store(
     ConfigError
         If a codec is unknown, `lock_timeout_s` is not a number of seconds, or no package shares names at such a URL.
     StoreFormatError
-        If the folder is anything but a store or empty, or was written in a format that this version does not read. Nothing is
-        changed in it.
+        If the folder is anything but a store or empty, or in a format that this version does not read. Nothing is changed in it.
     StoreReadOnlyError
         If the folder is not a store and is not writable. One that holds a store is opened for reading.
     StoreError
@@ -159,6 +162,65 @@ def _names_at(url: str) -> NamesSource:
         f"no installed package shares names at {location}; a URL of Redis or Valkey (redis://host:port/db) needs cacheblend-ray: "
         "pip install 'cacheblend-rag[ray]'"
     )
+
+
+def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, **settings: Any) -> RemoteTier:
+    """Make the remote tier that a URL names. Nothing is connected to until it is used.
+
+    Parameters
+    ----------
+    url : str
+        ``redis://user:password@host:6379/0``, ``valkey://…``, with TLS ``rediss://…`` or ``valkeys://…`` (extra ``redis``); or
+        the folder of any fsspec filesystem (extra ``fsspec``): ``s3://bucket/prefix`` (extra ``s3``),
+        ``file:///mnt/share/kv``, ``memory://name``.
+    storage_options : mapping, optional
+        What the fsspec filesystem is made with: credentials, ``endpoint_url``.
+    **settings
+        As in `RemoteSettings`.
+
+    Returns
+    -------
+    RemoteTier
+        The tier.
+
+    Raises
+    ------
+    ConfigError
+        If the URL or a setting has no meaning, or a package is missing; the message names the extra to install.
+    """
+    made = RemoteSettings(**settings)
+    location = shown_url(url)
+    server = redis_address(url)
+    if server is not None:
+        if storage_options:
+            raise ConfigError(f"storage_options are for fsspec filesystems; {location} is not one")
+        from cacheblend_rag.store.remote.redis import RedisTier
+
+        try:
+            return RedisTier(*server, made)
+        except (ValueError, TypeError):
+            raise ConfigError(
+                f"{location} is not a Redis URL; give one like redis://user:password@host:6379/0"
+            ) from None
+    options = dict(storage_options or {})
+    parts = split_url(url)
+    try:
+        from cacheblend_rag.store.remote.fsspec import FsspecTier
+    except ImportError as error:
+        raise missing_package("fsspec", location, error) from error
+    try:
+        return FsspecTier(url, location, secrets_in(parts, options), made, options)
+    except ImportError as error:
+        extra = "s3" if parts.scheme in ("s3", "s3a") else "fsspec"
+        raise missing_package(extra, location, error) from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        # What a filesystem says of its options may quote them.
+        raise ConfigError(
+            f"fsspec makes no filesystem of {location} with the options {sorted(options)} ({type(error).__name__}); "
+            "fsspec.available_protocols() lists what can stand before ://"
+        ) from None
 
 
 @dataclass(slots=True)
@@ -258,15 +320,12 @@ class GarbageReport:
         Files that belonged to no entry.
     freed_bytes : int
         Size of the files removed.
-    index_bytes : int
-        How many bytes smaller the index and its log are than before; negative if they are larger.
     """
 
     expired: int = 0
     unnamed: int = 0
     orphans: int = 0
     freed_bytes: int = 0
-    index_bytes: int = 0
 
 
 def collect_garbage(
@@ -295,20 +354,18 @@ def collect_garbage(
     """
     report = GarbageReport()
     with existing_store(location, clock=clock) as tier:
-        before = _index_bytes(tier)
         now, freed = tier.clock(), tier.index.share()[1]
         while keys := tier.index.expired(now, _AT_ONCE):
             report.expired += len(tier.with_room(lambda keys=keys: tier.index.drop(keys)).keys)  # type: ignore[misc]
         while unnamed_age_s is not None and (keys := tier.index.unnamed(now - unnamed_age_s, _AT_ONCE)):
             report.unnamed += len(tier.with_room(lambda keys=keys: tier.index.drop(keys)).keys)  # type: ignore[misc]
         report.freed_bytes = freed - tier.index.share()[1]
-        for key, status in tier.folder.files():
+        for key, nbytes in tier.folder.files():
             # A file has its entry before others see it, or has none because its writer was killed.
             if tier.index.entry(key) is None and tier.remove_orphan(key):
                 report.orphans += 1
-                report.freed_bytes += status.st_size
+                report.freed_bytes += nbytes
         tier.database.tidy()
-    report.index_bytes = before - _index_bytes(tier)
     return report
 
 
@@ -345,9 +402,3 @@ def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True,
         for namespace, known in spaces.items():
             names.pin(namespace, known, pinned)
         return tier.index.pinned_bytes()
-
-
-def _index_bytes(tier: DiskTier) -> int:
-    index = tier.folder.index_path
-    files = [index, index.with_name(index.name + "-wal")]
-    return sum(path.stat().st_size for path in files if path.exists())

@@ -15,7 +15,7 @@ from cacheblend_rag.codec import Codec, PackedKV, pack_kv
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
-from cacheblend_rag.store.remote.base import RemoteTier
+from cacheblend_rag.store.remote import RemoteTier
 
 __all__ = ["Offsite", "WorkQueue"]
 

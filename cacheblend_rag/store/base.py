@@ -32,22 +32,9 @@ __all__ = [
 class KVReader:
     """Reads the stored KV of one chunk, layer by layer, from any number of threads at once.
 
-    Attributes
-    ----------
-    tier : str
-        Where the bytes are: "device", "ram", "disk", or what a remote tier calls itself.
-    codec : str
-        How its layers are packed there, most of them if not all alike.
-    packed_bytes : int
-        Size of all layers as they are packed there.
-    token_ids : tuple of int
-        The tokens that the KV was computed from.
-    start : int
-        The position that the keys of its first token are rotated to.
-    context : str
-        Digest of its context's tokens, without the preamble; empty if it was encoded alone.
-    num_layers : int
-        How many layers there are.
+    `tier` says where the bytes are: "device", "ram", "disk", or what a remote tier calls itself. Most layers are packed there by
+    `codec`, all of them in `packed_bytes`. The KV is of `token_ids`; the keys of the first are rotated to position `start`.
+    `context` is the digest of its context's tokens, without the preamble; empty if it was encoded alone.
     """
 
     tier: str
@@ -69,10 +56,7 @@ class KVReader:
     def layer(self, index: int) -> LayerKV:
         """Return one layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU; the caller must not write to it.
 
-        Raises
-        ------
-        ChunkReadError
-            If the bytes are gone, or do not match their checksum.
+        `ChunkReadError` says that the bytes are gone, or do not match their checksum.
         """
         raise NotImplementedError
 
@@ -216,29 +200,23 @@ class NameChanges:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Figures of a store, or of what one tenant has in it.
+    """Figures of a store, or of what one tenant has in it; evictions and `unwritten` count since the store was opened.
 
     Attributes
     ----------
-    nodes : int
-        Named chunks of all models.
-    entries : int
-        Chunks whose KV is held.
-    ram_bytes, disk_bytes : int
-        Bytes of KV in RAM, and of files on disk.
-    evictions : int
-        Entries dropped for room since the store was opened.
+    nodes, entries : int
+        Named chunks of all models, and chunks whose KV is held.
+    ram_bytes, disk_bytes, device_bytes : int
+        Bytes of KV in RAM, of files on disk, and of KV on the devices that compute.
+    evictions, ram_evictions, device_evictions : int
+        Entries dropped for room; copies dropped for room in RAM, and on devices. What is dropped from RAM without a folder is
+        counted by both.
     pinned_bytes : int
         Bytes that may not be dropped for room.
     waiting, waiting_bytes : int
         Chunks that wait to be written, and bytes of their KV.
     unwritten : int
-        Misses that found no room to wait in and were not stored, since the store was opened.
-    device_bytes : int
-        Bytes of KV that is resident on the devices that compute.
-    ram_evictions, device_evictions : int
-        Copies dropped for room in RAM, and on devices, since the store was opened; without a folder RAM holds no copies, and what
-        is dropped there is counted by `evictions` too.
+        Misses that found no room to wait in and were not stored.
     """
 
     nodes: int

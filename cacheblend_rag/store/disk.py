@@ -20,7 +20,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import Fate, KVReader, OpenProbe
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.database import DamagedIndexError
-from cacheblend_rag.store.folder import RESERVE_BYTES, StoreFolder, existing_folder, is_out_of_room, storing, valid_key
+from cacheblend_rag.store.folder import RESERVE_BYTES, StoreFolder, is_out_of_room, storing, valid_key
 from cacheblend_rag.store.index import Dropped, Entry, Index, drop_entries
 
 __all__ = ["DiskTier", "disk_probe", "existing_store", "forget_pages"]
@@ -145,14 +145,7 @@ class DiskTier:
         try:
             dropped = self.with_room(
                 lambda: self.index.add(
-                    key,
-                    entry,
-                    held,
-                    limit_bytes,
-                    unnamed_before,
-                    lambda: self.folder.place(part, key),
-                    wanted,
-                    wait,
+                    key, entry, held, limit_bytes, unnamed_before, lambda: self.folder.place(part, key), wanted, wait
                 ),
                 spared=[key],
             )
@@ -259,10 +252,8 @@ class DiskTier:
     def _take_in(self, connection: sqlite3.Connection) -> None:
         """Give the files that a new index finds their entries; the first to go for room, as nobody is known to use them."""
         now = self.clock()
-        connection.executemany(
-            "INSERT INTO entries (key, bytes, added_at, found) VALUES (?, ?, ?, 1)",
-            ((key, status.st_size, now) for key, status in self.folder.files()),
-        )
+        query = "INSERT INTO entries (key, bytes, added_at, found) VALUES (?, ?, ?, 1)"
+        connection.executemany(query, ((key, nbytes, now) for key, nbytes in self.folder.files()))
 
     def _remove_files(self, connection: sqlite3.Connection, keys: list[str]) -> None:
         query = "SELECT 1 FROM entries WHERE key = ?"
@@ -340,7 +331,12 @@ def existing_store(
     location: str | Path, *, read_only: bool = False, clock: Callable[[], float] | None = None
 ) -> Iterator[DiskTier]:
     """Open the folder of a store that is there, to look after it; StoreError if it is not a store."""
-    tier = DiskTier(existing_folder(location).path, clock=clock, read_only=read_only)
+    path = Path(location).expanduser()
+    if not path.exists():
+        raise StoreError(f"there is no folder {path}; give the folder of a store")
+    if not StoreFolder(path).is_made:
+        raise StoreError(f"folder {path} is empty; give the folder of a store")
+    tier = DiskTier(path, clock=clock, read_only=read_only)
     try:
         yield tier
     finally:

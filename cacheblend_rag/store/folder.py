@@ -26,13 +26,15 @@ from pathlib import Path
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 
-__all__ = ["RESERVE_BYTES", "StoreFolder", "existing_folder", "is_out_of_room", "let_go", "storing", "valid_key"]
+__all__ = ["RESERVE_BYTES", "StoreFolder", "is_out_of_room", "let_go", "storing", "valid_key"]
 
 _FORMAT = "cacheblend-rag store"
 _VERSION = 3
 _MARK = "store.json"
 # What a process that was killed while making a store may have left before the mark was in place.
 _MAKING = {"store.lock", "store.json.tmp"}
+# With two of these, only a store's mark is damaged or lost.
+_PARTS = {"kv", "tmp", "index.sqlite"}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _KEY = re.compile(r"[0-9a-f]{8,128}")
@@ -77,7 +79,7 @@ class StoreFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index_path = path / "index.sqlite"
-        self.is_made = self._is_marked() or self._has_parts()
+        self.is_made = self._is_store()
         if not self.is_made:
             with storing(path):
                 # Made here, so that whether it may be written can be seen; its parts are made in `prepare`.
@@ -91,7 +93,7 @@ class StoreFolder:
         """Make the parts that are missing."""
         with storing(self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._is_marked():
+            if self._mark() is None:
                 mark = self.path / f"{_MARK}.tmp"
                 with open(mark, "w", encoding="ascii", opener=_private) as file:
                     json.dump({"format": _FORMAT, "version": _VERSION}, file)
@@ -130,24 +132,23 @@ class StoreFolder:
         """Return where the file of a key lies."""
         return self.path / "kv" / key[:2] / f"{valid_key(key)}{_SUFFIX}"
 
-    def files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the key and the status of each chunk's file."""
-        for path in self._paths():
-            key = path.name.removesuffix(_SUFFIX)
-            if _KEY.fullmatch(key) and path == self.file_path(key):
-                with suppress(FileNotFoundError):
-                    yield key, path.stat()
+    def files(self) -> Iterator[tuple[str, int]]:
+        """Yield the key and the size of each chunk's file."""
+        for path, key in self._paths():
+            with suppress(FileNotFoundError):
+                if key is not None:
+                    yield key, path.stat().st_size
 
     def strangers(self) -> Iterator[Path]:
         """Yield what lies among the chunks' files and is none."""
-        for path in self._paths():
-            key = path.name.removesuffix(_SUFFIX)
-            if not (_KEY.fullmatch(key) and path == self.file_path(key)):
-                yield path
+        return (path for path, key in self._paths() if key is None)
 
-    def _paths(self) -> Iterator[Path]:
+    def _paths(self) -> Iterator[tuple[Path, str | None]]:
+        """Yield what lies among the chunks' files, and the key where it is one."""
         for shard in sorted((self.path / "kv").glob("*")):
-            yield from sorted(shard.iterdir()) if shard.is_dir() else [shard]
+            for path in sorted(shard.iterdir()) if shard.is_dir() else [shard]:
+                key = path.name.removesuffix(_SUFFIX)
+                yield path, key if _KEY.fullmatch(key) and path == self.file_path(key) else None
 
     def write(self, buffers: Iterable[memoryview]) -> Path:
         """Write and sync a new file outside its place, to which `place` brings it."""
@@ -195,21 +196,35 @@ class StoreFolder:
                     if time.time() - path.stat().st_mtime > _LEFT_S:
                         path.unlink()
 
-    def _is_marked(self) -> bool:
-        """Return whether the folder is a store of this version; False where one can be made."""
+    def _mark(self) -> object:
+        """Return what the mark says; None where there is none, or where it is damaged."""
         try:
-            mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            # Another process may have made the store since.
-            return self._has_mark() and self._is_marked()
-        except NotADirectoryError:
-            raise StoreFormatError(f"{self.path} is a file; a store needs a folder") from None
-        except ValueError:
-            if self._has_parts():
-                return False
-            mark = None
+            return json.loads((self.path / _MARK).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
         except OSError as error:
             raise StoreError(f"store folder {self.path} cannot be read: {error}") from error
+
+    def _is_store(self) -> bool:
+        """Return whether the folder is a store of this version, if need be without its mark; False where one can be made."""
+        try:
+            names = set(os.listdir(self.path)) - _MAKING
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError:
+            raise StoreFormatError(f"{self.path} is a file; a store needs a folder") from None
+        except OSError as error:
+            raise StoreError(f"folder {self.path} cannot be read: {error}") from error
+        mark = self._mark()
+        if mark is None and len(names & _PARTS) > 1:
+            return True
+        if mark is None and _MARK not in names:
+            if names:
+                shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+                raise StoreFormatError(
+                    f"folder {self.path} is not a store and holds other files ({shown}); give an empty or a new folder"
+                )
+            return False
         if not isinstance(mark, dict) or mark.get("format") != _FORMAT:
             raise StoreFormatError(
                 f"{self.path / _MARK} is damaged or was not written by cacheblend-rag; give another folder, "
@@ -222,36 +237,6 @@ class StoreFolder:
                 "remove the folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
             )
         return True
-
-    def _has_parts(self) -> bool:
-        """Return whether there is so much of a store here that only its mark is damaged or lost."""
-        return sum((self.path / part).exists() for part in ("kv", "tmp", "index.sqlite")) > 1
-
-    def _has_mark(self) -> bool:
-        """Return whether there is a mark; StoreError if there are only other files."""
-        try:
-            foreign = sorted(set(os.listdir(self.path)) - _MAKING)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise StoreError(f"folder {self.path} cannot be read: {error}") from error
-        if foreign and _MARK not in foreign and not self._has_parts():
-            shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
-            raise StoreFormatError(
-                f"folder {self.path} is not a store and holds other files ({shown}); give an empty or a new folder"
-            )
-        return _MARK in foreign
-
-
-def existing_folder(location: str | Path) -> StoreFolder:
-    """Return the folder of a store that is there; StoreError if it is not a store."""
-    path = Path(location).expanduser()
-    if not path.exists():
-        raise StoreError(f"there is no folder {path}; give the folder of a store")
-    folder = StoreFolder(path)
-    if not folder.is_made:
-        raise StoreError(f"folder {path} is empty; give the folder of a store")
-    return folder
 
 
 def let_go(fd: int) -> None:

@@ -60,23 +60,8 @@ class KVStore:
     The remote tier gets a copy of what is put, in the background, and keeps it when there is no more room here; what is found
     there alone is read from there, and kept here. Only KV without a time to live goes there.
 
-    Parameters
-    ----------
-    index : Index
-        What is where, and the names.
-    tiers : Tiers
-        Where KV is held on this machine.
-    offsite : Offsite, optional
-        The remote tier.
-    write_back_bytes : int
-        Maximum bytes of KV of misses that wait to be written; with 0 they are written at once.
-
-    Attributes
-    ----------
-    path : Path or None
-        The folder, if there is one and it may be written.
-    is_private : bool
-        Whether the store's contents end with this process and are reachable through this object alone.
+    `path` is the folder, if there is one and it may be written; `is_private` says whether the store's contents end with this
+    process and are reachable through this object alone.
     """
 
     def __init__(self, index: Index, tiers: Tiers, offsite: Offsite | None = None, write_back_bytes: int = 0) -> None:
@@ -103,10 +88,7 @@ class KVStore:
 
     @property
     def names(self) -> Names:
-        """The names, to be looked up; what changes them is a method of the store, which drops KV that loses its last name.
-
-        Where machines share them they are as all have left them by now; `RemoteUnavailableError` if that cannot be seen.
-        """
+        """The names, to be looked up; where machines share them, as all have left them (`RemoteUnavailableError` if unknown)."""
         if self._shared is not None:
             self._shared.catch_up()
         return self._names
@@ -140,9 +122,9 @@ class KVStore:
         return self._tiers.probes()
 
     def open(self, key: str) -> KVReader | None:
-        """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held.
+        """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held or seen to be damaged.
 
-        KV that is seen to be damaged is dropped with a warning, and None returned. A reader stays good when its KV is dropped.
+        A reader stays good when its KV is dropped.
         """
         valid_key(key)
         self._index.database.check_open()
@@ -151,16 +133,9 @@ class KVStore:
         return RamReader(waiting.kv) if waiting else self._tiers.get(key) or self._open_remote(key)
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
-        """Keep `kv` under `key`; on return it is on disk, if there is a folder.
+        """Keep `kv` under `key`, unless that is held and looks sound; on return it is on disk, if there is a folder.
 
-        If `key` is held and looks sound already, no KV is written.
-
-        Raises
-        ------
-        StoreFullError
-            If it cannot be kept: the disk is full, it alone exceeds the byte budget, or pinned KV does.
-        StoreReadOnlyError
-            If the folder is not writable.
+        `StoreFullError` says that it cannot be kept: the disk is full, it alone exceeds the byte budget, or pinned KV does.
         """
         self._check(key)
         expires_at = self._expires_at(ttl_s)
@@ -254,20 +229,14 @@ class KVStore:
         return held
 
     def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
-        """Return why the KV under keys is not to be had, of those of which that is known; what is never held is not among them.
-
-        Of what was dropped only the last few thousand are known.
-        """
+        """Return why the KV under keys is not to be had, of those of which that is known: the last few thousand."""
         self._check()
         if self._offsite and self._offsite.is_out:
             return dict.fromkeys(keys, "unreachable")
         return self._tiers.fates(keys)
 
     def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
-        """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here.
-
-        What only a remote tier holds counts as not held.
-        """
+        """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here."""
         self._check()
         now = self._clock()
         lives: list[float | None] = []
@@ -327,8 +296,7 @@ class KVStore:
     def forget(self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()) -> int:
         """Remove names, and drop KV that loses its last name; return how many names there were.
 
-        With the last chunk that a vector store has of a source, one of the `sources` above all, what prompts brought of it goes
-        too.
+        With the last chunk that a vector store has of a source, as of the `sources`, what prompts brought of it goes too.
         """
         if not ids and not sources:
             return 0
@@ -342,12 +310,7 @@ class KVStore:
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
         """Never drop the KV of these names for room, now held or later.
 
-        Raises
-        ------
-        UnknownChunkError
-            If a name is unknown; nothing is pinned then.
-        StoreFullError
-            If more would be pinned than the disk's byte budget.
+        `UnknownChunkError` if a name is unknown, `StoreFullError` if more would be pinned than the budget; nothing is then.
         """
         self._check()
         limit_bytes = None if self._tiers.disk is None else self._tiers.disk.limit_bytes

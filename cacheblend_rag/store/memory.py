@@ -314,17 +314,10 @@ class DeviceReader(KVReader):
 
 
 class DeviceTier(LRUCache[ResidentKV]):
-    """Chunk KV unpacked, each layer on the device that computes it, up to a given number of bytes on all devices together.
+    """Copies of chunk KV, unpacked, each layer on the device that computes it, up to `limit_bytes` on all devices together.
 
-    It holds copies only, of what slower tiers hold too. Pins do not reach it: what is pinned is never lost, but no device need
-    keep it.
-
-    Parameters
-    ----------
-    limit_bytes : int
-        Maximum bytes of KV held, reservations included; with 0 nothing is.
-    devices : sequence of torch.device
-        The device of each layer; the last one also serves all further layers.
+    Pins do not reach it: what is pinned is never lost, but no device need keep it. The last of `devices` serves all further
+    layers.
     """
 
     def __init__(self, limit_bytes: int, devices: Sequence[torch.device] = (torch.device("cpu"),)) -> None:

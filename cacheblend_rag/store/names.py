@@ -95,10 +95,7 @@ class Names:
         expires_at: float | None = None,
         whole: bool = False,
     ) -> Dropped:
-        """Record names, those with a place in their documents; entries that lose their last name are dropped.
-
-        The records are all that their documents have if they are `whole`: what else there is in these is removed.
-        """
+        """Record names, those with a place in their documents, of which they are all if `whole`; drop entries without a name."""
         if not records:
             return Dropped()
         ids = {record.id for record in records}

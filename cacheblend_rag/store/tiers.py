@@ -43,16 +43,8 @@ class Tiers:
     """KV on this machine: on disk, with copies in RAM and on devices; without a disk RAM has all of it.
 
     KV is dropped on disk first and in memory second, and what enters memory is checked against the disk once it is there, so that
-    no deletion, by any process, leaves a copy. Nothing is on a device that is not in a slower tier too.
-
-    Parameters
-    ----------
-    index : Index
-        What is on disk, and what is pinned.
-    clock : callable
-        Returns the time in seconds, by which KV expires.
-    device, ram, disk : DeviceTier, RamTier, DiskTier or None
-        The tiers.
+    no deletion, by any process, leaves a copy. Nothing is on a device that is not in a slower tier too. KV expires
+    by `clock`, in seconds.
     """
 
     def __init__(

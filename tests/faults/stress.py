@@ -23,8 +23,7 @@ import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.remote import open_remote
+from cacheblend_rag.store import KVStore, open_remote, open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import fill, remount, small_disk, writing_elsewhere
 from tests.store.remote.conftest import RedisServer

@@ -25,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk, FileSource
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote.base import Guard, RemoteSettings, cut
+from cacheblend_rag.store.remote import Guard, RemoteSettings, cut
 
 __all__ = ["FsspecTier"]
 

@@ -21,7 +21,7 @@ from redis.retry import Retry
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote.base import Guard, RemoteSettings, cut
+from cacheblend_rag.store.remote import Guard, RemoteSettings, cut
 
 __all__ = ["RedisTier", "connected"]
 

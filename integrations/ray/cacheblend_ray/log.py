@@ -27,8 +27,7 @@ from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.documents import NamedPiece
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote import RemoteSettings, redis_address, shown_url
-from cacheblend_rag.store.remote.base import Guard
+from cacheblend_rag.store.remote import Guard, RemoteSettings, redis_address, shown_url
 from cacheblend_rag.store.remote.redis import connected
 
 __all__ = ["Behind", "NameLog", "Page", "Unit", "UnitName"]

@@ -25,7 +25,7 @@ from cacheblend_rag.errors import (
     UnsupportedModelError,
 )
 from cacheblend_rag.extras import needs_extra
-from cacheblend_rag.store.remote import open_remote
+from cacheblend_rag.store import open_remote
 from cacheblend_ray.rows import Columns, chunks_of, joined, rows_of
 
 if TYPE_CHECKING:

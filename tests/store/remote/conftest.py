@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.store.remote import RemoteTier, open_remote
+from cacheblend_rag.store import open_remote
+from cacheblend_rag.store.remote import RemoteTier
 
 _SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
+from cacheblend_rag.store import open_remote
 from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
-from cacheblend_rag.store.remote import RemoteTier, open_remote
+from cacheblend_rag.store.remote import RemoteTier
 from tests.store.kit import key_of, make_kv, read, same
 from tests.store.remote.conftest import RedisServer, needs_redis
 

@@ -16,9 +16,9 @@ import torch
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
-from cacheblend_rag.store import KVStore
+from cacheblend_rag.store import KVStore, open_remote
 from cacheblend_rag.store.chunkfile import ByteSource
-from cacheblend_rag.store.remote import RemoteTier, open_remote
+from cacheblend_rag.store.remote import RemoteTier
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import add, files_of, is_held, key_of, make_kv, open_store, read, record, same

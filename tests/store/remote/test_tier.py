@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
-from cacheblend_rag.store.remote import RemoteTier
-from cacheblend_rag.store.remote.base import cut
+from cacheblend_rag.store.remote import RemoteTier, cut
 from tests.store.kit import key_of, make_kv, read, same
 from tests.store.remote.conftest import Opener
 
@@ -202,7 +201,7 @@ def test_closed(opener: Opener) -> None:
 
 def test_files_are_private(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
-    from cacheblend_rag.store.remote import open_remote
+    from cacheblend_rag.store import open_remote
 
     before = os.umask(0)
     try:

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError
-from cacheblend_rag.store import open_store
-from cacheblend_rag.store.remote import open_remote, shown_url
-from cacheblend_rag.store.remote.base import Guard
+from cacheblend_rag.store import open_remote, open_store
+from cacheblend_rag.store.remote import Guard, shown_url
 from tests.store.kit import key_of
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.codec import make_codec
+from cacheblend_rag.store import open_remote
 from cacheblend_rag.store.background import Offsite
 from cacheblend_rag.store.chunkfile import EncodedChunk
-from cacheblend_rag.store.remote import RemoteTier, open_remote
+from cacheblend_rag.store.remote import RemoteTier
 from tests.store.kit import is_held, key_of, make_kv
 
 
