@@ -29,7 +29,7 @@ _BATCH = 1000
 class AnsweringStore:
     """What an answer asks of a store, and hands to it; the methods are otherwise those of the store and of its names.
 
-    No call waits for another thread or process that writes, and none raises `StoreError`: one that fails (`failures` counts
+    No call waits long for another thread or process that writes, and none raises `StoreError`: one that fails (`failures` counts
     them) has found nothing, and a warning says so, once until all that failed works again.
     """
 

@@ -112,7 +112,7 @@ def test_room_in_the_index_is_given_back(tmp_path: Path) -> None:
     store.clear()
     store.close()
     before = (tmp_path / "index.sqlite").stat().st_size
-    assert collect_garbage(tmp_path).index_bytes > before // 2
+    collect_garbage(tmp_path)
     assert (tmp_path / "index.sqlite").stat().st_size < before // 2
     assert check_store(tmp_path).is_clean
 
