@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 BLANK_LINE = "\n\n"
-"""What frameworks, and the server, put between chunks."""
+"""Separator that frameworks, and the server, put between chunks."""
 
 # More than any text has, and its end is still a number that the store's index can hold.
 _MOST_CHARACTERS = 2**62
@@ -345,7 +345,7 @@ def chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 PROMPT_KEY = "cacheblend_prompt"
-"""Where a text (as an attribute) or a message (in `additional_kwargs`) carries a prompt, such as one of `cacheblend_pml`."""
+"""Key under which a text (an attribute) or a message (`additional_kwargs`) carries a prompt, as of `cacheblend_pml`."""
 
 
 class CarriedPrompt(Protocol):
@@ -375,5 +375,5 @@ def carried_prompt(given: Sequence[Any], **beside: object) -> CarriedPrompt | No
 
 
 def is_part(id: str) -> bool:
-    """Whether a chunk is a part of a schema (`cacheblend_pml`): no vector store knows its id, and its text is a label."""
+    """Return whether a chunk is a part of a schema (`cacheblend_pml`): its text is a label, and no vector store knows its id."""
     return id.startswith("pml/")

@@ -29,7 +29,7 @@ _ATTACHED = {
     "quality_ratio": "AutoRatio(quality_ratio)",
     "source_attention": "SourceAttention()",
 }
-"""What is attached to an engine instead of a setting of this name."""
+"""Attachments that serve instead of a setting of this name."""
 # Of a message, however long the values that it speaks of.
 _PROBLEMS_SHOWN = 5
 _NAME_SHOWN = 60

@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 HEAD_PREFIX = "cacheblend/head/"
-"""What the names of prompts' fixed heads begin with, and no chunk's id."""
+"""Beginning of the names of prompts' fixed heads, and of no chunk's id."""
 
 
 def chunk_key(

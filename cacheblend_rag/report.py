@@ -1,4 +1,4 @@
-"""What a request cost and where its KV came from; what adding chunks did, or would cost."""
+"""Reports: cost of a request and where its KV came from; what adding chunks did, or would cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHER_TEXT = "its text is not the one that was added under this id"
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """What happened to one chunk of a prompt."""
+    """Report of one chunk of a prompt."""
 
     id: str | None
     tokens: int
@@ -37,7 +37,7 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class BlendReport:
-    """What one request cost and where its KV came from.
+    """Cost of one request, and where its KV came from.
 
     Attributes
     ----------
@@ -194,7 +194,7 @@ class AddResult:
 
 @dataclass(frozen=True, slots=True)
 class WarmEstimate:
-    """What encoding some chunks would cost."""
+    """Cost of encoding some chunks."""
 
     # Texts that are not stored yet, those of their documents that would be encoded again among them, and their tokens.
     chunks: int

@@ -10,7 +10,7 @@ __all__ = ["LayerTimes", "Span", "Trace", "TracedChunk"]
 
 @dataclass(slots=True)
 class LayerTimes:
-    """When the layers of a prompt's stored KV were loaded, and handed to the computation, by `time.perf_counter`."""
+    """Times at which a prompt's layers were loaded, and handed to the computation, by `time.perf_counter`."""
 
     # When the first of each layer's pieces was begun, and when the layer was whole.
     load_began: dict[int, float] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class LayerTimes:
 
 
 class Span(NamedTuple):
-    """What became of the rows of a half-open range, or what a time was spent on, from a moment to another."""
+    """Half-open range of rows, or of time, and what became of it."""
 
     # The tier that the KV of rows came from, "encoded", "head" or "conversation". Of a time: "queue", "open" or "encode".
     what: str
@@ -45,7 +45,7 @@ class TracedChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """What became of every token of a prompt, and when, by `time.perf_counter`.
+    """Record of what became of every token of a prompt, and when, by `time.perf_counter`.
 
     It is of one process: a copy or a pickle of a report is without it.
     """

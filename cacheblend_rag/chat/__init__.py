@@ -1,1 +1,1 @@
-"""From a conversation to a prompt of stored chunks, and from an answer to the calls and forms that were asked for."""
+"""Prompts of stored chunks from conversations; calls of tools, and forms that were asked for, from answers."""

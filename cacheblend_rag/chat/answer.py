@@ -1,4 +1,4 @@
-"""What ends an answer early, and how one reads that was generated: its text up to a stop string, why it ended, what it used."""
+"""Answers: what ends one early, its text up to a stop string, why it ended, and what it used."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
-        """How many of the prompt's tokens had their stored KV used unchanged."""
+        """Number of the prompt's tokens whose stored KV was used unchanged."""
         return sum(chunk.tokens - chunk.recomputed_tokens for chunk in self.report.chunks if chunk.hit)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends an answer before an end token or the most tokens: strings, of which none is empty, and a time limit."""
+    """Limits of an answer beside end tokens and their number: strings, of which none is empty, and a deadline."""
 
     stop: tuple[str, ...] = ()
     deadline: Deadline | None = None

@@ -15,7 +15,7 @@ from cacheblend_rag.chunk import text_hash
 __all__ = ["HEAD_CHARS", "ChunkFinder", "Match"]
 
 HEAD_CHARS = 16
-"""How many leading characters a text is recognised by; shorter texts are not found."""
+"""Number of leading characters that a text is recognised by; shorter texts are not found."""
 
 # A random odd number: odd, so that its powers can be divided by, modulo 2**64.
 _BASE = 0x9E3779B97F4A7C15

@@ -1,4 +1,4 @@
-"""From the turns of a conversation to a prompt, by the model's own chat template."""
+"""Rendering of a conversation as a prompt, by the model's own chat template."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class UnreadCall:
-    """What begins like a call but is none: the name where it can be read, the rest as it was written, and what is wrong."""
+    """Text that begins like a call but is none: the name where it can be read, the rest as it was written, and what is wrong."""
 
     name: str | None
     arguments: str
@@ -137,7 +137,7 @@ class ToolGate:
 
     @property
     def shown(self) -> int:
-        """How many characters have passed."""
+        """Number of characters that have passed."""
         return self._shown
 
     def pass_on(self, piece: str) -> str:

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 STANDARD_OUTPUT = Path("-")
-"""What ``--json`` is told for standard output."""
+"""Name of standard output for ``--json``."""
 _LINE_S = 5.0
 # Where `write_json` writes to standard output: what that was before it was kept free for it.
 _kept_free: ContextVar[TextIO | None] = ContextVar("kept_free", default=None)
@@ -129,7 +129,7 @@ def _progress_lines(label: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def on_interrupt(say: Callable[[], str]) -> Iterator[None]:
-    """Where Ctrl-C ends the block, say what is done and how to go on, and exit with 130."""
+    """Exit with 130 where Ctrl-C ends the block, and say what is done and how to go on."""
     try:
         yield
     except KeyboardInterrupt:

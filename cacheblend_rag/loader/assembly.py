@@ -25,7 +25,7 @@ _CLOSE_ROWS = 32
 
 
 class KVForm(Protocol):
-    """What must be known of a model's KV to load it; a `Decoder` and a `ModelCard` know it."""
+    """Form of a model's KV, by which it is loaded; a `Decoder` and a `ModelCard` have it."""
 
     @property
     def num_kv_layers(self) -> int: ...
@@ -156,7 +156,7 @@ class Assembly:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Say that no layer is read any more: what was read for this prompt may stay in RAM and on its device."""
+        """End reading: what was read for this prompt may stay in RAM and on its device."""
         for reader in self._readers:
             reader.finish()
 

@@ -1,4 +1,4 @@
-"""What must be known of a model to move its KV, where the model itself is elsewhere."""
+"""Card of a model that is elsewhere: what must be known to move its KV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class ModelCard:
-    """How a model's KV looks, for a process that serves the same weights in another way."""
+    """Form of a model's KV, for a process that serves the same weights in another way."""
 
     # Digest of the model's weights and its tokenizer, which is part of every key.
     identity: str
@@ -42,7 +42,7 @@ class ModelCard:
 
     @property
     def num_kv_layers(self) -> int:
-        """How many layers have KV."""
+        """Number of layers that have KV."""
         return len(self.shapes)
 
     @property
