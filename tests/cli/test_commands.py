@@ -119,9 +119,7 @@ def test_an_argument_without_meaning_is_a_wrong_call(command: tuple[str, ...], t
     assert not result.stdout
 
 
-def test_a_bad_environment(
-    model_folder: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_environment(model_folder: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "nan")
     result = run("warm", documents, "--model", model_folder, "--store", tmp_path / "store", code=2)
     assert "recompute_ratio" in result.stderr

@@ -226,9 +226,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monk
     own.close()
 
 
-def test_too_long_is_said(
-    engine: BlendEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_long(engine: BlendEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     window = engine.window
     assert window is not None
     monkeypatch.setattr(engine.tokenizer, "model_max_length", window)

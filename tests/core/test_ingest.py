@@ -317,9 +317,7 @@ def test_turns_are_taken_in_the_order_of_coming() -> None:
     assert order == [0, 1, 2, 3, 4, -1]
 
 
-def test_no_error_is_lost(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_error_lost(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     encode = engine._supply.encode
 
     def fail(*args: Any, **options: Any) -> Any:

@@ -276,9 +276,7 @@ def test_more_prompts_than_fit_are_decoded_batch_after_batch() -> None:
         assert engine.generate_many(prompts[:1], 4, do_sample=False)[0].token_ids == wanted[0]
 
 
-def test_without_memory_a_batch_is_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_memory_it_is_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     prompts = some_prompts(4)
     own = PaddedBatch._buffer
 

@@ -70,9 +70,7 @@ def _is_same_as_dense(got: tuple[list[int], torch.Tensor], wanted: tuple[list[in
 
 
 @pytest.mark.parametrize(("family", "attention"), CASES)
-def test_each_head_keeps_what_eager_weights_say_and_decodes_as_with_the_rest_masked(
-    family: str, attention: str
-) -> None:
+def test_each_head_keeps_what_eager_weights_say_and_decodes_with_the_rest_masked(family: str, attention: str) -> None:
     model, eager = tiny_model(family, attention), tiny_model(family, "eager")
     ids = _ids(1)
     rows = kept_rows(eager, ids, CONTEXT, CAPACITY, WINDOW, KERNEL)

@@ -219,9 +219,7 @@ def test_a_cancelled_batch_frees_the_engine(kind: Kind, engine: BlendEngine, pro
     assert len(slow.steps) < 1000
 
 
-def test_an_engines_error_reaches_all_runs(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, prompts: list[str]
-) -> None:
+def test_an_engines_error_reaches_all(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, prompts: list[str]) -> None:
     llm = BlendLLM(engine=engine)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -252,9 +250,7 @@ TOO_LONG = "word " * 3000
 @pytest.mark.timeout(120, method="thread")
 @KINDS
 @pytest.mark.parametrize("chained", [False, True])
-def test_a_run_that_fails_leaves_no_other_waiting(
-    kind: Kind, chained: bool, engine: BlendEngine, prompts: list[str]
-) -> None:
+def test_a_failed_run_leaves_none_waiting(kind: Kind, chained: bool, engine: BlendEngine, prompts: list[str]) -> None:
     llm: Any = kind(engine=engine, max_tokens=TOKENS)
     asked: list[Any] = [TOO_LONG, prompts[0], TOO_LONG, *prompts]
     if chained:

@@ -148,9 +148,7 @@ def test_a_catalog_that_follows_changes_is_as_good_as_a_new_one(
                 assert record is not None and record.text_hash == text_hash(chunk.text)
 
 
-def test_only_what_changed_is_asked_for(
-    engine: BlendEngine, chunks: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_changes_are_read(engine: BlendEngine, chunks: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = ChunkCatalog()
     engine.add(Chunk(text, id) for id, text in chunks.items())
     assert ids_in(catalog, engine, "\n".join(chunks.values())) == list(chunks)
@@ -163,9 +161,7 @@ def test_only_what_changed_is_asked_for(
     assert asked == [["else"]]
 
 
-def test_lost_text_is_said_once(
-    tiny: LlamaForCausalLM, chunks: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_text_is_said(tiny: LlamaForCausalLM, chunks: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     words = sorted({word for text in chunks.values() for word in text.lower().split()})
     lossy = Tokenizer(models.WordLevel({word: id for id, word in enumerate(["<unk>", *words])}, unk_token="<unk>"))
     lossy.normalizer = normalizers.Lowercase()

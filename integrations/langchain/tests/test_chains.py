@@ -177,9 +177,7 @@ def test_a_template_that_knows_documents_shows_them_in_its_own_place(store: Blen
 # LangGraph
 
 
-async def test_a_model_calls_retrieval(
-    tiny: Any, tokenizer: Any, embedding: Embeddings, chunks: dict[str, str]
-) -> None:
+async def test_models_call_retrieval(tiny: Any, tokenizer: Any, embedding: Embeddings, chunks: dict[str, str]) -> None:
     shows = copy.deepcopy(tokenizer)
     shows.chat_template = TOOL_TEMPLATE
     with BlendEngine(tiny, shows, **engine_settings(self_check=False)) as engine:

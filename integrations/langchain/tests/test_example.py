@@ -28,9 +28,7 @@ EXAMPLE = ROOT / "examples" / "langchain_chain.py"
 WEIGHTS = Path(reference.__file__).parent / "weights"
 
 
-def test_the_example_hits_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_example_hits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     hits = re.findall(r"^  (\d+) of (\d+) chunks hit", capsys.readouterr().out, re.MULTILINE)
@@ -38,9 +36,7 @@ def test_the_example_hits_all(
     assert all(hit == total for hit, total in hits)
 
 
-def test_the_conversation_hits_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_chat_hits_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / "langgraph_conversation.py"), run_name="__main__")
     turns = re.findall(r"^  turn (\d): (\d+) of (\d+) chunks hit", capsys.readouterr().out, re.MULTILINE)

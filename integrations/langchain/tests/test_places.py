@@ -159,9 +159,7 @@ def test_pieces_that_index_adds_in_batches_are_one_document(store: BlendVectorSt
     assert sorted(read(store, store.engine.ids())) == sorted(expected)
 
 
-def test_a_piece_not_found_again_stands_in_order(
-    store: BlendVectorStore, tokenizer: Any, added: dict[str, Chunk]
-) -> None:
+def test_a_piece_not_found_stands_in_order(store: BlendVectorStore, tokenizer: Any, added: dict[str, Chunk]) -> None:
     # LangChain takes the overlap for characters, whatever it was counted in, and looks for a piece behind its beginning.
     splitter = RecursiveCharacterTextSplitter(
         chunk_size=24,
@@ -210,9 +208,7 @@ def test_a_boundary_divides_documents(inner: VectorStore, engine: BlendEngine) -
 
 
 @pytest.mark.parametrize("where", ["store", "engine"])
-def test_without_context_all_stand_alone(
-    where: str, embedding: Embeddings, tiny: LlamaForCausalLM, tokenizer: Any
-) -> None:
+def test_without_context_all_alone(where: str, embedding: Embeddings, tiny: LlamaForCausalLM, tokenizer: Any) -> None:
     options: dict[str, Any] = {"context": "none"} if where == "store" else {}
     settings = engine_settings(SETTINGS, context="none") if where == "engine" else SETTINGS
     with BlendEngine(tiny, tokenizer, **settings) as engine:

@@ -290,9 +290,7 @@ def test_no_traces_are_left_across_a_boundary(make_engine: MakeEngine, options: 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_other_filters_are_warned_of(
-    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, asynchronous: bool
-) -> None:
+async def test_other_filters(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, asynchronous: bool) -> None:
     async def asked(store: BlendVectorStore, *names: str) -> list[str]:
         caplog.clear()
         for filters in (MetadataFilters(filters=[MetadataFilter(key=name, value="x") for name in names]), None):
@@ -387,9 +385,7 @@ def test_the_line_that_is_said_mends_it(
 
 
 @pytest.mark.parametrize("text_of", [POSTPROCESSOR, lambda node: f"title: People\n\n{node.metadata['window']}"])
-def test_windows_as_shown(
-    llm: BlendLLM, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture, text_of: Any
-) -> None:
+def test_windows_shown(llm: BlendLLM, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture, text_of: Any) -> None:
     store = BlendVectorStore(SimpleVectorStore(stores_text=True), engine=llm.engine, text_of=text_of)
     index = make_index(store, embedding)
     report = ask(llm, index)

@@ -36,9 +36,7 @@ def wrapped(llm: BlendLLM, folder: Path, name: str = "nodes") -> BlendVectorStor
     )
 
 
-def test_parents_of_prompts_go_with_a_document(
-    llm: BlendLLM, chroma: ChromaVectorStore, embedding: WordEmbedding
-) -> None:
+def test_parents_of_prompts_go_with_it(llm: BlendLLM, chroma: ChromaVectorStore, embedding: WordEmbedding) -> None:
     parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[96, 32], chunk_overlap=0)
     documents = [Document(text=" ".join(FACTS * 2), id_=f"d{number}") for number in range(2)]
     nodes = parser.get_nodes_from_documents(documents)

@@ -120,9 +120,7 @@ async def test_a_model_that_writes_others(writing: MakeLLM, nodes: list[NodeWith
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 @pytest.mark.parametrize("given", ["output_cls", "structured model"])
-async def test_blended_object(
-    writing: MakeLLM, nodes: list[NodeWithScore], events: EventLog, chat: bool, given: str
-) -> None:
+async def test_objects(writing: MakeLLM, nodes: list[NodeWithScore], events: EventLog, chat: bool, given: str) -> None:
     install()
     llm = writing(JSON, is_chat_model=chat, system_prompt="Speak plainly.")
     add(llm, nodes)

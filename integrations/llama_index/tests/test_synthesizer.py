@@ -66,9 +66,7 @@ def answers(events: EventLog) -> list[Any]:
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_it_is_compacts(
-    make_llm: MakeLLM, nodes: list[NodeWithScore], events: EventLog, template: str, chat: bool
-) -> None:
+def test_compact(make_llm: MakeLLM, nodes: list[NodeWithScore], events: EventLog, template: str, chat: bool) -> None:
     llm = make_llm(is_chat_model=chat, system_prompt="Speak plainly.")
     add(llm, nodes)
     options = {"text_qa_template": TEMPLATES[template]} if TEMPLATES[template] else {}
@@ -244,9 +242,7 @@ def narrow(make_llm: MakeLLM, make_model: Callable[..., LlamaForCausalLM]) -> Bl
 
 
 @pytest.mark.parametrize("place", [0, 2, 5])
-def test_one_over_the_window(
-    narrow: BlendLLM, nodes: list[NodeWithScore], place: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_long(narrow: BlendLLM, nodes: list[NodeWithScore], place: int, caplog: pytest.LogCaptureFixture) -> None:
     synthesizer = BlendSynthesizer(llm=narrow)
     alone = synthesizer.synthesize(QUESTION, nodes)
     assert alone.metadata["blend"]["dropped"] == []

@@ -191,9 +191,7 @@ def test_stores_that_cannot_list_their_nodes(engine: BlendEngine, embedding: Wor
     assert held(store) == known(engine) == set()
 
 
-def test_what_a_store_cannot_do(
-    engine: BlendEngine, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_store_cannot(engine: BlendEngine, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture) -> None:
     store = BlendVectorStore(Unlisted(), engine=engine)
     store.add(some_nodes(embedding))
     with pytest.raises(NotImplementedError):

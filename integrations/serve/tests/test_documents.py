@@ -89,9 +89,7 @@ def test_what_is_no_document(serve: Serve, body: dict[str, Any]) -> None:
         ({"text": " \n\n "}, "the text of the document 'mara' is blank"),
     ],
 )
-def test_what_is_refused_changes_no_document(
-    engine: BlendEngine, serve: Serve, body: dict[str, Any], said: str
-) -> None:
+def test_what_is_refused_changes_nothing(engine: BlendEngine, serve: Serve, body: dict[str, Any], said: str) -> None:
     client = serve(engine)
     put = client.put("/v1/documents/mara", json={"chunks": [CHUNKS["mara"], CHUNKS["works"]]}).json()
     refused = client.put("/v1/documents/mara", json=body)

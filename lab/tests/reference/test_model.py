@@ -52,9 +52,7 @@ def test_the_model_loads_in_another_dtype() -> None:
     assert load_model(torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_reuse_answers_less(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]
-) -> None:
+def test_reuse_is_worse(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> None:
     full = score(model, tokenizer, examples)
     reuse = score(model, tokenizer, examples, reuse=True)
     assert full["all"] >= FULL_AT_LEAST
@@ -63,15 +61,11 @@ def test_reuse_answers_less(
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_each_format(
-    name: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]
-) -> None:
+def test_forms(name: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> None:
     assert score(model, tokenizer, examples[:6], form=FORMATS[name])["all"] >= FULL_AT_LEAST - 0.1
 
 
-def test_generation_fits_scores(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]
-) -> None:
+def test_generation_fits(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> None:
     form = FORMATS["chat"]
     right, exact = [], []
     for example in examples[:3]:

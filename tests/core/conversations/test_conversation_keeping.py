@@ -154,9 +154,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Hours:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("ratio", [0.15, 1.0])
-def test_rows_end_with_a_chunk(
-    make_engine: MakeEngine, tmp_path: Path, hours: Hours, ratio: float, on_disk: bool
-) -> None:
+def test_rows_end_at_chunks(make_engine: MakeEngine, tmp_path: Path, hours: Hours, ratio: float, on_disk: bool) -> None:
     engine = make_engine(recompute_ratio=ratio, store=tmp_path if on_disk else None)
     engine.delete(["n0", "n1"])
     engine.add([CHUNKS[0]], ttl_s=100)

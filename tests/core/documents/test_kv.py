@@ -124,9 +124,7 @@ def test_an_addition_encodes_what_it_displaces() -> None:
     limit=st.integers(1, 40),
     overlaps=st.lists(st.integers(0, 8), min_size=20, max_size=20),
 )
-def test_windows_begin_at_chunks_and_repeat_a_quarter_at_most(
-    sizes: list[int], limit: int, overlaps: list[int]
-) -> None:
+def test_windows_begin_at_chunks_and_repeat_a_quarter(sizes: list[int], limit: int, overlaps: list[int]) -> None:
     engine = shared_engine("llama", "sdpa", "", 64)
     rules = ReadingRules(limit)
     text = Text.of("d", sizes, overlaps, 3)

@@ -100,9 +100,7 @@ def test_waiting_lengthens_no_life(make_engine: MakeEngine, time: Time, monkeypa
     assert held(engine)[2] is False
 
 
-def test_changes_elsewhere_leave_nothing(
-    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_elsewhere_leave_none(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, other = make_engine(), make_engine()
     engine.add(TEXT.chunks[:2])
     encode = engine._supply.encode
@@ -125,9 +123,7 @@ def test_changes_elsewhere_leave_nothing(
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_document_replaced(
-    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
-) -> None:
+def test_a_replacement(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     """Whoever looks meanwhile finds it as it was, and so does everybody where the replacement ends half-way."""
     engine, other = make_engine(), make_engine()
     engine.add(TEXT.chunks)
@@ -162,9 +158,7 @@ def test_a_document_replaced(
     assert check_store(tmp_path / "store").is_clean
 
 
-def test_a_name_that_leaves_meanwhile_is_not_encoded_alone(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_leaves_is_not_encoded_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, other = make_engine(), make_engine()
     engine.add(TEXT.chunks)
     [record] = engine.records(["d-2"])

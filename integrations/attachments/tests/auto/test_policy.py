@@ -175,9 +175,7 @@ TIERS = {"ram": 1e10, "ssd": 3e9, "disk": 2e8}
 # Neighbouring floats, the price of whose bytes is rounded to one: the smallest there are, and ordinary ones.
 @example(1, 1, 0.5, {"ram": 1e-323, "ssd": 5e-324})
 @example(3, 1, 0.5, {"ram": math.nextafter(7.58, 8), "ssd": 7.58})
-def test_the_cheapest_tier_without_delay_is_chosen(
-    chunks: int, tokens: int, ratio: float, prices: dict[str, float]
-) -> None:
+def test_the_cheapest_tier_without_delay(chunks: int, tokens: int, ratio: float, prices: dict[str, float]) -> None:
     profile = make_profile(*(make_load(tier, rate) for tier, rate in TIERS.items()))
     work = make_work(chunks, tokens, "ram")
     usable = [tier for tier in TIERS if tier in prices]

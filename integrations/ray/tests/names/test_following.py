@@ -96,9 +96,7 @@ def test_who_comes_later_finds_everything(tmp_path: Path, names: str, pair: tupl
         three.close()
 
 
-def test_who_missed_much(
-    tmp_path: Path, names: str, pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_missed(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = pair
     one.name(NAMESPACE, [record(f"n{number}", number) for number in range(3)])
     assert len(ids_of(two)) == 3
@@ -184,9 +182,7 @@ def test_a_server_that_lost_all_is_not_believed(tmp_path: Path, names: str, pair
         one.name(NAMESPACE, [record("n2", 2)])
 
 
-def test_a_server_that_lost_its_end_is_never_believed(
-    tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]
-) -> None:
+def test_a_server_that_lost_its_end_is_not_believed(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]) -> None:
     one, two = pair
     one.name(NAMESPACE, [record("n1", 1)])
     assert ids_of(two) == ["n1"]
