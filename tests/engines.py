@@ -28,5 +28,4 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
 
 @pytest.fixture
 def engine(make_engine: MakeEngine) -> BlendEngine:
-    """An engine with the module's settings."""
     return make_engine()

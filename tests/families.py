@@ -78,7 +78,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def words(count: int, seed: int) -> str:
-    """Return `count` random words of the tiny tokenizer."""
     generator = torch.Generator().manual_seed(seed)
     return " ".join(f"t{number}" for number in torch.randint(3, VOCABULARY, (count,), generator=generator).tolist())
 

@@ -39,7 +39,6 @@ def executed(path: Path) -> NotebookNode:
 
 
 def main() -> None:
-    """Run all notebooks and write them back."""
     for path in NOTEBOOKS:
         print(path.name, flush=True)
         nbformat.write(executed(path), path)

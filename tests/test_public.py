@@ -69,14 +69,12 @@ def test_pages_and_examples_import_public_names_only() -> None:
 
 
 def _blocks() -> Iterator[tuple[Path, str]]:
-    """Every block of Python in the pages."""
     for page in PAGES:
         for _, block in re.findall(r"^( *)```python\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.M | re.S):
             yield page, textwrap.dedent(block)
 
 
 def _cells() -> Iterator[tuple[Path, str]]:
-    """Every cell of Python in the notebooks."""
     for file in ROOT.glob("examples/**/*.ipynb"):
         for cell in nbformat.read(file, as_version=4).cells:
             if cell.cell_type == "code":

@@ -31,7 +31,6 @@ def test_both_frameworks_answer_by_both_methods_and_the_second_run_is_warm(model
         assert full["prompt_tokens"] == stored["prompt_tokens"]
     assert f"has read {len(pages())} pages" in first.stdout and "of them before" not in first.stdout
     assert "reading and asking: " in first.stderr
-
     second = run("demo", *options, "--verbose")
     assert "of them before" in second.stdout
     assert all(text in second.stdout for text in asked)

@@ -27,7 +27,6 @@ def test_what_fails_or_is_too_slow_does_not_keep_the_others_from_being_measured(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu-bad.log", "gpu-good.json", "gpu-tests.json"]
     assert "shape 'none' is unknown" in (tmp_path / "gpu-bad.log").read_text()
     assert re.search(r"1 of 3, bad: failed: exit status 2; see .*gpu-bad\.log\n", "\n".join(lines))
-
     figures = json.loads((tmp_path / "gpu-good.json").read_text())
     assert figures["command"] == "bench codecs"
     assert figures["arguments"][:4] == ["bench", "codecs", "--shape", "tiny"]

@@ -116,7 +116,12 @@ def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: 
 
 def test_a_file_is_a_document(warm: Any, documents: Path, model_folder: Path, store: Path) -> None:
     tower = documents / "more" / "tower.md"
-    lines = ["The light tower is old.", "Nobody lives in it.", "Its lamp was sold last year.", "It is red now."]
+    lines = [
+        "The light tower is old.",
+        "Nobody has lived in it since.",
+        "Its lamp was sold last year.",
+        "It is painted red now.",
+    ]
     tower.write_text("\n\n".join(lines))
     warm()
 
@@ -318,7 +323,6 @@ def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
         store.name(f"ns{tenant}", [record(f"n{number}", number)], tenant=tenant)
     store.put(key_of(4), make_kv(4), ttl_s=0.001)
     store.close()
-
     out = run("store", "gc", "--store", one, "--unnamed-days", "0", "--json", figures).stdout
     assert "removed 1 expired chunks, 0 without a name and 0 stray files" in out
     assert read_rows(figures)[0]["expired"] == 1

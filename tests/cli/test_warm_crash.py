@@ -101,7 +101,6 @@ def test_it_is_finished(documents: Path, model_folder: Path, undisturbed: Warmed
     time.sleep(moment)
     process.send_signal(signal.SIGKILL)
     process.wait(60)
-
     run(*arguments)
     assert "is clean" in run("store", "check", "--store", store).stdout
     passages, names, answers = state_of(store, model_folder, tmp_path)

@@ -128,10 +128,8 @@ LENGTH = 76
 
 
 def random_ids(seed: int) -> list[int]:
-    """Return the prompt's tokens, drawn from the tiny vocabulary."""
     return torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def span_layout(ids: list[int]) -> PromptLayout:
-    """Return the layout of tokens whose chunks are at `SPANS`."""
     return PromptLayout(tuple(ids), tuple(range(len(ids))), tuple(ChunkSpan(a, b, a) for a, b in SPANS))

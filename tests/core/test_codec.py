@@ -133,7 +133,6 @@ def test_any_numbers_come_back_within_the_bound_or_untouched(layer: LayerKV, nam
 
 
 def stretched(packed: PackedLayer, part: str, codec: QuantizedCodec) -> torch.Tensor:
-    """The stored step of each number."""
     steps = packed.parts[f"{part}.grid"][1].double()
     axis = 1 if part == "keys" or codec.values_along == "channel" else 2
     length = packed.key_form.shape[axis]

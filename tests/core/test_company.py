@@ -21,10 +21,7 @@ from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(6 + 5 * number, number), f"c{number}") for number in range(5)]
-PROMPTS = [
-    BlendPrompt(words(3, 50), [CHUNKS[(number + place) % 5] for place in range(number % 4)], words(2 + 3 * number, 70))
-    for number in range(7)
-]
+PROMPTS = [BlendPrompt(words(3, 5), [CHUNKS[(n + i) % 5] for i in range(n % 4)], words(2 + 3 * n, 7)) for n in range(7)]
 
 
 @pytest.fixture

@@ -162,7 +162,6 @@ def test_a_stream_a_conversation_and_a_sample(engines: dict[str, BlendEngine], d
     text = "".join(stream)
     assert_same_answer(stream.result(), engines["cpu"].generate(prompt, 12, do_sample=False))
     assert text == stream.result().text
-
     answers: dict[str, list[str]] = {}
     for name in dict.fromkeys(("cpu", device)):
         conversation = engines[name].conversation()

@@ -16,7 +16,6 @@ TOKENS = ["<unk>", "<s>", "</s>", *(chr(65 + number) for number in range(93)), "
 
 
 def write(path: Path) -> torch.nn.Module:
-    """Write a tiny model with random weights; return it."""
     model = tiny_model("llama")
     config = model.config
     writer = gguf.GGUFWriter(str(path), "llama")

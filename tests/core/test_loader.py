@@ -95,7 +95,6 @@ class Prompt:
 
 
 def make_prompt(lengths: Sequence[int], gaps: Sequence[int], tiers: Sequence[str], decoder: Decoder) -> Prompt:
-    """Make chunks of these lengths, each behind so many rows of text."""
     source = torch.Generator().manual_seed(sum(lengths))
     chunks, spans, row = [], [], 1
     for number, (length, gap) in enumerate(zip(lengths, gaps, strict=True)):
@@ -257,7 +256,6 @@ def test_loader_threads_compute_alone_and_leave_other_threads_as_they_are(decode
 
 
 def load_all(decoder: Decoder, prompt: Prompt, readers: Sequence[KVReader], threads: int) -> None:
-    """Load every layer."""
     with LayerLoader(decoder, prompt.layout, readers, 0, len(prompt.layout), 2, threads) as loader:
         for layer in range(decoder.num_layers):
             loader.synchronize(layer)
@@ -268,7 +266,6 @@ def loader_threads() -> list[str]:
 
 
 def open_files() -> list[str]:
-    """Return the chunk files that this process has open."""
     gc.collect()
     found = []
     for descriptor in os.listdir("/proc/self/fd"):

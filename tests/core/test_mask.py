@@ -33,8 +33,6 @@ def _attention_function() -> object:
 
 
 class _Grouped(nn.Module):
-    """What the attention function asks of a layer."""
-
     num_key_value_groups = 3
     is_causal = True
 

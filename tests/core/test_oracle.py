@@ -72,7 +72,6 @@ def _engine(model: PreTrainedModel, **settings: object) -> BlendEngine:
 
 
 def _prompt(engine: BlendEngine) -> tuple[BlendPrompt, list[tuple[int, int]]]:
-    """Return a prompt of stored chunks, and their row ranges."""
     lengths = (20, 22, 20)
     engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate(lengths)])
     prompt = BlendPrompt(

@@ -111,7 +111,6 @@ def test_rows_are_put_back_in_the_blended_prompt_only() -> None:
 
 
 def _batch(model: PreTrainedModel, prompts: list[list[int]], answer: int) -> PaddedBatch:
-    """Return a padded batch that is told to go on with a token."""
     batch = PaddedBatch(prompts, [range(len(ids)) for ids in prompts], 4)
     for row, ids in enumerate(prompts):
         cache = KVCache(model.config.num_hidden_layers)

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def documented() -> dict[str, str]:
-    """Return the lines of the table in the docs, by family."""
     lines = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     return {line.split("`")[1]: line for line in lines}
 
@@ -143,7 +142,6 @@ def test_blending_in_bfloat16(family: str) -> None:
     differences = dict(proof.differences)
     assert max(differences[name] for name in ("oracle", "ratio 1.0", "hits and misses")) <= LOGITS_TOLERANCE
     assert differences["greedy answer"] == 0
-
     decoder = inspect_model(model)
     moved = [LayerKV(*(part.clone() for part in kv)) for kv in decoder.kv_at(IDS, 0)]
     for kv, rotation in zip(moved, decoder.rotations, strict=True):

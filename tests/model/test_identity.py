@@ -53,7 +53,6 @@ def an_adapter(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def with_adapters(model: PreTrainedModel, *names: str) -> Any:
-    """Return a model with random adapters, the first of them active."""
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     adapted = peft.get_peft_model(model, config, adapter_name=names[0])
@@ -106,7 +105,6 @@ def test_an_engine_refuses_a_model_that_was_changed_under_it(make_engine: MakeEn
         engine.prefill(PROMPT)
     model.set_adapter("first")
     assert torch.equal(engine.prefill(PROMPT).logits, wanted)
-
     weight = model.get_decoder().layers[2].mlp.up_proj.weight
     with torch.no_grad():
         weight.mul_(1.01)

@@ -59,7 +59,6 @@ def test_where_frequencies_depend_on_the_length_long_prompts_are_computed_as_a_w
         assert long.report.fallback_reason is not None and "from 256 on" in long.report.fallback_reason
         # The long prompt has left the model with other frequencies, which must not reach what is moved afterwards.
         assert (engine.prefill(short).logits - before.logits).abs().max() < TOLERANCE
-
     alone = BlendEngine(model, tiny_tokenizer(), **engine_settings(recompute_ratio=0.3, strict=True))
     with alone as engine:
         engine.add(chunks)
@@ -84,7 +83,6 @@ def test_kv_of_learned_positions_is_reused_only_where_it_was_encoded(make_engine
         # Behind its own prefix the first chunk's KV is the true one, and the other was computed: nothing is approximate.
         own = model(input_ids=torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
         assert (result.logits - own).abs().max() < TOLERANCE
-
     nowhere = engine.prefill(BlendPrompt(words(9, 4), [first, second], words(5, 3)))
     assert nowhere.report.fallback_reason is not None and "cannot be moved" in nowhere.report.fallback_reason
 

@@ -36,8 +36,6 @@ You may call these tools:
 
 
 class Reports(BaseCallbackHandler):
-    """Collects the blend reports of all models of a chain."""
-
     def __init__(self) -> None:
         self.reports: list[dict[str, Any]] = []
 
@@ -53,7 +51,6 @@ class Reports(BaseCallbackHandler):
 
 
 def chunk_ids(prompt: BlendPrompt) -> list[str | None]:
-    """The ids of a prompt's chunks."""
     return [segment.id for segment in prompt.segments if isinstance(segment, Chunk)]
 
 

@@ -73,7 +73,6 @@ def test_a_retrieval_chain_blends_in_every_way_of_calling_it(store: BlendVectorS
     answer = chain.invoke({"input": QUESTION}, config)
     assert [document.id for document in answer["context"]] == [d.id for d in store.similarity_search(QUESTION, k=4)]
     assert "".join(part.get("answer", "") for part in chain.stream({"input": QUESTION}, config)) == answer["answer"]
-
     lcel = (
         {
             "context": retriever | (lambda documents: "\n\n".join(d.page_content for d in documents)),
@@ -119,7 +118,6 @@ def test_documents_are_blended_and_at_ratio_one_the_answer_is_the_models_own(
         prompts = [handing_over.blend_prompt(seen[0]), looking.blend_prompt(seen[1])]
         assert chunk_ids(prompts[0]) == chunk_ids(prompts[1]) == [document.id for document in inputs["context"]]
         assert engine.prompt_ids(prompts[0]) == engine.prompt_ids(prompts[1])
-
         own = own_answer(engine, prompts[0], TOKENS)
         assert create_blend_documents_chain(handing_over.bind(**exact), prompt, **options).invoke(inputs) == own
         assert create_stuff_documents_chain(looking.bind(**exact), prompt, **options).invoke(inputs) == own

@@ -40,13 +40,11 @@ TOKENS = 12
 
 @pytest.fixture
 def context(engine: BlendEngine, chunks: dict[str, str]) -> str:
-    """Stored chunks between noise, as a template would put them."""
     engine.add(Chunk(text, id) for id, text in chunks.items())
     return "\n\n".join(["A text that nobody stored.", *chunks.values()])
 
 
 def info_of(llm: BaseLanguageModel[Any], text: str, **options: Any) -> dict[str, Any]:
-    """What a model tells of its answer, the message's metadata or the generation's info."""
     ((generation,),) = llm.generate_prompt([StringPromptValue(text=text)], **options).generations
     return generation.message.response_metadata if hasattr(generation, "message") else generation.generation_info
 
@@ -59,7 +57,6 @@ def test_at_ratio_one_a_chain_is_exact(kind: Kind, engine: BlendEngine, context:
     prompt = llm.blend_prompt(form.invoke(inputs))
     assert chunk_ids(prompt) == list(chunks)
     assert engine.generate(prompt, 1).report.hits == len(chunks)
-
     full = form | llm.bind(blend_config=engine.blend.replace(recompute_ratio=1.0, selector="full"))
     assert text_of(full.invoke(inputs)) == own_answer(engine, prompt, TOKENS)
     # Borders beside line breaks: the same tokens as those of the whole text.
@@ -116,7 +113,6 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
     assert usage["output_tokens"] == TOKENS
     assert usage["input_token_details"] == {"cache_read": report["context_tokens"] - report["recomputed_tokens"]}
     assert 0 < report["recomputed_tokens"] < report["context_tokens"]
-
     *_, last = llm.stream(context + "\nWho?")
     whole = sum(list(llm.stream(context + "\nWho?"))[1:], start=next(llm.stream(context + "\nWho?")))
     assert last.chunk_position == "last"
@@ -126,7 +122,6 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
     [read] = messages_from_dict(json.loads(json.dumps(messages_to_dict([answer]))))
     assert type(read.response_metadata["blend"]) is dict and read.response_metadata["blend"] == report
     assert whole.text == answer.text
-
     full = llm.invoke(context + "\nWho?", blend_config=engine.blend.replace(enabled=False))
     assert full.usage_metadata["input_token_details"] == {"cache_read": 0}
     result = BlendLLM(engine=engine, max_tokens=TOKENS).generate([context, context + "\nWho?"])

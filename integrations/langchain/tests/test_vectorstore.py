@@ -59,15 +59,10 @@ def contents(store: BlendVectorStore, ids: list[str]) -> dict[str | None, str]:
 
 
 def agree(store: BlendVectorStore, texts: dict[str, str]) -> bool:
-    """Whether the inner store and the engine hold exactly these texts."""
     held = contents(store, list(texts))
     records = store.engine.records(list(texts))
     hashes = {record.id: record.text_hash for record in records if record is not None}
-    return (
-        held == texts
-        and set(store.engine.ids()) == set(texts)
-        and hashes == {id: text_hash(t) for id, t in texts.items()}
-    )
+    return held == texts and {*store.engine.ids()} == {*texts} and hashes == {i: text_hash(t) for i, t in texts.items()}
 
 
 def test_texts_are_encoded_under_the_ids_that_the_store_gives(store: BlendVectorStore, chunks: dict[str, str]) -> None:

@@ -179,8 +179,6 @@ def nodes() -> list[NodeWithScore]:
 
 
 class EventLog(BaseEventHandler):
-    """Keeps the events of LlamaIndex's instrumentation."""
-
     events: list[BaseEvent] = Field(default_factory=list)
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:

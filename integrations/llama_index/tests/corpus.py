@@ -32,13 +32,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Nodes in reading order, and questions about them."""
-
     nodes: tuple[TextNode, ...]
     questions: tuple[Asked, ...]
 
     def fresh_nodes(self) -> list[TextNode]:
-        """Return copies of the nodes, which an index may fill with embeddings."""
         return [node.model_copy(deep=True) for node in self.nodes]
 
 

@@ -77,7 +77,6 @@ class Watched:
         self.engine.generate = noting  # type: ignore[method-assign]
 
     def answer(self, nodes: Any) -> tuple[BlendPrompt, GenerationResult]:
-        """Return the prompt and what came of it."""
         BlendSynthesizer(llm=self.llm).synthesize(QUESTION, nodes)
         return self.asked.pop()
 
@@ -269,9 +268,7 @@ class IndexMachine(RuleBasedStateMachine):
             self._check_answer(nodes)
         self.engine.flush()
         records = {record.id: record for record in self.engine.records(self.engine.ids()) if record is not None}
-        assert {id: record.text_hash for id, record in records.items()} == {
-            id: text_hash(chunk.text) for id, chunk in self.names.items()
-        }
+        assert {id: r.text_hash for id, r in records.items()} == {id: text_hash(c.text) for id, c in self.names.items()}
         anew = {record.id: record.key for record in self.naive.engine.records(list(self.names)) if record is not None}
         assert not nodes or {id: record.key for id, record in records.items()} == anew
         # No text that nobody stands for has KV.

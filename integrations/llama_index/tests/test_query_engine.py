@@ -41,7 +41,6 @@ def reference_index(reference: BlendLLM, embedding: WordEmbedding) -> VectorStor
 
 
 async def ask(engine: Any, question: str, form: str) -> tuple[str, Any]:
-    """The answer and the response, in one of the four forms."""
     response = await engine.aquery(question) if form.startswith("async") else engine.query(question)
     if form == "streaming":
         return "".join(response.response_gen), response

@@ -45,7 +45,6 @@ def index(nodes: list[NodeWithScore], embedding: WordEmbedding) -> VectorStoreIn
 
 
 async def read(response: Any) -> str:
-    """Read a response of any kind to its end."""
     stream = getattr(response, "async_response_gen", None) or response.response_gen
     pieces = stream() if callable(stream) else stream
     return "".join([piece async for piece in pieces] if isinstance(pieces, AsyncIterator) else pieces)

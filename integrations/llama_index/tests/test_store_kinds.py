@@ -83,7 +83,6 @@ def call(asynchronous: bool) -> Callable[..., Any]:
 
 
 async def held(store: BlendVectorStore, asynchronous: bool) -> set[str]:
-    """Ids that the inner store holds."""
     query = VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99)
     try:
         result = await store.aquery(query) if asynchronous else store.query(query)

@@ -47,7 +47,6 @@ def store(inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEm
 
 
 def held(store: BlendVectorStore) -> set[str]:
-    """Ids that the inner store holds."""
     query = VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99)
     return set(store.query(query).ids or [])
 

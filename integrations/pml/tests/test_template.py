@@ -23,7 +23,6 @@ def chat(messages: list[Message]) -> str:
 
 
 def said(prompt: Prompt) -> str:
-    """The text of a prompt as the model reads it."""
     layout = SchemaLayout(prompt.schema, Tokens(tokenize, 0, (), "", chat))
     return "".join(map(chr, lay_out(layout, prompt).token_ids))
 

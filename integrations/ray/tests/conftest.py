@@ -51,7 +51,6 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a model."""
     folder = tmp_path_factory.mktemp("model")
     tiny_reader(eos_token_id=None).save_pretrained(folder)
     load_tokenizer().save_pretrained(folder)

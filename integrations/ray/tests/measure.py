@@ -40,7 +40,6 @@ NAMES = "Mara Lind,Jonas Eide,Berit Solheim,Anders Vik,Ingrid Moen,Oskar Dahl".s
 
 
 def documents_of(count: int, chunks: int = 6) -> list[dict[str, Any]]:
-    """Return documents of chunks of about 60 tokens."""
     rng = random.Random(0)
 
     def chunk() -> str:
@@ -299,7 +298,6 @@ def main() -> None:
 
 
 def kv_bytes(documents: list[dict[str, Any]]) -> int:
-    """Return the bytes of KV of documents, of the reference model."""
     from cacheblend_rag import BlendEngine
 
     with BlendEngine.from_pretrained("reference") as engine:

@@ -57,7 +57,6 @@ def write_documents(folder: Path) -> None:
 
 
 def chunks_of(folder: Path, engine: BlendEngine) -> list[Chunk]:
-    """Return the chunks that the command cuts files into."""
 
     def count(text: str) -> int:
         return len(engine.tokenizer(text, add_special_tokens=False)["input_ids"])

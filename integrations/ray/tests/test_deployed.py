@@ -57,7 +57,6 @@ class Deployed:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
 
     def replicas(self) -> dict[str, str]:
-        """Return the states of its replicas."""
         headers = {"Authorization": f"Bearer {TOKEN}"}
         told = httpx.get(f"{self._dashboard}/api/serve/applications/", headers=headers, timeout=30).json()
         app = told["applications"].get("cacheblend", {"deployments": {}})

@@ -65,7 +65,6 @@ def client(
 
 @pytest.fixture(scope="module")
 def one(model: str) -> Iterator[httpx.Client]:
-    """A server with one engine."""
     with (
         BlendEngine.from_pretrained(model, config=EngineConfig(**SETTINGS)) as engine,
         serving(engine) as address,

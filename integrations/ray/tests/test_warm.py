@@ -53,10 +53,8 @@ def test_a_corpus_is_computed_once(cluster: None, model: str, shared: dict[str, 
     reasons = dict(first.failed)
     assert sorted(reasons) == ["blank", "long"]
     assert "tokens" in reasons["long"] and "blank" in reasons["blank"]
-
     again = warm_all(documents, model, shared, actors=1)
     assert (again.documents, again.chunks, again.encoded, again.unchanged, again.failed) == (40, 160, 0, 160, [])
-
     engine = open_one()
     assert len(engine.ids()) == 160
     result = engine.generate(BlendPrompt("Read.", engine.document("doc-7"), "Which?"), 4)

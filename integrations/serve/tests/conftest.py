@@ -47,7 +47,6 @@ def process_of(model: LlamaForCausalLM, folder: Path) -> ServerProcess:
 
 @contextmanager
 def serving(engine: BlendEngine, **settings: Any) -> Iterator[str]:
-    """Serve an engine; yields the address."""
     config = ServeConfig(port=0, **settings)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -75,7 +74,6 @@ def serving(engine: BlendEngine, **settings: Any) -> Iterator[str]:
 
 @pytest.fixture
 def serve(tiny: LlamaForCausalLM) -> Iterator[Serve]:
-    """Starts servers; returns a client of each."""
     with ExitStack() as stack:
 
         def start(engine: BlendEngine | None = None, key: str | None = None, **settings: Any) -> httpx.Client:

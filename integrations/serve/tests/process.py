@@ -76,11 +76,9 @@ class ServerProcess:
         self.process.wait(90)
 
     def said(self, start: int = 0) -> str:
-        """Return the log, from a byte on."""
         return self._log.read_bytes()[start:].decode()
 
     def held(self) -> tuple[int, int, int]:
-        """Return the bytes, threads and open files of the process."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         rss, threads = (int(re.search(rf"{name}:\s*(\d+)", status)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
         return rss * 1024, threads, len(os.listdir(f"/proc/{self.process.pid}/fd"))

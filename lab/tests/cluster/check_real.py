@@ -34,7 +34,6 @@ SCAN_REQUESTS, CORES_REQUESTS = 64, 150
 
 @contextmanager
 def redis(folder: Path) -> Iterator[tuple[str, int]]:
-    """The URL of a redis-server, and its process."""
     folder.mkdir(parents=True)
     server = RedisServer(folder)
     server.start()

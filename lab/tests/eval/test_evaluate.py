@@ -167,7 +167,6 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(model_folder: Path, tm
     whole = tmp_path / "whole.json"
     run(*_arguments(model_folder, whole))
     assert _timeless(file) == _timeless(whole)
-
     result = run(*_arguments(model_folder, file), "--selectors", "hkvd,full", code=2)
     assert "holds answers of another evaluation: methods.full 0.3 is null there" in result.stderr
 

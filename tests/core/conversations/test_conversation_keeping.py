@@ -146,7 +146,6 @@ class Hours:
 
 @pytest.fixture
 def hours(monkeypatch: pytest.MonkeyPatch) -> Hours:
-    """The time of stores made from now on, and of conversations."""
     hours = Hours()
     monkeypatch.setattr(time, "time", hours)
     return hours

@@ -43,7 +43,6 @@ class Piece:
         return self.chunk.text[begin:stop]
 
     def before(self, after: Piece, separator: Ids) -> Ids:
-        """Return what is read of it before `after`."""
         shared = 0
         if self.chunk.start is not None and after.chunk.start is not None:
             shared = max(0, self.chunk.start + len(self.body) - after.chunk.start)
@@ -114,7 +113,6 @@ class Library:
         return there - set(named)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove chunks, one after the other; what followed one follows what it followed."""
         for id in ids:
             self.alone.pop(id, None)
             for document, pieces in list(self.pieces.items()):
@@ -127,7 +125,6 @@ class Library:
                     del self.pieces[document]
 
     def order(self, document: str) -> list[Piece]:
-        """Return the chunks of a document as they are read."""
         pieces = self.pieces.get(document, [])
         known = {piece.id for piece in pieces}
         firsts = [piece for piece in pieces if piece.previous not in known]
@@ -145,7 +142,6 @@ class Library:
         return any(len(self.order(document)) < len(pieces) for document, pieces in self.pieces.items())
 
     def readings(self, now: float) -> dict[str, Reading]:
-        """Return how every chunk is encoded."""
         found = {id: Reading((), piece.ids + self.separator, _life([piece], now)) for id, piece in self.alone.items()}
         for document in self.pieces:
             ordered = self.order(document)
@@ -208,6 +204,5 @@ class Rows:
         )
 
     def is_right(self, engine: BlendEngine, key: str, reading: Reading) -> bool:
-        """Return whether stored KV, if there is any, is what it should be."""
         distance = self.distance(engine, key, reading)
         return distance is None or distance < TOLERANCE

@@ -34,7 +34,6 @@ def engine_of(family: str = "llama", attention: str = "sdpa", store: Path | None
 
 @torch.no_grad()
 def own_logits(engine: BlendEngine, prompt: BlendPrompt) -> torch.Tensor:
-    """The model's own for the same ids, behind the prompt."""
     return engine.model(torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
 
 

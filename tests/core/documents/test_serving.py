@@ -77,9 +77,7 @@ def test_misses_of_a_document_are_encoded_in_one_pass_and_written_in_the_backgro
     evict(engine, "d-1", "d-2", "d-3")
     passes: list[int] = []
     encode = engine._supply.encode
-    monkeypatch.setattr(
-        engine._supply, "encode", lambda targets, **options: passes.append(len(targets)) or encode(targets, **options)
-    )
+    monkeypatch.setattr(engine._supply, "encode", lambda found, **kw: passes.append(len(found)) or encode(found, **kw))
     misses = ask(engine, "d-3", "d-1", "d-2")
     assert misses.report.misses == 3
     assert passes == [3]

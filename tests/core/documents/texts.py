@@ -49,11 +49,9 @@ class Text:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """All of its chunks, in order, with their places."""
         return [self.chunk(number) for number in range(len(self.cuts))]
 
     def tokens(self, begin: int, stop: int) -> tuple[int, ...]:
-        """Return the token ids of words."""
         return tuple(int(word[1:]) for word in self.words[begin:stop])
 
     def context(self, number: int, there: Sequence[int], separator: tuple[int, ...] = ()) -> tuple[int, ...]:

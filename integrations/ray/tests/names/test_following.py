@@ -31,7 +31,6 @@ def opened(folder: Path | None, names: str, **options: Any) -> KVStore:
 
 @pytest.fixture
 def pair(tmp_path: Path, names: str) -> Iterator[tuple[KVStore, KVStore]]:
-    """Two machines."""
     with ExitStack() as stack:
         stores = [opened(tmp_path / name, names) for name in ("one", "two")]
         for store in stores:

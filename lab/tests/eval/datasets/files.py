@@ -20,7 +20,6 @@ def listed(path: Path, records: Sequence[object]) -> Path:
 
 
 def qa(**changes: object) -> Fields:
-    """One question of a record."""
     return {"question": "Who rules Arn?", "answers": ["Oda Rime"]} | changes
 
 
