@@ -15,8 +15,7 @@ in floating point, ``keys.grid``, ``values.grid``, ``keys.codes`` and ``values.c
 lists what layers are unpacked to, each as [codec, keys, values] with types and shapes; ``layers`` says which of them each
 layer has.
 
-Any safetensors reader can open it. The digest covers the checksums and the checksums cover the layers, so that reading the
-head and one layer is enough to know that this layer is right.
+Any safetensors reader can open it. The digest covers the checksums and these the layers: the head and a layer prove the layer.
 """
 
 from __future__ import annotations
@@ -117,10 +116,7 @@ class EncodedChunk:
 
 
 def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
-    """Lay out the file of one chunk, on the CPU; StoreError if a tensor is of a type that the format does not know.
-
-    The store key is kept in the file so that a misplaced file is not mistaken for another chunk's.
-    """
+    """Lay out the file of one chunk, with its key; StoreError if a tensor is of a type that the format does not know."""
     tokens = pack_tokens(kv.token_ids)
     packed = pack_kv(kv, make_codec("native")) if isinstance(kv, ChunkKV) else kv
     tensors: dict[str, Any] = {}
@@ -299,14 +295,13 @@ class ChunkFile(KVReader):
             raise ChunkReadError(self.key, "its header does not match its digest")
         try:
             self._parse(header, body, unpack_tokens(data[body:tokens_end]))
-        # Its digest is right: somebody wrote it so. An `import` reads such files too.
+        # Its digest is right: somebody wrote it so.
         except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ChunkReadError(self.key, "its header is damaged") from error
         if size != self.file_bytes:
             raise ChunkReadError(self.key, f"the file has {size} bytes, but {self.file_bytes} were written")
 
     def _parse(self, header: dict[str, Any], body: int, token_ids: tuple[int, ...]) -> None:
-        # The digest matched: from here on the header is what was written, by some version of this library or by somebody else.
         metadata = header["__metadata__"]
         if metadata["format"] != _FORMAT:
             raise ChunkReadError(

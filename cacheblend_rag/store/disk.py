@@ -47,8 +47,7 @@ class DiskTier:
 
     A file is called by its key. It is written and synced outside its place, and brought there in the transaction that gives it
     its entry; it is removed in the one that drops the entry. So whatever a killed process leaves is a miss, or replaced by the
-    next file of that key. A new index begins with entries of the files that it finds, which no name leads to yet. `codec` packs
-    what is written; files are read whatever their codec.
+    next file of that key. A new index begins with entries of the files that it finds, which no name leads to yet.
     """
 
     def __init__(
@@ -120,8 +119,7 @@ class DiskTier:
     ) -> list[str]:
         """Write `kv` under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
 
-        `wanted` is called in the transaction that adds the entry; if it returns False, nothing is added. What is held already
-        lives until `expires_at` at least.
+        If `wanted`, called in the transaction that adds the entry, returns False, nothing is added. What is held lives longer.
         """
         now = self.clock()
         held = self.index.entry(valid_key(key))
@@ -233,9 +231,9 @@ class DiskTier:
         return write()
 
     def _share_bytes(self, nbytes: int) -> int:
-        """Return the budget where none was given: half of the disk's free space, what is held counted as free.
+        """Return the budget where none was given: half of the disk's free space, what is held counted as free, and room for this.
 
-        What is held is not dropped because others filled the disk, and there is always room for one chunk of `nbytes`.
+        What is held is not dropped because others filled the disk.
         """
         held_bytes = self.index.share()[1]
         with storing(self.folder.path):

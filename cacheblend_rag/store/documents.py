@@ -20,10 +20,7 @@ __all__ = ["Drafts", "NamedPiece", "document_of"]
 
 @dataclass(slots=True)
 class _Piece:
-    """A chunk of a document: the key that its name leads to, None where the name is new, and when its time to live is over.
-
-    More is to be written of it than its key where it `is_changed`.
-    """
+    """A chunk of a document: the key that its name leads to, None for a new one; where it `is_changed`, more is to be written."""
 
     member: Member
     text_hash: str
@@ -66,7 +63,7 @@ class NamedPiece(NamedTuple):
 class Drafts:
     """The documents of a namespace that some changes touch, as these leave them; `left` are the ids of chunks that leave theirs.
 
-    Nothing is written before `save`, so that what changes would lead to can be found out beforehand, by a connection that reads.
+    Nothing is written before `save`: what changes would lead to is found out by a connection that reads.
     """
 
     def __init__(self, connection: sqlite3.Connection, namespace: str, now: float = 0.0) -> None:
@@ -79,10 +76,7 @@ class Drafts:
         self._of: dict[str, str | None] = {}
 
     def put(self, records: Iterable[NodeRecord], rules: ReadingRules, expires_at: float | None) -> None:
-        """Put chunks into their documents, those of none out of the ones that they are in.
-
-        Their documents are read by `rules` from now on. Of several times when a chunk is over the latest counts.
-        """
+        """Put chunks into their documents, read by `rules` from now on, and those of none out of the ones that they are in."""
         for record in records:
             if not record.id:
                 continue
@@ -166,10 +160,10 @@ class Drafts:
         """Return how a document is read, and its chunks in the order in which they came."""
         self.load(document)
         draft, targets = self._drafts[document], self.targets()
-        found = []
-        for id, piece in draft.pieces.items():
-            found.append(NamedPiece(replace(targets[id].record, place=piece.member.place), piece.expires_at))
-        return draft.rules, found
+        return draft.rules, [
+            NamedPiece(replace(targets[id].record, place=piece.member.place), piece.expires_at)
+            for id, piece in draft.pieces.items()
+        ]
 
     def targets(self) -> dict[str, NamedTarget]:
         """Return by their ids all chunks of the documents, in reading order, and the context of each."""
@@ -200,27 +194,18 @@ class Drafts:
         return found
 
     def save(self, targets: Mapping[str, NamedTarget], recorded: Container[str] = ()) -> list[str]:
-        """Write the documents, and the keys of those names that are others now; return the keys that these had.
-
-        The names of the ids that are `recorded` have their keys already.
-        """
+        """Write the documents, and the keys of names but those `recorded` that are others now; return the keys that these had."""
         replaced = []
         execute = self._connection.execute
-        for id in self.left:
-            execute(
-                "DELETE FROM members WHERE seq = (SELECT seq FROM nodes WHERE namespace = ? AND id = ?)",
-                (self._namespace, id),
-            )
+        gone = "DELETE FROM members WHERE seq = (SELECT seq FROM nodes WHERE namespace = ? AND id = ?)"
+        self._connection.executemany(gone, ((self._namespace, id) for id in self.left))
         for draft in self._drafts.values():
             changed = [piece for piece in draft.pieces.values() if piece.is_changed]
             # Without a piece the document itself is gone, perhaps only just now.
-            number = (
-                _write_document(self._connection, self._namespace, draft.name, draft.rules)
-                if draft.pieces and (changed or draft.is_changed)
-                else None
-            )
-            for piece in changed:
-                _write_piece(self._connection, self._namespace, number, piece)
+            if draft.pieces and (changed or draft.is_changed):
+                number = _write_document(self._connection, self._namespace, draft.name, draft.rules)
+                for piece in changed:
+                    _write_piece(self._connection, self._namespace, number, piece)
             for id, piece in draft.pieces.items():
                 record = targets[id].record
                 if id not in recorded and (piece.key, piece.separator) != (record.key, record.separator):
@@ -291,7 +276,7 @@ def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> 
         yield id, _Piece(member, *name, arrival, source, bool(indexed))
 
 
-def _write_piece(connection: sqlite3.Connection, namespace: str, number: int | None, piece: _Piece) -> None:
+def _write_piece(connection: sqlite3.Connection, namespace: str, number: int, piece: _Piece) -> None:
     """Write the place of a chunk whose name is recorded."""
     place = piece.member.place
     ends = np.asarray(place.ends, dtype="<u4").tobytes()

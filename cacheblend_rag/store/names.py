@@ -44,8 +44,7 @@ class Names:
     is_shared = False
 
     def __init__(self, index: Index, now: Callable[[], float]) -> None:
-        self._database = index.database
-        self._now = now
+        self._database, self._rows, self._now = index.database, index.database.rows, now
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
@@ -54,15 +53,11 @@ class Names:
 
     def ids(self, namespace: str) -> list[str]:
         """Return all ids of a namespace, in the order they were first recorded."""
-        query = "SELECT id FROM nodes WHERE namespace = ? ORDER BY seq"
-        with self._database.read() as connection:
-            return [row[0] for row in connection.execute(query, (namespace,))]
+        return [id for (id,) in self._rows("SELECT id FROM nodes WHERE namespace = ? ORDER BY seq", namespace)]
 
     def revision(self) -> int:
         """Return a number that every change to a name raises, by any process; equal numbers mean that no name changed."""
-        with self._database.read() as connection:
-            (revision,) = connection.execute("SELECT ifnull(max(seq), 0) FROM changes").fetchone()
-        return int(revision)
+        return int(self._rows("SELECT ifnull(max(seq), 0) FROM changes")[0][0])
 
     def changes(self, namespace: str, since: int | None = None) -> NameChanges:
         """Return the names that changed since the call whose `mark` is given; by default, and if that was long ago, all names."""
@@ -82,9 +77,8 @@ class Names:
     def leading_to(self, key: str) -> str | None:
         """Return the tenant whose names lead to `key`, empty for none's; None if no name does."""
         query = "SELECT ifnull(tenant, '') FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ? LIMIT 1"
-        with self._database.read() as connection:
-            row = connection.execute(query, (key,)).fetchone()
-        return None if row is None else str(row[0])
+        found = self._rows(query, key)
+        return str(found[0][0]) if found else None
 
     def record(
         self,
@@ -121,8 +115,7 @@ class Names:
     ) -> bool:
         """Record names of a chunk that a prompt brought, whose KV is under `key`; return whether any name leads to that.
 
-        A name that is known by now keeps its text; those that were `known` may have been removed since. Nothing waits long for
-        this, nor for it to reach the disk.
+        A name that is known by now keeps its text; those that were `known` may have been removed since.
         """
         with self._database.write(wait=False, durable=False) as connection:
             keys = keys_of(connection, namespace, [*known, *(record.id for record in records)])
@@ -154,11 +147,13 @@ class Names:
 
     def indexed(self, namespace: str, sources: Iterable[str] | None = None) -> list[str]:
         """Return the ids that vector stores have, or those of them that were made of these sources."""
+        if sources is None:
+            return [
+                id
+                for (id,) in self._rows("SELECT id FROM nodes WHERE namespace = ? AND indexed ORDER BY seq", namespace)
+            ]
         with self._database.read() as connection:
-            if sources is not None:
-                return [id for source in sources for id in _made_of(connection, namespace, source, True)]
-            query = "SELECT id FROM nodes WHERE namespace = ? AND indexed ORDER BY seq"
-            return [row[0] for row in connection.execute(query, (namespace,))]
+            return [id for source in sources for id in _made_of(connection, namespace, source, True)]
 
     def rehearse(
         self,
@@ -239,10 +234,9 @@ class Names:
         )
         wanted = set(ids)
         spaces: dict[str, list[str]] = {}
-        with self._database.read() as connection:
-            for namespace, node in connection.execute(query, (tenant,)):
-                if node in wanted:
-                    spaces.setdefault(namespace, []).append(node)
+        for namespace, node in self._rows(query, tenant):
+            if node in wanted:
+                spaces.setdefault(namespace, []).append(node)
         return spaces
 
     def release(self, keys: Sequence[str]) -> Dropped:
