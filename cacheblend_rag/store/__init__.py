@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -229,10 +230,8 @@ class CheckReport:
 
     Attributes
     ----------
-    entries : int
-        Chunks whose KV is sound.
-    bytes : int
-        Size of their files.
+    entries, bytes : int
+        Chunks whose KV is sound, and the size of their files.
     names : int
         Names recorded.
     problems : list of str
@@ -312,12 +311,8 @@ class GarbageReport:
 
     Attributes
     ----------
-    expired : int
-        Entries whose time was over.
-    unnamed : int
-        Entries that no name led to.
-    orphans : int
-        Files that belonged to no entry.
+    expired, unnamed, orphans : int
+        Entries whose time was over, or that no name led to, and files that belonged to no entry.
     freed_bytes : int
         Size of the files removed.
     """
@@ -356,9 +351,9 @@ def collect_garbage(
     with existing_store(location, clock=clock) as tier:
         now, freed = tier.clock(), tier.index.share()[1]
         while keys := tier.index.expired(now, _AT_ONCE):
-            report.expired += len(tier.with_room(lambda keys=keys: tier.index.drop(keys)).keys)  # type: ignore[misc]
+            report.expired += len(tier.with_room(partial(tier.index.drop, keys)).keys)
         while unnamed_age_s is not None and (keys := tier.index.unnamed(now - unnamed_age_s, _AT_ONCE)):
-            report.unnamed += len(tier.with_room(lambda keys=keys: tier.index.drop(keys)).keys)  # type: ignore[misc]
+            report.unnamed += len(tier.with_room(partial(tier.index.drop, keys)).keys)
         report.freed_bytes = freed - tier.index.share()[1]
         for key, nbytes in tier.folder.files():
             # A file has its entry before others see it, or has none because its writer was killed.

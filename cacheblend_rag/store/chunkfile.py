@@ -72,7 +72,6 @@ _HEAD_GUESS_BYTES = 32 * 1024
 # Many times what any model's take; what a file says beyond is not even read.
 _LONGEST_HEADER_BYTES = 512 * 1024
 _MOST_TOKENS = 2 * 1024**2
-_PIECE_BYTES = 1024**2
 # Of 2 bits a number, float32.
 _MOST_UNPACKED = 16
 
@@ -251,25 +250,17 @@ class ChunkFile(KVReader):
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         view = buffer.numpy().data
         self._read_all(view, self._body + begin, f"layer {index} ends too early")
-        self._check(index, xxhash.xxh3_64_hexdigest(view))
+        if xxhash.xxh3_64_hexdigest(view) != self._checksums[index]:
+            raise ChunkReadError(self.key, f"layer {index} does not match its checksum")
         parts = {
             name: _cut(buffer, tensor["data_offsets"][0] - begin, tensor) for name, tensor in layer.tensors.items()
         }
         return PackedLayer(layer.codec, layer.key_form, layer.value_form, parts)
 
     def verify(self) -> None:
-        """Read every layer, a piece at a time."""
-        longest_bytes = max((layer.nbytes for layer in self._layers), default=0)
-        buffer = memoryview(bytearray(min(longest_bytes, _PIECE_BYTES)))
-        for index, layer in enumerate(self._layers):
-            checksum = xxhash.xxh3_64()
-            place, end = self._body + layer.begin, self._body + layer.begin + layer.nbytes
-            while place < end:
-                view = buffer[: end - place]
-                self._read_all(view, place, f"layer {index} ends too early")
-                checksum.update(view)
-                place += len(view)
-            self._check(index, checksum.hexdigest())
+        """Read every layer."""
+        for index in range(self.num_layers):
+            self.packed_layer(index)
 
     def _read_head(self) -> None:
         size = self._source.size
@@ -342,10 +333,6 @@ class ChunkFile(KVReader):
             raise ChunkReadError(self.key, reason, damaged=not passes) from error
         if count < len(view):
             raise ChunkReadError(self.key, f"{otherwise}, at byte {offset + count}")
-
-    def _check(self, index: int, checksum: str) -> None:
-        if checksum != self._checksums[index]:
-            raise ChunkReadError(self.key, f"layer {index} does not match its checksum")
 
 
 @dataclass(frozen=True, slots=True)

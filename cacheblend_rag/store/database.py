@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import threading
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.folder import StoreFolder, let_go, storing
+from cacheblend_rag.store.folder import StoreFolder, locked, storing
 
 __all__ = ["DamagedIndexError", "Database"]
 
@@ -284,25 +283,14 @@ class Database:
     def _alone(self) -> Iterator[None]:
         """Keep other processes and threads from opening the index, or setting it aside."""
         assert self.folder is not None
-        with storing(self.folder.path):
-            self.folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(self.folder.path / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        until = time.monotonic() + self._lock_timeout_s
-        try:
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise StoreError(
-                            f"another process has been opening the store in {self.folder.path} for more than "
-                            f"{self._lock_timeout_s:g} s; end it"
-                        ) from None
-                    time.sleep(0.005)
+        path = self.folder.path
+        with storing(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        otherwise = (
+            f"another process has been opening the store in {path} for more than {self._lock_timeout_s:g} s; end it"
+        )
+        with locked(path / "store.lock", time.monotonic() + self._lock_timeout_s, otherwise):
             yield
-        finally:
-            let_go(fd)
 
     def _set_aside(self, error: Exception) -> None:
         """Give the index another name; the caller is alone."""

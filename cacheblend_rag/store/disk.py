@@ -29,9 +29,8 @@ _log = getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Recency is written when this many uses have gathered and the last time is this long ago, or on the next write.
-_TOUCHES_KEPT = 256
-_TOUCH_S = 1.0
+# Recency is written when this many uses have gathered, or on the next write.
+_TOUCHES_KEPT = 1024
 # How often room is made for one write: what another program fills is not worth the whole store.
 _ROOM_MADE = 4
 
@@ -70,7 +69,6 @@ class DiskTier:
         self._told: set[str] = set()
         self._lock = threading.Lock()
         self._touched: OrderedDict[str, None] = OrderedDict()
-        self._touched_at = time.monotonic()
         # Whether room is set aside, or need not be.
         self._has_reserve = True
         # Keys that were discarded where they could not be removed.
@@ -264,26 +262,17 @@ class DiskTier:
         with self._lock:
             self._touched[key] = None
             self._touched.move_to_end(key)
-            due = len(self._touched) >= _TOUCHES_KEPT and time.monotonic() - self._touched_at > _TOUCH_S
-        if due:
+            is_due = len(self._touched) >= _TOUCHES_KEPT
+        if is_due:
             self.flush()
 
     def flush(self) -> None:
         """Write the recency of what was used, unless others write: losing it costs but a worse choice of what to evict."""
         with self._lock:
             touched, self._touched = list(self._touched), OrderedDict()
-            self._touched_at = time.monotonic()
-        if not touched:
-            return
-        try:
-            self.index.touch(touched)
-        except StoreError as error:
-            _log.debug("recency of %d chunks not written: %s", len(touched), error)
-            with self._lock:
-                # What was used meanwhile is more recent.
-                self._touched = OrderedDict.fromkeys(
-                    [key for key in touched if key not in self._touched] + list(self._touched)
-                )
+        with suppress(StoreError):
+            if touched:
+                self.index.touch(touched)
 
     def close(self) -> None:
         """Write what is left to write and release files and connections."""

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 
-__all__ = ["RESERVE_BYTES", "StoreFolder", "is_out_of_room", "let_go", "storing", "valid_key"]
+__all__ = ["RESERVE_BYTES", "StoreFolder", "is_out_of_room", "let_go", "locked", "storing", "valid_key"]
 
 _FORMAT = "cacheblend-rag store"
 _VERSION = 3
@@ -42,6 +42,7 @@ _SUFFIX = ".safetensors"
 # Nobody writes a file for longer.
 _LEFT_S = 3600.0
 RESERVE_BYTES = 128 * 1024
+_POLL_S = 0.002
 
 
 def valid_key(key: str) -> str:
@@ -237,6 +238,24 @@ class StoreFolder:
                 "remove the folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
             )
         return True
+
+
+@contextmanager
+def locked(path: Path, until: float, otherwise: str) -> Iterator[None]:
+    """Hold a lock file, which is made if need be; StoreError if another process holds it until that `time.monotonic`."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise StoreError(otherwise) from None
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        let_go(fd)
 
 
 def let_go(fd: int) -> None:

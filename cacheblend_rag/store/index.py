@@ -15,8 +15,6 @@ from cacheblend_rag.store.folder import StoreFolder
 
 __all__ = ["AT_ONCE", "Dropped", "Entry", "Index", "claim", "drop_entries", "pinned_bytes"]
 
-# Other processes that saw fewer deletions than are kept look through all they hold.
-_DELETIONS_KEPT = 4096
 # Expired entries dropped on the way by one addition, and as many that nobody has named; `gc` drops the others.
 _OLD_A_TIME = 64
 AT_ONCE = 200
@@ -107,6 +105,9 @@ CREATE TRIGGER node_change_noted AFTER UPDATE OF key, text_hash, token_ids ON no
 END;
 CREATE TRIGGER node_removal_noted AFTER DELETE ON nodes BEGIN
     INSERT INTO changes (node) VALUES (old.seq);
+END;
+CREATE TRIGGER deletions_forgotten AFTER INSERT ON deletions BEGIN
+    DELETE FROM deletions WHERE seq <= new.seq - 4096;
 END;
 CREATE TRIGGER changes_forgotten AFTER INSERT ON changes BEGIN
     DELETE FROM changes WHERE seq <= new.seq - 10000;
@@ -223,7 +224,6 @@ class Index:
                 drop_entries(connection, old, dropped)
             _insert(connection, key, entry)
             _make_room(connection, key, limit_bytes, dropped)
-            _forget_old_deletions(connection)
             place()
         return dropped
 
@@ -246,7 +246,6 @@ class Index:
         dropped = Dropped()
         with self.database.write(wait) as connection:
             drop_entries(connection, keys, dropped)
-            _forget_old_deletions(connection)
         return dropped
 
     def expired(self, now: float, limit: int) -> list[str]:
@@ -277,7 +276,6 @@ class Index:
             # KV may be in RAM alone or in a remote tier, without an entry.
             dropped.keys += dict.fromkeys(key for _, key in nodes)
             drop_entries(connection, [key for (key,) in keys], dropped)
-            _forget_old_deletions(connection)
             # Of names that machines share, others may have recorded some of these meanwhile: all are read again.
             connection.execute("UPDATE shared SET birth = '', position = 0")
         return dropped
@@ -367,10 +365,6 @@ def _oldest(
             nbytes -= victim[1]
     oldest.close()
     return victims, nbytes
-
-
-def _forget_old_deletions(connection: sqlite3.Connection) -> None:
-    connection.execute("DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,))
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:

@@ -55,10 +55,9 @@ class KVStore:
     names may share one key. KV that no name maps to may be kept until room is needed. All methods may be called from any thread.
 
     A time to live, `ttl_s`, makes KV a miss once it is over; None is for ever. Of several times asked for the longest counts.
-    Names stay.
 
-    The remote tier gets a copy of what is put, in the background, and keeps it when there is no more room here; what is found
-    there alone is read from there, and kept here. Only KV without a time to live goes there.
+    The remote tier gets a copy of what is put for ever, in the background, and keeps it when there is no more room here; what is
+    found there alone is read from there, and kept here.
 
     `path` is the folder, if there is one and it may be written; `is_private` says whether the store's contents end with this
     process and are reachable through this object alone.
@@ -161,14 +160,13 @@ class KVStore:
         """
         self._check(key)
         miss = _Miss(kv, tenant, self._expires_at(ttl_s))
-        ids = [*(record.id for record in records), *known]
+        record_met = partial(self._names.record_met, namespace, tenant, key, records, known)
         try:
-            record_met = partial(self._names.record_met, namespace, tenant, key, records, known)
             if not self._tiers.with_room(record_met):
                 return True
         except StoreError as error:
             self._fail(error)
-            self._keep_tied(key, miss, (namespace, ids[0], None))
+            self._keep_tied(key, miss, (namespace, [*(record.id for record in records), *known][0], None))
             return True
         if not self._waiting.limit_bytes or self._tiers.disk is None:
             self._write(key, miss)
@@ -208,8 +206,7 @@ class KVStore:
     ) -> None:
         """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted.
 
-        It may be `tied` to what is in a namespace: to an id, or to a source, with whose last chunk it goes; where these are
-        deleted or replaced through this object, it goes at once.
+        It may be `tied` to an id in a namespace, or to a source: it goes when that is deleted or replaced through this object.
         """
         self._check(key)
         if tied is not None and tied[1] and self._names.lookup(tied[0], [tied[1]]) == [None]:
@@ -280,9 +277,8 @@ class KVStore:
     ) -> None:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped.
 
-        Chunks with a place are put into their documents, which are then read by `rules`. So the keys of the chunks after them
-        change too, all in one transaction; a record's own key is recomputed from its context at that time. What else there is in
-        their documents is removed with it if the records are all that these have: if they are `whole`.
+        Chunks with a place are put into their documents, which are then read by `rules`; in the same transaction the keys of the
+        chunks after them change. What else is in these documents goes if the records are `whole`.
         """
         records = list(records)
         if records:

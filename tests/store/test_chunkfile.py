@@ -56,7 +56,6 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for x, y in zip(views[:3], views[3:], strict=True) for a, b in zip(x, y, strict=True))
     assert (back.token_ids, back.start, back.layers[0].keys.dtype) == (kv.token_ids, kv.start, dtype)
     assert (file.file_bytes, file.kv_bytes) == (len(data), kv.nbytes)
-    assert encode_chunk(KEY, kv).digest == file.digest
 
 
 def test_layers_in_any_order_and_of_any_layout(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ class _RedisSource:
         if offset + wanted <= len(self._head):
             view[:wanted] = self._head[offset : offset + wanted]
             return wanted
-        return self._tier.read(self._name, view[:wanted], offset)
+        return self._tier.read(self._name, view[:wanted], offset) if wanted else 0
 
 
 def _name(key: str) -> str:

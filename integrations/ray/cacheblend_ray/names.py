@@ -6,14 +6,12 @@ one machine is therefore what the next look-up finds on any other; where the tru
 
 from __future__ import annotations
 
-import fcntl
-import os
 import random
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
 from cacheblend_rag.store.documents import Drafts, NamedPiece
-from cacheblend_rag.store.folder import let_go
+from cacheblend_rag.store.folder import locked
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import (
     NamesSource,
@@ -42,7 +40,6 @@ Result = TypeVar("Result")
 
 # How long a look-up waits for another one of this machine to bring the names up to date.
 _PATIENCE_S = 5.0
-_POLL_S = 0.002
 # How long a change is tried that others are always quicker than, and the first wait.
 _TRY_S, _FIRST_WAIT_S, _LONGEST_WAIT_S = 30.0, 0.002, 0.1
 # What is removed for all machines in one step.
@@ -262,26 +259,9 @@ class LoggedNames(SharedNames):
             self._holder.is_here = False
             self._lock.release()
 
-    @contextmanager
-    def _alone_in_folder(self, until: float) -> Iterator[None]:
-        if self._path is None:
-            yield
-            return
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise StoreError(
-                            f"the names at {self._log.location} are being read for too long by another process; try again"
-                        ) from None
-                    time.sleep(_POLL_S)
-            yield
-        finally:
-            let_go(fd)
+    def _alone_in_folder(self, until: float) -> AbstractContextManager[None]:
+        otherwise = f"the names at {self._log.location} are being read for too long by another process; try again"
+        return nullcontext() if self._path is None else locked(self._path, until, otherwise)
 
 
 def _held(drafts: Drafts, unit: UnitName) -> list[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
-from cacheblend_rag.store.remote import RemoteTier, cut
+from cacheblend_rag.store.remote import RemoteTier
 from tests.store.kit import key_of, make_kv, read, same
 from tests.store.remote.conftest import Opener
 
@@ -94,21 +94,6 @@ def test_any_range_in_any_parts(opener: Opener) -> None:
         tier.drop([key_of(9)])
 
     check()
-
-
-@given(sizes=st.lists(st.integers(0, 50), max_size=8), part_bytes=st.integers(1, 60))
-def test_parts(sizes: list[int], part_bytes: int) -> None:
-    buffers = [memoryview(os.urandom(size)) for size in sizes]
-    parts = [bytes(part) for part in cut(buffers, part_bytes)]
-    assert b"".join(parts) == b"".join(buffers)
-    assert all(len(part) == part_bytes for part in parts[:-1]) and 0 not in map(len, parts)
-
-
-def test_a_part_within_one_buffer_is_not_copied() -> None:
-    buffer = bytearray(100)
-    parts = list(cut([memoryview(buffer)], 50))
-    buffer[:] = b"x" * 100
-    assert [bytes(part) for part in parts] == [b"x" * 50] * 2
 
 
 @pytest.mark.parametrize(
