@@ -341,18 +341,10 @@ class Ingest:
                 del part
 
     def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None, whole: bool) -> None:
-        evictions = self._store.evictions()
         for text, kv in batch:
             self._put(text, kv, [target.lives_s for target in text.names])
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
         self._name(naming.ready(text for text, _ in batch), ttl_s, whole)
-        # Until it had its own name, KV could lose the last of its others. What made room for the batch's own is not put again.
-        if self._store.evictions() != evictions:
-            return
-        held = self._store.holds([text.key for text, _ in batch])
-        for (text, kv), there in zip(batch, held, strict=True):
-            if not there and any(target.record.id for target in text.names):
-                self._put(text, kv, [target.lives_s for target in text.names])
 
     def _store_late(self, batch: Batch, *, missed: bool = False) -> None:
         """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now.

@@ -112,10 +112,6 @@ class KVStore:
         """Return what `deed` returns, which changes names; where machines share them, for all."""
         return deed() if self._shared is None else self._shared.change(deed)
 
-    def evictions(self, tenant: str | None = None) -> int:
-        """Return how many entries were dropped for room since the store was opened, as `stats` has it; cheap."""
-        return self._tiers.evictions(tenant)
-
     def probes(self) -> list[TierProbe]:
         """Return what puts chunks into each tier only to measure how fast they are read."""
         return self._tiers.probes()

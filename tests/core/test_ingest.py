@@ -153,18 +153,6 @@ def test_a_text_of_another_name_outlives_a_deletion(engine: BlendEngine, monkeyp
     assert held(engine) == {"twin": True}
 
 
-def test_kv_that_loses_a_name_too_soon_is_stored_again(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = engine._store.name
-
-    def release_then_name(namespace: str, records: list[object], **options: Any) -> None:
-        engine._store.release([record.key for record in records])  # type: ignore[attr-defined]
-        name(namespace, records, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine._store, "name", release_then_name)
-    engine.add(CHUNKS)
-    assert all(held(engine).values())
-
-
 Step = tuple[str, int, int]
 
 

@@ -192,7 +192,7 @@ def test_a_pin_follows_the_name_to_its_new_key(make_engine: MakeEngine, tmp_path
     many = [Text.of(f"e{number}", [9, 9], [0], number) for number in range(20)]
     for text in many:
         engine.add(text.chunks)
-    assert engine._store.evictions()
+    assert engine.store.stats().evictions
     assert distance(engine, "d-2", TEXT.context(2, range(3))) < TOLERANCE
     # The old key's KV is gone, and its room is given back.
     assert engine._store.stats().pinned_bytes > 0
