@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.documents.embedding import Embedding, packaged_minilm
+from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.library import (
     Library,
     LibrarySettings,
@@ -26,7 +26,6 @@ __all__ = [
     "open_chroma",
     "open_library",
     "open_to_clear",
-    "packaged_minilm",
     "passage_config",
     "read_passages",
 ]

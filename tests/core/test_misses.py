@@ -115,8 +115,8 @@ def test_a_folder_tells_evicted_damaged_and_expired_apart_from_unknown(tmp_path:
     store = open_store(tmp_path, 0, clock=lambda: now[0])
     with closing(store), open_engine(store) as engine:
         engine.add(CHUNKS[:2])
-        engine.add([CHUNKS[2]], ttl_s=10)
         files = files_of(tmp_path)
+        engine.add([CHUNKS[2]], ttl_s=10)
         files[0].write_bytes(files[0].read_bytes()[:40])
         now[0] += 20
         reasons = ask(engine, *CHUNKS)
