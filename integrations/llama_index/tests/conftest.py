@@ -29,6 +29,7 @@ from llama_index_cacheblend.nodes import node_chunks
 from tests.limits import one_thread as one_thread
 
 MakeLLM = Callable[..., BlendLLM]
+Nodes = list[NodeWithScore]
 
 # At 1 the engine prefills as a whole. This rounds to every row of these short chunks, so that an answer is exact and blended.
 EVERY_ROW = 0.999
@@ -127,7 +128,7 @@ def own_answer(llm: BlendLLM, ids: Sequence[int]) -> list[int]:
     return output[0, len(ids) :].tolist()
 
 
-def add(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def add(llm: BlendLLM, nodes: Nodes) -> None:
     llm.engine.add(node_chunks(each.node for each in nodes))
 
 
@@ -174,7 +175,7 @@ def embedding() -> WordEmbedding:
 
 
 @pytest.fixture
-def nodes() -> list[NodeWithScore]:
+def nodes() -> Nodes:
     return [NodeWithScore(node=TextNode(id_=f"n{n}", text=text), score=1 - n / 10) for n, text in enumerate(FACTS)]
 
 

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from llama_index.core import VectorStoreIndex
 from llama_index.core.query_engine import CustomQueryEngine
-from llama_index.core.schema import NodeWithScore
 
 from cacheblend_attachments import calibrate as calibrate_prompts
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from integrations.llama_index.tests.conftest import WordEmbedding
+from integrations.llama_index.tests.conftest import Nodes, WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, calibrate, install
 from llama_index_cacheblend.report import Calls
 
@@ -20,7 +19,7 @@ ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "target": 0.3, "max_new_tokens": 
 
 
 @pytest.fixture
-def index(nodes: list[NodeWithScore], embedding: WordEmbedding) -> VectorStoreIndex:
+def index(nodes: Nodes, embedding: WordEmbedding) -> VectorStoreIndex:
     return VectorStoreIndex([each.node for each in nodes], embed_model=embedding)
 
 

@@ -15,7 +15,6 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChat
 from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer, Memory
 from llama_index.core.postprocessor import SimilarityPostprocessor
-from llama_index.core.schema import NodeWithScore
 from llama_index.core.storage.chat_store.base_db import MessageStatus
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -23,7 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from cacheblend_attachments import SourceAttention
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from integrations.llama_index.tests.conftest import EventLog, MakeLLM, WordEmbedding, own_answer
+from integrations.llama_index.tests.conftest import EventLog, MakeLLM, Nodes, WordEmbedding, own_answer
 from integrations.llama_index.tests.corpus import corpus
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
@@ -126,7 +125,7 @@ def test_at_ratio_1_all_forms_say_what_generate_says_and_what_compact_mode_says(
             assert len(response.source_nodes) == 3
 
 
-def _shown(nodes: list[NodeWithScore]) -> list[tuple[str, float | None, str]]:
+def _shown(nodes: Nodes) -> list[tuple[str, float | None, str]]:
     return [(each.node_id, each.score, each.node.get_content()) for each in nodes]
 
 

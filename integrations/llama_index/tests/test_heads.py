@@ -9,10 +9,9 @@ from llama_index.core import SummaryIndex
 from llama_index.core.llms import ChatMessage, MessageRole
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
-from llama_index.core.schema import NodeWithScore
 
 from cacheblend_rag import Chunk, FixedText
-from integrations.llama_index.tests.conftest import MakeLLM, add
+from integrations.llama_index.tests.conftest import MakeLLM, Nodes, add
 from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendSynthesizer
 from llama_index_cacheblend.context import make_context_prompt
 
@@ -91,7 +90,7 @@ def _text_model(make_llm: MakeLLM) -> BlendLLM:
     return _made.setdefault("text", make_llm(is_chat_model=False))
 
 
-def test_a_synthesizer_keeps_the_head(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+def test_a_synthesizer_keeps_the_head(make_llm: MakeLLM, nodes: Nodes) -> None:
     llm = make_llm()
     add(llm, nodes)
     synthesizer = BlendSynthesizer(llm=llm)
@@ -103,7 +102,7 @@ def test_a_synthesizer_keeps_the_head(make_llm: MakeLLM, nodes: list[NodeWithSco
     llm.engine.delete([name])
 
 
-def test_no_turn_of_a_chat_is_declared_fixed(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+def test_no_turn_of_a_chat_is_declared_fixed(make_llm: MakeLLM, nodes: Nodes) -> None:
     llm = make_llm()
     add(llm, nodes)
     index = SummaryIndex([each.node for each in nodes])

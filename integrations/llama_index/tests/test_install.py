@@ -21,11 +21,10 @@ from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode, factory
-from llama_index.core.schema import NodeWithScore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from cacheblend_rag.errors import ConfigError
-from integrations.llama_index.tests.conftest import WordEmbedding
+from integrations.llama_index.tests.conftest import Nodes, WordEmbedding
 from llama_index_cacheblend import (
     BlendContextChatEngine,
     BlendLLM,
@@ -52,9 +51,7 @@ def holders() -> dict[str, Any]:
 
 
 @pytest.fixture
-def index(
-    llm: BlendLLM, chroma: ChromaVectorStore, nodes: list[NodeWithScore], embedding: WordEmbedding
-) -> VectorStoreIndex:
+def index(llm: BlendLLM, chroma: ChromaVectorStore, nodes: Nodes, embedding: WordEmbedding) -> VectorStoreIndex:
     store = BlendVectorStore(chroma, engine=llm.engine)
     return VectorStoreIndex(
         [each.node for each in nodes],
@@ -114,7 +111,7 @@ def test_query_engine_on_plain_chroma(index: VectorStoreIndex, llm: BlendLLM) ->
     assert response.metadata["blend"]["hits"] == 3
 
 
-def test_other_doors(index: VectorStoreIndex, llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_other_doors(index: VectorStoreIndex, llm: BlendLLM, nodes: Nodes) -> None:
     install()
     retriever = index.as_retriever(similarity_top_k=2)
     engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode="blend")
@@ -128,7 +125,7 @@ def test_other_doors(index: VectorStoreIndex, llm: BlendLLM, nodes: list[NodeWit
     assert summary.query(QUESTION).metadata["blend"]["hits"] == len(nodes)
 
 
-def test_options_of_the_factory_arrive(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_options_of_the_factory_arrive(llm: BlendLLM, nodes: Nodes) -> None:
     install()
     helper = PromptHelper(context_window=900, num_output=20, tokenizer=str.split)
     synthesizer = llama_index.core.get_response_synthesizer(
@@ -139,7 +136,7 @@ def test_options_of_the_factory_arrive(llm: BlendLLM, nodes: list[NodeWithScore]
 
 
 @pytest.mark.parametrize("kind", ["summary", "keyword", "tree", "tree leaves"])
-def test_indices_without_vectors_blend_what_they_retrieve(llm: BlendLLM, nodes: list[NodeWithScore], kind: str) -> None:
+def test_indices_without_vectors_blend_what_they_retrieve(llm: BlendLLM, nodes: Nodes, kind: str) -> None:
     install()
     plain = [each.node for each in nodes]
     index = {
@@ -160,7 +157,7 @@ def test_indices_without_vectors_blend_what_they_retrieve(llm: BlendLLM, nodes: 
 
 # LlamaIndex has given this index up, and people still have it.
 @pytest.mark.filterwarnings("ignore:Call to deprecated class")
-def test_indices_that_rewrite_are_refused(llm: BlendLLM, nodes: list[NodeWithScore], embedding: WordEmbedding) -> None:
+def test_indices_that_rewrite_are_refused(llm: BlendLLM, nodes: Nodes, embedding: WordEmbedding) -> None:
     def triplets(text: str) -> list[tuple[str, str, str]]:
         first, *_, last = text.split()
         return [(first, "is", last)]

@@ -8,13 +8,13 @@ from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.schema import QueryBundle
 from llama_index.core.vector_stores import SimpleVectorStore
 
 from cacheblend_lab.reference import load_model, load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from integrations.llama_index.tests.conftest import EVERY_ROW, EventLog, MakeLLM, WordEmbedding, own_answer
+from integrations.llama_index.tests.conftest import EVERY_ROW, EventLog, MakeLLM, Nodes, WordEmbedding, own_answer
 from integrations.llama_index.tests.corpus import corpus
 from llama_index_cacheblend import BlendLLM, BlendVectorStore, install
 
@@ -95,9 +95,7 @@ async def test_every_form_answers_as_the_model_itself_and_as_compact_mode(
 class Reversed(BaseNodePostprocessor):
     """Reranks: the last comes first."""
 
-    def _postprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
-    ) -> list[NodeWithScore]:
+    def _postprocess_nodes(self, nodes: Nodes, query_bundle: QueryBundle | None = None) -> Nodes:
         return nodes[::-1]
 
 

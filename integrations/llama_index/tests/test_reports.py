@@ -16,13 +16,12 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import CustomQueryEngine, RouterQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
-from llama_index.core.schema import NodeWithScore
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
 from cacheblend_attachments import inspector_page
 from cacheblend_rag.errors import ConfigError
-from integrations.llama_index.tests.conftest import EventLog, WordEmbedding
+from integrations.llama_index.tests.conftest import EventLog, Nodes, WordEmbedding
 from llama_index_cacheblend import BlendLLM, install, uninstall
 from llama_index_cacheblend.report import AnswerReport
 
@@ -40,7 +39,7 @@ def _installed(_not_installed: None) -> None:
 
 
 @pytest.fixture
-def index(nodes: list[NodeWithScore], embedding: WordEmbedding) -> VectorStoreIndex:
+def index(nodes: Nodes, embedding: WordEmbedding) -> VectorStoreIndex:
     return VectorStoreIndex([each.node for each in nodes], embed_model=embedding)
 
 

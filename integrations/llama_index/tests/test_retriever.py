@@ -11,13 +11,13 @@ from llama_index.core import VectorStoreIndex
 from llama_index.core.llms import MockLLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.schema import QueryBundle
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from integrations.llama_index.tests.conftest import WordEmbedding
+from integrations.llama_index.tests.conftest import Nodes, WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendRetriever, BlendSynthesizer
 from llama_index_cacheblend.nodes import node_chunks
 
@@ -26,7 +26,7 @@ QUESTION = "Where was Mara Lindell born?"
 
 @pytest.fixture
 def disk_llm(
-    tmp_path: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, nodes: list[NodeWithScore]
+    tmp_path: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, nodes: Nodes
 ) -> Iterator[BlendLLM]:
     """A model whose chunks are on disk, and nothing in RAM."""
     settings = engine_settings(recompute_ratio=0.15, self_check=False, selector="hkvd")
@@ -37,7 +37,7 @@ def disk_llm(
 
 
 @pytest.fixture
-def index(nodes: list[NodeWithScore], embedding: WordEmbedding) -> VectorStoreIndex:
+def index(nodes: Nodes, embedding: WordEmbedding) -> VectorStoreIndex:
     return VectorStoreIndex([each.node for each in nodes], embed_model=embedding)
 
 
@@ -48,9 +48,7 @@ class Waits(BaseNodePostprocessor):
     keeps: int = 3
     found_s: float = -1.0
 
-    def _postprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
-    ) -> list[NodeWithScore]:
+    def _postprocess_nodes(self, nodes: Nodes, query_bundle: QueryBundle | None = None) -> Nodes:
         started = time.monotonic()
         while not self.ram_bytes() and time.monotonic() < started + 60:
             time.sleep(0.01)

@@ -17,13 +17,12 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.response_synthesizers import CompactAndRefine
-from llama_index.core.schema import NodeWithScore
 from llama_index.core.types import PydanticProgramMode
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StructuredOutputError
-from integrations.llama_index.tests.conftest import EventLog, MakeLLM, add
+from integrations.llama_index.tests.conftest import EventLog, MakeLLM, Nodes, add
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, install
 
 QUESTION = "Where was Mara Lindell born?"
@@ -95,7 +94,7 @@ async def test_structured_streams_end_with_the_whole_object(writing: MakeLLM) ->
         ("{name: Oslo}", "Invalid JSON"),
     ],
 )
-async def test_a_model_that_writes_others(writing: MakeLLM, nodes: list[NodeWithScore], text: str, why: str) -> None:
+async def test_a_model_that_writes_others(writing: MakeLLM, nodes: Nodes, text: str, why: str) -> None:
     llm = writing(text)
     template = PromptTemplate("Where was {name} born?")
     synthesizer = BlendSynthesizer(llm=llm, output_cls=Place)
@@ -120,7 +119,7 @@ async def test_a_model_that_writes_others(writing: MakeLLM, nodes: list[NodeWith
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 @pytest.mark.parametrize("given", ["output_cls", "structured model"])
-async def test_objects(writing: MakeLLM, nodes: list[NodeWithScore], events: EventLog, chat: bool, given: str) -> None:
+async def test_objects(writing: MakeLLM, nodes: Nodes, events: EventLog, chat: bool, given: str) -> None:
     install()
     llm = writing(JSON, is_chat_model=chat, system_prompt="Speak plainly.")
     add(llm, nodes)
@@ -144,7 +143,7 @@ async def test_objects(writing: MakeLLM, nodes: list[NodeWithScore], events: Eve
         assert response.metadata["blend"]["hits"] == len(nodes)
 
 
-def test_the_schema_stands_outside_the_chunks(writing: MakeLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
+def test_the_schema_stands_outside_the_chunks(writing: MakeLLM, nodes: Nodes, events: EventLog) -> None:
     llm = writing(JSON)
     BlendSynthesizer(llm=llm, output_cls=Place).synthesize(QUESTION, nodes)
     (start,) = events.of(LLMChatStartEvent)

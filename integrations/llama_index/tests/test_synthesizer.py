@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, BlendPrompt, EngineConfig
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
-from integrations.llama_index.tests.conftest import EventLog, MakeLLM, add
+from integrations.llama_index.tests.conftest import EventLog, MakeLLM, Nodes, add
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
     BlendContextChatEngine,
@@ -66,7 +66,7 @@ def answers(events: EventLog) -> list[Any]:
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_compact(make_llm: MakeLLM, nodes: list[NodeWithScore], events: EventLog, template: str, chat: bool) -> None:
+def test_compact(make_llm: MakeLLM, nodes: Nodes, events: EventLog, template: str, chat: bool) -> None:
     llm = make_llm(is_chat_model=chat, system_prompt="Speak plainly.")
     add(llm, nodes)
     options = {"text_qa_template": TEMPLATES[template]} if TEMPLATES[template] else {}
@@ -89,17 +89,8 @@ def test_compact(make_llm: MakeLLM, nodes: list[NodeWithScore], events: EventLog
     assert {key: blend.metadata[key] for key in compact.metadata} == compact.metadata
 
 
-def test_the_prompt_is_compacts_prompt_id_for_id(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
-    CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
-    BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes)
-    theirs, ours = events.of(LLMChatStartEvent)
-    assert ours.messages == theirs.messages
-    whole = BlendPrompt(segments=[llm.messages_to_prompt(theirs.messages)])
-    assert llm.engine.prompt_ids(ours.additional_kwargs["blend_prompt"]) == llm.engine.prompt_ids(whole)
-
-
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
-async def test_all_four_forms_answer_alike(make_llm: MakeLLM, nodes: list[NodeWithScore], chat: bool) -> None:
+async def test_all_four_forms_answer_alike(make_llm: MakeLLM, nodes: Nodes, chat: bool) -> None:
     llm = make_llm(recompute_ratio=0.3, is_chat_model=chat)
     add(llm, nodes)
     plain, streaming = BlendSynthesizer(llm=llm), BlendSynthesizer(llm=llm, streaming=True)
@@ -126,7 +117,7 @@ async def test_all_four_forms_answer_alike(make_llm: MakeLLM, nodes: list[NodeWi
         assert response.source_nodes == nodes
 
 
-async def test_events_are_compacts(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
+async def test_events_are_compacts(llm: BlendLLM, nodes: Nodes, events: EventLog) -> None:
     seen: list[list[str]] = []
     for kind in (CompactAndRefine, BlendSynthesizer):
         for asynchronous in (False, True):
@@ -163,7 +154,7 @@ def test_nodes_with_metadata_and_space_around(llm: BlendLLM, events: EventLog) -
     assert blend.metadata["blend"]["hits"] == 2
 
 
-def test_called_without_nodes(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_called_without_nodes(llm: BlendLLM, nodes: Nodes) -> None:
     synthesizer = BlendSynthesizer(llm=llm)
     report: dict[str, Any] = {}
     text = synthesizer.get_response(QUESTION, [each.node.text for each in nodes], blend_report=report)
@@ -184,11 +175,7 @@ async def test_nothing_retrieved(llm: BlendLLM) -> None:
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 async def test_what_the_window_has_no_room_for_is_refined(
-    make_llm: MakeLLM,
-    make_model: Callable[..., LlamaForCausalLM],
-    nodes: list[NodeWithScore],
-    events: EventLog,
-    chat: bool,
+    make_llm: MakeLLM, make_model: Callable[..., LlamaForCausalLM], nodes: Nodes, events: EventLog, chat: bool
 ) -> None:
     qa = PromptTemplate("{context_str}\nQ: {query_str}\nA:")
     refine = PromptTemplate("{context_msg}\nQ: {query_str}\nSo far: {existing_answer}\nA:")
@@ -242,7 +229,7 @@ def narrow(make_llm: MakeLLM, make_model: Callable[..., LlamaForCausalLM]) -> Bl
 
 
 @pytest.mark.parametrize("place", [0, 2, 5])
-def test_too_long(narrow: BlendLLM, nodes: list[NodeWithScore], place: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_long(narrow: BlendLLM, nodes: Nodes, place: int, caplog: pytest.LogCaptureFixture) -> None:
     synthesizer = BlendSynthesizer(llm=narrow)
     alone = synthesizer.synthesize(QUESTION, nodes)
     assert alone.metadata["blend"]["dropped"] == []
@@ -260,9 +247,7 @@ def test_too_long(narrow: BlendLLM, nodes: list[NodeWithScore], place: int, capl
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_refining_ends(
-    narrow: BlendLLM, nodes: list[NodeWithScore], streaming: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_refining_ends(narrow: BlendLLM, nodes: Nodes, streaming: bool, caplog: pytest.LogCaptureFixture) -> None:
     synthesizer = BlendSynthesizer(llm=narrow, overflow="refine", streaming=streaming)
     halves = [node(name, "word " * 70) for name in ("one", "two")]
     asked = [nodes[0], node("long", "word " * 400), *halves, node("longer", "word " * 500)]
@@ -291,7 +276,7 @@ async def test_refining_ends(
     assert "['two']; split documents" in caplog.text
 
 
-def test_an_object_is_the_answer_where_refining_gives_up(nodes: list[NodeWithScore]) -> None:
+def test_an_object_is_the_answer_where_refining_gives_up(nodes: Nodes) -> None:
     class Place(BaseModel):
         name: str
 
@@ -304,7 +289,7 @@ def test_an_object_is_the_answer_where_refining_gives_up(nodes: list[NodeWithSco
     assert rounds.report == {"hits": 2, "dropped": ["n2", "n3", "n4"], "earlier_calls": []}
 
 
-def test_what_has_no_room_at_all_is_said(narrow: BlendLLM, make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+def test_what_has_no_room_at_all_is_said(narrow: BlendLLM, make_llm: MakeLLM, nodes: Nodes) -> None:
     long = node("long", "word " * 400)
     for overflow in ("drop", "refine"):
         synthesizer = BlendSynthesizer(llm=narrow, overflow=overflow)  # type: ignore[arg-type]
@@ -319,7 +304,7 @@ def test_what_has_no_room_at_all_is_said(narrow: BlendLLM, make_llm: MakeLLM, no
         BlendSynthesizer(llm=make_llm(max_new_tokens=1024))
 
 
-def test_an_answer_from_before_is_refined(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
+def test_an_answer_from_before_is_refined(llm: BlendLLM, nodes: Nodes, events: EventLog) -> None:
     texts = [each.node.text for each in nodes]
     # LlamaIndex's own has the context in the middle of a line, where tokens of a text and of its parts may differ.
     template = PromptTemplate("Context:\n{context_msg}\nQuery: {query_str}\nOriginal Answer: {existing_answer}\nNew:")
@@ -330,7 +315,7 @@ def test_an_answer_from_before_is_refined(llm: BlendLLM, nodes: list[NodeWithSco
     assert ours["usage"] == theirs["usage"]
 
 
-def test_a_prompt_helper_limits_the_prompt(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_a_prompt_helper_limits_the_prompt(llm: BlendLLM, nodes: Nodes) -> None:
     template = PromptTemplate("{context_str}\nQ: {query_str}\nA:")
     three = BlendSynthesizer(llm=llm, text_qa_template=template).synthesize(QUESTION, nodes[:3])
     tokens = three.metadata["blend"]["prompt_tokens"]
@@ -340,14 +325,14 @@ def test_a_prompt_helper_limits_the_prompt(llm: BlendLLM, nodes: list[NodeWithSc
     assert synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["dropped"] == ["n3", "n4"]
 
 
-def test_nothing_written(make_llm: MakeLLM, tokenizer: PreTrainedTokenizerFast, nodes: list[NodeWithScore]) -> None:
+def test_nothing_written(make_llm: MakeLLM, tokenizer: PreTrainedTokenizerFast, nodes: Nodes) -> None:
     end = tokenizer.eos_token_id
     llm = make_llm(generation_kwargs={"prefix_allowed_tokens_fn": lambda batch, ids: [end], "eos_token_id": end})
     compact = CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
     assert BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes).response == compact.response == "Empty Response"
 
 
-def test_a_changed_context_is_prefilled_whole(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
+def test_a_changed_context_is_prefilled_whole(llm: BlendLLM, nodes: Nodes, events: EventLog) -> None:
     def quoted(**values: str) -> str:
         return "\n".join(f"> {line}" for line in values["context_str"].splitlines())
 
@@ -366,7 +351,7 @@ def test_other_language_models_are_refused() -> None:
         BlendSynthesizer(llm=MockLLM())  # type: ignore[arg-type]
 
 
-def test_prompts_can_be_seen_and_replaced(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_prompts_can_be_seen_and_replaced(llm: BlendLLM, nodes: Nodes) -> None:
     synthesizer = BlendSynthesizer(llm=llm)
     assert set(synthesizer.get_prompts()) == {"text_qa_template", "refine_template"}
     before = synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"]
@@ -374,7 +359,7 @@ def test_prompts_can_be_seen_and_replaced(llm: BlendLLM, nodes: list[NodeWithSco
     assert synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"] < before
 
 
-def test_settings_of_a_synthesizer(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+def test_settings_of_a_synthesizer(make_llm: MakeLLM, nodes: Nodes) -> None:
     llm = make_llm(recompute_ratio=0.15)
     blend = llm.engine.blend.replace(selector="none")
     report = BlendSynthesizer(llm=llm, blend_config=blend).synthesize(QUESTION, nodes).metadata["blend"]
@@ -410,7 +395,7 @@ def test_wrong_settings_are_said_before_a_question(make_llm: MakeLLM, blend: Any
             engine.from_defaults(retriever, llm=llm, blend_config=blend)
 
 
-def test_output_parsers(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+def test_output_parsers(make_llm: MakeLLM, nodes: Nodes) -> None:
     llm = make_llm(output_parser=Shouting())
     blend = BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes)
     assert str(blend) == str(CompactAndRefine(llm=llm).synthesize(QUESTION, nodes))
