@@ -311,7 +311,7 @@ class AnsweringLibrary(ChunkLibrary):
         if blend is not None and blend is not self.blend:
             blend, sets_ratio = self.check_blend(blend), "recompute_ratio" in blend.model_fields_set
         else:
-            order = next(filter(None, (each.order() for each in reversed(self.attachments))), None)
+            order = next(filter(None, (each.order() for each in reversed((*self._runner.attachments,)))), None)
             blend = self.blend if order is None else order.blend
         assembled = self._assembler.assemble(prompt)
         if order is not None and assembled.layout.remembers:

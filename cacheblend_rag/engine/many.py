@@ -158,7 +158,8 @@ class Many:
         others: list[Request] = []
         try:
             # One by one: who is out of the line is answered, whatever goes wrong with the next.
-            others.extend(self._company(request))
+            if self._runner.scheduler.wanted:
+                others.extend(self._company(request))
             answers = self.together([request, *others]) if others else [self.alone(request)]
         except BaseException:
             # Not their fault: they are answered without it.

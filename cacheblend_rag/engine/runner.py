@@ -20,11 +20,11 @@ from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.fuse import BlendCache, Steering
-from cacheblend_rag.fuse.plan import Plan, make_plan, whole_plan
+from cacheblend_rag.fuse.plan import Plan, make_plan
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.selection import FixedSelection, Selection
+from cacheblend_rag.selection import FixedSelection, Selection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
 from cacheblend_rag.tuning import Tuning
@@ -161,11 +161,16 @@ class Runner:
 
         The ratio is None where an attachment is to choose it then.
         """
-        ratio, layout = request.blend.recompute_ratio, request.prompt.layout
-        plan = whole_plan(request.blend, layout, self._refusal(layout), ratio)
-        asks = plan is None and self.attachments and not request.sets_ratio
-        choice = self._choice(request, None) if asks else None
-        return (ratio, plan) if choice is None else (None, choice[1])
+        blend, layout = request.blend, request.prompt.layout
+        ratio = blend.recompute_ratio
+        if not blend.enabled:
+            return ratio, Plan(None, "full")
+        refusal = self._refusal(layout) or (None if layout.chunks else "the prompt has no chunks")
+        selector = make_selector(blend.selector).name
+        if refusal is not None or selector == "full" or (ratio == 1 and selector != "none"):
+            return ratio, Plan(None, "full", fallback_reason=refusal)
+        choice = self._choice(request, None) if self.attachments and not request.sets_ratio else None
+        return (ratio, None) if choice is None else (None, choice[1])
 
     def _choice(self, request: Request, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None] | None:
         """Return the ratio that an attachment chooses, and the plan if the prompt is prefilled in full; None where none does."""

@@ -10,7 +10,7 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
 
-__all__ = ["Plan", "check_layers", "check_selector", "make_plan", "whole_plan"]
+__all__ = ["Plan", "check_layers", "check_selector", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,8 @@ def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None 
     return selector
 
 
-def whole_plan(blend: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float) -> Plan | None:
-    """Return the plan of a prompt that is prefilled in full, or None if it is to be blended.
-
-    `unsupported` is why the model cannot be blended, if it cannot.
-    """
-    if not blend.enabled:
-        return Plan(None, "full")
-    reason = unsupported
-    if reason is None and not layout.chunks:
-        reason = "the prompt has no chunks"
-    if reason is None:
-        selector = make_selector(blend.selector).name
-        if selector == "none" or (selector != "full" and ratio != 1):
-            return None
-    return Plan(None, "full", fallback_reason=reason)
-
-
 def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
-    """Return how a prompt is blended at a ratio, after `whole_plan` had nothing against it."""
+    """Return how a prompt is blended at a ratio."""
     selector = make_selector(blend.selector)
     budget = min(round(ratio * layout.context_tokens), layout.context_rows.numel())
     if budget == 0:
