@@ -103,10 +103,8 @@ def _by_hand(engine: BlendEngine, module: Chunk, prompt: BlendPrompt) -> torch.T
     assert engine.decoder is not None and module.token_ids is not None
     if not engine.decoder.takes_positions:
         return engine.prefill(prompt).logits
-    whole = DynamicCache()
-    model(
-        input_ids=torch.tensor([[BOS, *module.token_ids]]), position_ids=torch.arange(21)[None], past_key_values=whole
-    )
+    kept = DynamicCache()
+    model(input_ids=torch.tensor([[BOS, *module.token_ids]]), position_ids=torch.arange(21)[None], past_key_values=kept)
     layout = engine.prompt_layout(prompt)
     head = DynamicCache()
     rows = [slice(0, 7), slice(11, 21)]
@@ -117,7 +115,7 @@ def _by_hand(engine: BlendEngine, module: Chunk, prompt: BlendPrompt) -> torch.T
         ).logits[0, -1]
 
     def put(rows: slice) -> None:
-        for number, layer in enumerate(whole.layers):
+        for number, layer in enumerate(kept.layers):
             head.update(layer.keys[:, :, rows], layer.values[:, :, rows], number)
 
     put(rows[0])

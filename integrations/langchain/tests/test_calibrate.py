@@ -20,9 +20,7 @@ ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "target": 0.3, "max_new_tokens": 
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, pytest.param(BlendLLM, marks=pytest.mark.full)])
-def test_it_finds_what_prompts_show(
-    engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str], kind: Any
-) -> None:
+def test_finds_what_prompts_show(engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str], kind: Any) -> None:
     store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
     store.add_documents([Document(text, id=id) for id, text in chunks.items()])
     blend = BlendConfig(selector="boundary")

@@ -87,9 +87,7 @@ def test_what_may_be_anybodys_is_not(engine: BlendEngine, kind: Any, name: str) 
     is_chat=st.booleans(),
 )
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_variables_value_is_fixed(
-    engine: BlendEngine, parts: list[str], values: tuple[str, str], is_chat: bool
-) -> None:
+def test_no_value_is_fixed(engine: BlendEngine, parts: list[str], values: tuple[str, str], is_chat: bool) -> None:
     llm = (ChatBlend if is_chat else BlendLLM)(engine=engine)
     kind = ChatPromptTemplate if is_chat else PromptTemplate
     prompt = kind.from_template("".join(parts) + "{context}\n{input} {name}")

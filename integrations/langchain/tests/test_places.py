@@ -346,9 +346,7 @@ def test_index_leaves_no_trace(
 # Filters
 
 
-def test_a_filter_is_warned_of_once_a_key(
-    inner: VectorStore, engine: BlendEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_filter_is_warned_of_once(inner: VectorStore, engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
     def warnings() -> list[str]:
         found = [record.getMessage() for record in caplog.records if "filters by" in record.getMessage()]
         caplog.clear()
@@ -384,9 +382,7 @@ def test_a_filter_is_warned_of_once_a_key(
         ({"document_keys": [1]}, r"document_keys=\[1\] must be a list"),
     ],
 )
-def test_bad_options_are_refused(
-    options: dict[str, Any], match: str, embedding: Embeddings, engine: BlendEngine
-) -> None:
+def test_bad_options_refused(options: dict[str, Any], match: str, embedding: Embeddings, engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match=match):
         BlendVectorStore(InMemoryVectorStore(embedding), engine=engine, **options)
 

@@ -101,9 +101,7 @@ def test_stream_and_async_answer_as_invoke_does(store: BlendVectorStore, chunks:
         assert "".join(each if isinstance(each, str) else each.content for each in streamed) == text
 
 
-def test_parts_are_no_plain_chunks(
-    store: BlendVectorStore, chunks: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_parts_are_no_chunks(store: BlendVectorStore, chunks: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     prompt = ChatBlend(engine=store.engine).blend_prompt(f"Write plainly.\n{next(iter(chunks.values()))}\nWho?")
     assert sum(isinstance(segment, Chunk) for segment in prompt.segments) == 1
     assert "cannot be restored" not in caplog.text

@@ -40,9 +40,7 @@ class Counting(InMemoryCache):
 
 
 @KINDS
-async def test_a_cached_answer_is_reused(
-    kind: Kind, engine: BlendEngine, tiny: LlamaForCausalLM, tokenizer: Any
-) -> None:
+async def test_cached_answers_are_kept(kind: Kind, engine: BlendEngine, tiny: LlamaForCausalLM, tokenizer: Any) -> None:
     cache = Counting()
     llm = kind(engine=engine, max_tokens=TOKENS, cache=cache, temperature=0)
     first = text_of(llm.invoke("Who?"))

@@ -283,9 +283,7 @@ def kept(store: BlendVectorStore) -> set[str]:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["index", "aindex"])
 @pytest.mark.parametrize("cleanup", [None, "incremental", "full", "scoped_full"])
-async def test_index_keeps_live_kv(
-    store: BlendVectorStore, chunks: dict[str, str], cleanup: Any, asynchronous: bool
-) -> None:
+async def test_live_kv_stays(store: BlendVectorStore, chunks: dict[str, str], cleanup: Any, asynchronous: bool) -> None:
     records = InMemoryRecordManager("test")
     records.create_schema()
 
@@ -393,9 +391,7 @@ class Nameless(InMemoryVectorStore):
         return [document.model_copy(update={"id": None}) for document in super().get_by_ids(ids)]
 
 
-def test_documents_without_ids_keep_their_kv(
-    embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]
-) -> None:
+def test_documents_without_ids_keep_kv(embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]) -> None:
     inner = Nameless(embedding)
     store = BlendVectorStore(inner, engine=engine, name="nameless")
     documents = [Document(text, id=id, metadata={"source": "s"}) for id, text in chunks.items()]
@@ -582,9 +578,7 @@ def test_parents_of_prompts_go_with_their_source(engine: BlendEngine, embedding:
 
 
 @pytest.mark.parametrize("when", ["asking", "adding"])
-def test_deletions_elsewhere_are_noticed(
-    tiny: Any, tokenizer: Any, embedding: Embeddings, tmp_path: Path, when: str
-) -> None:
+def test_deletions_elsewhere_seen(tiny: Any, tokenizer: Any, embedding: Embeddings, tmp_path: Path, when: str) -> None:
     with BlendEngine(tiny, tokenizer, store=tmp_path / "kv", **engine_settings(self_check=False)) as engine:
         store = wrapped(engine, tmp_path, embedding)
         ids = store.add_documents(pieces("d"))

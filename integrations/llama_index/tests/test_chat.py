@@ -161,9 +161,7 @@ def test_turns_reuse_what_was_computed_and_blend_the_rest(kind: str, make_llm: M
     assert computed < question + reports[1]["output_tokens"] + 40
 
 
-def test_the_condensed_question_has_its_own_conversation(
-    make_llm: MakeLLM, make_index: MakeIndex, events: EventLog
-) -> None:
+def test_the_condensed_question_has_a_conversation(make_llm: MakeLLM, make_index: MakeIndex, events: EventLog) -> None:
     llm = make_llm(1.0)
     chat = BlendCondensePlusContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm)
     for question in _questions(2):
@@ -295,9 +293,7 @@ def test_a_stream_without_a_word_is_an_empty_response(make_llm: MakeLLM, make_in
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("form", ["stream", "async stream"])
-def test_a_stream_that_fails_brings_nothing_back_from_the_archive(
-    form: str, make_llm: MakeLLM, make_index: MakeIndex
-) -> None:
+def test_a_failed_stream_brings_nothing_from_the_archive(form: str, make_llm: MakeLLM, make_index: MakeIndex) -> None:
     fails = _Fails()
     llm = make_llm(0.15, generation_kwargs={"logits_processor": LogitsProcessorList([fails])})
     memory = Memory.from_defaults(token_limit=300, token_flush_size=50, tokenizer_fn=llm.engine.tokenizer.encode)

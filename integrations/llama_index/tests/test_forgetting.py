@@ -86,9 +86,7 @@ def test_what_another_collection_has_stays(llm: BlendLLM, tmp_path: Path, embedd
 
 
 @pytest.mark.parametrize("when", ["asking", "adding"])
-def test_deletions_elsewhere_are_noticed(
-    make_llm: MakeLLM, tmp_path: Path, embedding: WordEmbedding, when: str
-) -> None:
+def test_deletions_elsewhere_seen(make_llm: MakeLLM, tmp_path: Path, embedding: WordEmbedding, when: str) -> None:
     llm = make_llm(store=tmp_path / "kv")
     store, other = wrapped(llm, tmp_path), wrapped(llm, tmp_path, "other")
     store.add(some_nodes(embedding, "d", "a"))

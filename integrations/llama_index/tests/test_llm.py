@@ -186,9 +186,7 @@ def test_a_model_is_shared_and_never_copied(llm: BlendLLM) -> None:
     assert (llm.stop, llm.temperature) == (["."], 0.0)
 
 
-def test_loading_options(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, llm: BlendLLM, tmp_path: Path
-) -> None:
+def test_loading(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, llm: BlendLLM, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     options = {"device_map": {"": "cpu"}, "attn_implementation": "eager", "dtype": torch.float32}

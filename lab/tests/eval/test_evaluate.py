@@ -202,9 +202,7 @@ def test_the_command_writes_its_tables(model_folder: Path, tmp_path: Path) -> No
         ("rouge_score", "samsum {file} --model missing/model"),
     ],
 )
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, command: str
-) -> None:
+def test_a_missing_package_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, command: str) -> None:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)

@@ -187,12 +187,10 @@ def test_what_is_not_said_is_said_of_nobody() -> None:
         world = build_paragraphs(rng, style, "train")
         sight = look(world, range(len(world.chunks)))
         for question in ask(rng, sight, "train", style):
-            attribute = next(
-                name for name, each in ATTRIBUTES.items() if _asks(question.text, [*sum(each.questions, ())])
-            )
+            kind = next(name for name, each in ATTRIBUTES.items() if _asks(question.text, [*sum(each.questions, ())]))
             assert question.sentence.endswith(f": {NOT_STATED}")
             assert value_of(question.sentence) == question.answer
-            assert attribute not in {fact.attribute for fact in world.facts}
+            assert kind not in {fact.attribute for fact in world.facts}
             asked += 1
     assert asked > 20
 

@@ -60,9 +60,7 @@ def prompt_of(ids: Sequence[str], separator: str, head: str | FixedText = "") ->
     return BlendPrompt(head, list(ids), QUESTION, separator)
 
 
-def check_whole_document(
-    family: str, attention: str, separator: str, preamble: str | None, sizes: Sequence[int]
-) -> None:
+def check_document(family: str, attention: str, separator: str, preamble: str | None, sizes: Sequence[int]) -> None:
     """A document right behind the preamble; the rest of it, once a chunk is gone; and its chunks encoded alone."""
     text = Text.of("d", sizes, [0] * len(sizes), 5)
     ids = [str(chunk.id) for chunk in text.chunks]
@@ -90,13 +88,13 @@ def check_whole_document(
 @pytest.mark.parametrize("separator", ["", SEPARATOR])
 @pytest.mark.parametrize(("family", "attention"), SAMPLED)
 def test_a_whole_document_is_exact(family: str, attention: str, separator: str, preamble: str | None) -> None:
-    check_whole_document(family, attention, separator, preamble, [8, 13, 5, 9])
+    check_document(family, attention, separator, preamble, [8, 13, 5, 9])
 
 
 @given(sizes=st.lists(st.integers(4, 20), min_size=1, max_size=6), separator=st.sampled_from(["", SEPARATOR]))
 @settings(max_examples=15)
 def test_whatever_the_sizes_of_its_chunks(sizes: list[int], separator: str) -> None:
-    check_whole_document("llama", "sdpa", separator, "", sizes)
+    check_document("llama", "sdpa", separator, "", sizes)
 
 
 @pytest.mark.full
@@ -108,7 +106,7 @@ def test_whatever_the_sizes_of_its_chunks(sizes: list[int], separator: str) -> N
 )
 @settings(max_examples=6)
 def test_in_every_family(family: str, attention: str, sizes: list[int], separator: str, preamble: str | None) -> None:
-    check_whole_document(family, attention, separator, preamble, sizes)
+    check_document(family, attention, separator, preamble, sizes)
 
 
 @pytest.mark.parametrize("head", ["", HEAD, FixedText(HEAD)], ids=["none", "declared not", "fixed"])

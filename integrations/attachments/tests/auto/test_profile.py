@@ -81,9 +81,7 @@ def test_no_changed_byte_is_trusted(tmp_path_factory: pytest.TempPathFactory, da
         ({"profile": 3}, "does not match its digest"),
     ],
 )
-def test_damage_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, object], reason: str
-) -> None:
+def test_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, object], reason: str) -> None:
     path = tmp_path / "p.json"
     save_profile(path, PROFILE)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
