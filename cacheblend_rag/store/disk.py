@@ -95,13 +95,14 @@ class DiskTier:
             return None
         try:
             file = ChunkFile.open(self.folder.file_path(key), key)
-        except (FileNotFoundError, ChunkReadError) as error:
-            if isinstance(error, ChunkReadError) and not error.damaged:
-                _log.warning("%s", error)
+        except FileNotFoundError:
+            self._lose(key, f"its file {key[:12]}… is missing")
+            return None
+        except ChunkReadError as error:
+            if error.damaged:
+                self._lose(key, str(error))
             else:
-                self._lose(
-                    key, f"its file {key[:12]}… is missing" if isinstance(error, FileNotFoundError) else str(error)
-                )
+                _log.warning("%s", error)
             return None
         self.touch(key)
         return file, entry

@@ -80,7 +80,7 @@ class Drafts:
         for record in records:
             if not record.id:
                 continue
-            current, place = self._document(record.id), record.place
+            current, place = self.document_of(record.id), record.place
             if place is None:
                 self.remove([record.id])
                 continue
@@ -112,7 +112,7 @@ class Drafts:
         """Take chunks out of their documents."""
         gone: dict[str, list[Member]] = {}
         for id in ids:
-            document = self._document(id)
+            document = self.document_of(id)
             if document is not None:
                 piece = self._drafts[document].pieces.pop(id, None)
                 if piece is not None:
@@ -136,15 +136,6 @@ class Drafts:
     def names(self) -> list[str]:
         """Return the documents that have been looked at, those that are new or ended among them."""
         return list(self._drafts)
-
-    def document_of(self, id: str) -> str | None:
-        """Return the document that a chunk will be in, None where it will be in none."""
-        return self._document(id)
-
-    def look_at(self, ids: Iterable[str]) -> None:
-        """Have the documents of these chunks among those that `targets` gives."""
-        for id in ids:
-            self._document(id)
 
     def text(self, document: str) -> tuple[int, ...]:
         """Return the tokens of a whole document; what overlaps stands there once."""
@@ -217,8 +208,8 @@ class Drafts:
                     )
         return replaced
 
-    def _document(self, id: str) -> str | None:
-        """Return the document that a chunk is in, which is a draft from now on, or None."""
+    def document_of(self, id: str) -> str | None:
+        """Return the document that a chunk will be in, or None; `targets` gives that document from now on."""
         if id not in self._of:
             name = document_of(self._connection, self._namespace, id)
             self._of[id] = name

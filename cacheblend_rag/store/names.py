@@ -190,7 +190,9 @@ class Names:
         """Return how the KV of each name is computed; None where the name is unknown."""
         with self._drafting(namespace) as (connection, drafts):
             known = look_up(connection, namespace, ids)
-            drafts.look_at(record.id for record in known if record is not None)
+            for record in known:
+                if record is not None:
+                    drafts.document_of(record.id)
             targets = drafts.targets()
         return [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
 
