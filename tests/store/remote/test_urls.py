@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError
 from cacheblend_rag.store import open_remote, open_store
 from cacheblend_rag.store.remote import Guard, shown_url
-from tests.store.kit import key_of
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "valkey", "valkeys"])
@@ -114,13 +113,6 @@ def test_settings_that_do_not_fit() -> None:
         open_remote("memory://x", ttl_s=5)
     with pytest.raises(ConfigError, match="storage_options"):
         open_remote("redis://host", storage_options={"key": "a"})
-
-
-def test_nothing_is_connected_to_until_it_is_used() -> None:
-    pytest.importorskip("redis")
-    tier = open_remote("redis://127.0.0.1:1")
-    with pytest.raises(RemoteUnavailableError):
-        tier.holds([key_of(1)])
 
 
 def test_shared_names_need_a_package(tmp_path: Path) -> None:
