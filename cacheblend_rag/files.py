@@ -1,4 +1,4 @@
-"""Files: replaced at once, and YAML from anybody, read within bounds."""
+"""Files: replaced at once, and YAML of settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 from uuid import uuid4
 
@@ -15,12 +16,7 @@ from cacheblend_rag.errors import ConfigError
 
 __all__ = ["load_yaml", "read_yaml_text", "replace_text"]
 
-# Of a file, and of its values with every alias written out; a value counts as this many bytes more than its characters.
 _LONGEST_YAML_BYTES = 128 * 1024
-_VALUE_BYTES = 32
-_DEEPEST_YAML = 20
-# No number, date or tag is longer.
-_LONGEST_PLAIN = 200
 _SHOWN = 300
 
 
@@ -38,52 +34,21 @@ def read_yaml_text(path: Path) -> str:
 
 
 def load_yaml(text: str, name: str) -> Any:
-    """Return what a YAML text holds, as `yaml.safe_load` does; messages call it `name`.
-
-    `ConfigError` if it is not YAML, is nested too deeply, or is too long once its aliases are written out.
-    """
+    """Return what a YAML text holds, as `yaml.safe_load` does, without aliases; messages call it `name`."""
     try:
-        loader = _BoundedLoader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        return yaml.load(text, Loader=_PlainLoader)
     # PyYAML raises all of these for values that are not what their tags say.
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        reason = str(error)
-        shown = reason if len(reason) <= _SHOWN else reason[:_SHOWN] + "…"
-        raise ConfigError(f"settings file {name} cannot be read: {shown}") from None
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ConfigError(f"settings file {name} cannot be read: {shorten(str(error), _SHOWN)}") from None
 
 
-class _BoundedLoader(yaml.SafeLoader):
-    """Builds nothing that is larger, or nested more deeply, than settings are."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = self._nbytes = 0
-        self._sizes: dict[int, int] = {}
+class _PlainLoader(yaml.SafeLoader):
+    """Refuses aliases, by which a short text may stand for a very long one."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next value; ValueError if it goes beyond the bounds."""
-        is_alias = self.check_event(yaml.AliasEvent)
-        before = self._nbytes
-        self._depth += 1
-        if self._depth > _DEEPEST_YAML:
-            raise ValueError(f"it is nested more than {_DEEPEST_YAML} levels deep")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if node is None:
-            return None
-        if is_alias and id(node) not in self._sizes:
-            raise ValueError("an alias refers to what it is part of")
-        value = node.value if isinstance(node, yaml.ScalarNode) else ""
-        if len(node.tag) > _LONGEST_PLAIN or (len(value) > _LONGEST_PLAIN and node.tag != "tag:yaml.org,2002:str"):
-            raise ValueError(f"a value that is no text has more than {_LONGEST_PLAIN} characters")
-        self._nbytes += self._sizes[id(node)] if is_alias else _VALUE_BYTES + len(value)
-        if self._nbytes > _LONGEST_YAML_BYTES:
-            raise ValueError(f"its values, with aliases written out, take more than {_LONGEST_YAML_BYTES} bytes")
-        self._sizes.setdefault(id(node), self._nbytes - before)
-        return node
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has aliases; write each value out")
+        return super().compose_node(parent, index)
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:

@@ -81,8 +81,6 @@ def test_files_that_grow_as_they_are_read_are_refused(tmp_path: Path) -> None:
     numbers = list(range(3000))
     path.write_text(f"preamble: {numbers}\n")
     assert EngineConfig.from_yaml(path).preamble == tuple(numbers)
-    path.write_text("separator: &s t7\npreamble: *s\n")
-    assert EngineConfig.from_yaml(path).preamble == "t7"
 
 
 def test_a_missing_yaml_file(tmp_path: Path) -> None:
