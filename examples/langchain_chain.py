@@ -23,7 +23,7 @@ def main() -> None:
     store = BlendVectorStore(chroma, engine=llm.engine)  # encodes what is added, forgets what is deleted
     store.add_documents(
         [
-            Document(chunk, metadata={"source": document.title})  # chunks of one source are computed behind each other
+            Document(chunk, metadata={"source": document.title})  # chunks of one source are computed after each other
             for document in demo_documents()
             for chunk in document.chunks
         ]

@@ -35,7 +35,7 @@ def main() -> None:
     store = BlendVectorStore(chroma, engine=llm.engine)
     store.add_documents(
         [
-            Document(chunk, metadata={"source": document.title})  # chunks of one source are computed behind each other
+            Document(chunk, metadata={"source": document.title})  # chunks of one source are computed after each other
             for document in demo_documents()
             for chunk in document.chunks
         ]

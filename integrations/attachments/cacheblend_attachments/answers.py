@@ -23,7 +23,7 @@ def exact_match(answer: str, gold: str) -> bool:
 
 
 def holds_answer(answer: str, gold: str) -> bool:
-    """Return whether the normalised words of `gold` stand in an answer, one behind the other."""
+    """Return whether the normalised words of `gold` stand in an answer, one after the other."""
     return f" {normalize_answer(gold)} " in f" {normalize_answer(answer)} "
 
 

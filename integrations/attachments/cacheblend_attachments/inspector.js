@@ -168,13 +168,13 @@
     return redone ? `${rest}; ${redone} recomputed` : rest;
   }
 
-  /** Says what a chunk was encoded behind: ids and a count, since the page has no text that was not in the prompt. */
+  /** Says what a chunk was encoded after: ids and a count, since the page has no text that was not in the prompt. */
   function chunkText(number) {
     const chunk = view.chunks[number], parts = [];
-    if (chunk.behind === null) parts.push("What its stored KV was encoded behind is not known any more.");
-    else if (!chunk.behind.length && !chunk.behindTokens) parts.push("Its stored KV is encoded behind no other chunk.");
+    if (chunk.behind === null) parts.push("What its stored KV was encoded after is not known any more.");
+    else if (!chunk.behind.length && !chunk.behindTokens) parts.push("Its stored KV is encoded after no other chunk.");
     else {
-      parts.push(`Its stored KV is encoded behind ${many(chunk.behindTokens, "token")} of its document: ` +
+      parts.push(`Its stored KV is encoded after ${many(chunk.behindTokens, "token")} of its document: ` +
         `${chunk.behind.length > 12 ? `${chunk.behind.slice(0, 12).join(", ")} and ${chunk.behind.length - 12} more` : chunk.behind.join(", ")}.`);
     }
     if (chunk.reason) parts.push(`Not served from stored KV: ${chunk.reason}.`);
@@ -277,7 +277,7 @@
       view.layers.forEach(([layer, loadFrom, loadTo, asked, handed], number) => {
         const isLast = number + 1 === view.layers.length, next = isLast ? ended : view.layers[number + 1][3], bars = [];
         if (loadTo !== null) bars.push([loadFrom, loadTo, "load upper", `layer ${layer} loaded`]);
-        bars.push([asked, handed, "wait lower", `waiting for layer ${layer}`], [handed, next, "lower", `layer ${layer} computed${isLast ? ", and all behind it up to the first token" : ""}`]);
+        bars.push([asked, handed, "wait lower", `waiting for layer ${layer}`], [handed, next, "lower", `layer ${layer} computed${isLast ? ", and all after it up to the first token" : ""}`]);
         lane(`Layer ${layer}`, bars);
       });
     } else {

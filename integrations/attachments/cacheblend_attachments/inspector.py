@@ -57,7 +57,7 @@ def inspector_page(
     """Return a page that shows what became of every token of a prompt, and where the time went.
 
     The page is complete in itself, and nothing in it is loaded from elsewhere. It holds the texts of the prompt and the answer;
-    of other chunks only ids. Make it while the engine is open: what chunks were encoded behind is asked of the store.
+    of other chunks only ids. Make it while the engine is open: the store says what chunks were encoded after.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def page_of(
     tokenizer : Any
         What the tokens are read with.
     answers : sequence of (mapping, Trace, sequence of dict)
-        Of each answer its report as a dictionary, its trace, and what each chunk was encoded behind; the page is about the first.
+        Of each answer its report as a dictionary, its trace, and what each chunk was encoded after; the page is about the first.
     """
     traces = [trace for _, trace, _ in answers]
     data = {
@@ -144,7 +144,7 @@ def _texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 
 
 def _contexts(engine: ChunkLibrary, chunks: Sequence[TracedChunk]) -> list[dict[str, Any]]:
-    """Return what each chunk was encoded behind, as far as the store still knows."""
+    """Return what each chunk was encoded after, as far as the store still knows."""
     ids = list(dict.fromkeys(chunk.id for chunk in chunks if chunk.id is not None))
     targets: dict[str | None, Any] = {}
     documents: dict[str, list[str]] = {}
@@ -163,8 +163,8 @@ def _context(chunk: TracedChunk, target: Any, documents: Mapping[str, list[str]]
     if target.behind is None or target.document is None:
         return {"document": target.document, "behind": [], "behindTokens": 0}
     ids, tokens = documents.get(target.document, []), target.behind.end - target.behind.begin
-    behind = ids[target.behind.first : ids.index(chunk.id)] if chunk.id in ids else None
-    return {"document": target.document, "behind": behind, "behindTokens": tokens}
+    before = ids[target.behind.first : ids.index(chunk.id)] if chunk.id in ids else None
+    return {"document": target.document, "behind": before, "behindTokens": tokens}
 
 
 @cache

@@ -139,7 +139,7 @@ class Repairing:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Watch and repair for the duration of a ``with`` block, from the first step behind the prefill on."""
+        """Watch and repair for the duration of a ``with`` block, from the first step after the prefill on."""
         with (
             watch_forward(self._decoder.model, before=self._before_step, after=self._after_step),
             watch_attention(self._watch),
@@ -207,7 +207,7 @@ class Repairing:
         return int((self._budget - self.charge - self._decoder.num_layers) // depth)
 
     def _redo(self, rows: torch.Tensor) -> torch.Tensor:
-        """Recompute chunk rows and the newest token in one forward; return the logits behind the newest token."""
+        """Recompute chunk rows and the newest token in one forward; return the logits for the newest token."""
         decoder = self._decoder
         assert self._stale is not None
         layout = PromptLayout(tuple(self._ids), tuple(self._positions), self._layout.chunks)

@@ -33,7 +33,7 @@ class SnapKV(Watching):
     """Drops context KV after the prefill, so that decoding is faster and the cache smaller.
 
     As soon as a layer has attended, each of its key heads keeps the context tokens that the end of the prompt attends to most;
-    the memory of the others is given back before the next layer is computed. What stands before the first chunk and behind the
+    the memory of the others is given back before the next layer is computed. What stands before the first chunk and after the
     last one is always kept. Keys are rotated already, so the tokens that are left need not stand next to each other.
 
     Layers that attend to a sliding window are kept whole, unless the window holds the prompt and its answer: which token is
@@ -174,9 +174,9 @@ class Eviction:
         attention = context_attention(call, self._window, self._start, self._stop)
         chosen = choose_tokens(attention, self._capacity, self._kernel) + self._start
         before = torch.arange(self._start, device=chosen.device)
-        behind = torch.arange(self._stop, self._prompt_tokens, device=chosen.device)
+        after = torch.arange(self._stop, self._prompt_tokens, device=chosen.device)
         heads = chosen.shape[0]
-        rows = torch.cat((before.expand(heads, -1), chosen, behind.expand(heads, -1)), dim=1)
+        rows = torch.cat((before.expand(heads, -1), chosen, after.expand(heads, -1)), dim=1)
         self._waiting.remove(layer)
         if self._at_end:
             self._chosen[layer] = rows
@@ -207,7 +207,7 @@ def context_attention(call: AttentionCall, window: int, start: int, stop: int) -
     call : AttentionCall
         The layer's attention call, of one sequence, whose last rows are the last tokens of the prompt.
     window : int
-        How many of the last rows observe; no more than stand behind the context.
+        How many of the last rows observe; no more than stand after the context.
     start, stop : int
         The half-open range of the context's rows.
 

@@ -88,7 +88,7 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
 
 
 def _text_after(postprocessor: BaseNodePostprocessor, node: BaseNode) -> str:
-    """Return the text of a node as the language model is shown it behind a postprocessor."""
+    """Return the text of a node as the language model is shown it after a postprocessor."""
     # Postprocessors change the node that they are given.
     left = postprocessor.postprocess_nodes([NodeWithScore(node=node.model_copy(deep=True))])
     if len(left) != 1:

@@ -145,7 +145,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         return self._encoder
 
     def with_parents(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
-        """Return nodes, and behind them those above them, where a docstore has these."""
+        """Return nodes, then those above them, where a docstore has these."""
         return [*nodes, *([] if self._parents is None else parents_of(nodes, self._parents))]
 
     def __getstate__(self) -> Any:

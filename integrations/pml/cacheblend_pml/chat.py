@@ -59,11 +59,11 @@ class Tokens:
 
 
 class ChatFrame:
-    """The words of the chat template before the content of each message of a schema, and behind the last one.
+    """The words of the chat template before the content of each message of a schema, and after the last one.
 
     The template is run over messages whose contents are marks, and what comes out is cut at the marks. So it may write what it
     likes around a message, move the system message into the user's, or add one of its own. What stands before a mark is fixed
-    text of the schema (`heads`; the first begins with the BOS if the template writes it). What stands behind the last one depends
+    text of the schema (`heads`; the first begins with the BOS if the template writes it). What stands after the last one depends
     on how the prompt goes on, and is computed with each prompt. A template that drops, repeats or reorders messages cannot be
     cut, nor one that words early messages differently because of later ones: both raise `PMLError`.
     """
@@ -76,10 +76,10 @@ class ChatFrame:
         self.heads = self._render(asked, "", roles[0].place)[:-1] if roles else []
 
     def tail(self, text: str, messages: Sequence[Message], place: Place, *, ends_line: bool) -> str:
-        """Return what stands behind the schema's last message in one prompt, up to where the answer begins.
+        """Return what stands after the schema's last message in one prompt, up to where the answer begins.
 
         `text` is the prompt's own text in no message. It goes on with the schema's last message where that is the user's, on a
-        line of its own unless what stands before it ends one; else it is a user's message. The prompt's `messages` stand behind.
+        line of its own unless what stands before it ends one; else it is a user's message. The prompt's `messages` follow it.
         """
         more = ""
         if text and self._roles and self._roles[-1].role == "user":
@@ -97,7 +97,7 @@ class ChatFrame:
         return tail if self._roles else tail.removeprefix(self._tokens.bos_text)
 
     def _render(self, messages: Sequence[Message], more: str, place: Place) -> list[str]:
-        """Return the text before each mark and, last, behind them; `more` goes on with the last message of the schema."""
+        """Return the text before each mark and, last, that after them; `more` goes on with the last message of the schema."""
         given = "".join([more, *(message["content"] for message in messages)])
         mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in given)
         marks = [f"{mark}{number}{mark}" for number in range(len(self._roles))]

@@ -37,7 +37,7 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.position + len(self.token_ids)
 
     @property
@@ -104,13 +104,13 @@ class LaidOutPrompt:
 class SchemaLayout:
     """A schema in the tokens of one model, with a position for each token.
 
-    Positions count on in reading order, from behind the BOS. The members of a union share their first position, and what stands
-    behind the union starts behind its largest member. A module that is nested in another one stands where it is written, between
+    Positions count on in reading order, after the BOS. The members of a union share their first position, and what stands
+    after the union starts after its largest member. A module that is nested in another one stands where it is written, between
     the other's own texts. A parameter takes as many positions as it is long.
 
     `spans` are all texts and parameters that have tokens, in reading order; `extents` the positions of each module with all that
     is nested in it; `reading_order` the names of modules and the spans of anonymous text, a module before what is nested in it;
-    `size` is the position behind the last one. `PMLError` if the chat template cannot be used with the schema's messages.
+    `size` is the position after the last one. `PMLError` if the chat template cannot be used with the schema's messages.
     """
 
     def __init__(self, schema: Schema, tokens: Tokens) -> None:
@@ -160,7 +160,7 @@ class SchemaLayout:
         )
 
     def _walk(self, nodes: Iterable[Node], position: int, module: str | None, part: int | str | None) -> int:
-        """Add the spans of `nodes` from `position` on; return the position behind them."""
+        """Add the spans of `nodes` from `position` on; return the position after them."""
         for node in nodes:
             if isinstance(node, Text):
                 ids = self._ids(node.text, position)
@@ -228,8 +228,8 @@ def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
     """Give every token of a prompt its position.
 
     Imported modules and the anonymous texts keep the positions that they have in the schema. An argument takes the first
-    positions of its parameter's slot, and the others of the slot hold nothing. New text behind the last import stands behind
-    everything. New text before that takes the first free positions behind the import before it: those of modules that are not
+    positions of its parameter's slot, and the others of the slot hold nothing. New text after the last import stands after
+    everything. New text before that takes the first free positions after the import before it: those of modules that are not
     imported, or what a union's member leaves of the union's size. What does not fit is a `PMLError` that says by how many tokens.
     """
     if prompt.schema != layout.schema:
@@ -271,11 +271,11 @@ def _argument(layout: SchemaLayout, prompt: Prompt, span: Span, param: Param) ->
 
 def _tail(layout: SchemaLayout, prompt: Prompt, used: Sequence[Span], position: int) -> Span:
     """Return the last span: the prompt's last text, its messages, the template's words before the answer."""
-    behind = prompt.children[prompt.body_length :]
-    text = "".join(node.text for node in behind if isinstance(node, Text))
-    turns = [node for node in behind if isinstance(node, Turn)]
+    after = prompt.children[prompt.body_length :]
+    text = "".join(node.text for node in after if isinstance(node, Text))
+    turns = [node for node in after if isinstance(node, Turn)]
     if turns or layout.schema.roles:
-        place = next((node.place for node in [*turns, *behind] if isinstance(node, Turn | Text)), prompt.place)
+        place = next((node.place for node in [*turns, *after] if isinstance(node, Turn | Text)), prompt.place)
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         text = layout.frame.tail(text, messages, place, ends_line=not used or used[-1].text[-1:].isspace())
     return Span(layout.tokens.tokenize(text), position)
@@ -293,26 +293,26 @@ class _Gaps:
 
     @property
     def end(self) -> int:
-        """The position behind all that is taken."""
+        """The position after all that is taken."""
         return max((stop for _, stop in self._taken), default=len(self._layout.tokens.bos_ids))
 
     def fill(self, nodes: Sequence[object], cursor: int, parent: str | None) -> int:
         """Place the new text among `nodes` from `cursor` on; return where all of them end."""
         end = cursor
-        behind: str | None = None
+        after: str | None = None
         for number, node in enumerate(nodes):
             if isinstance(node, Text):
                 following = next((each.name for each in nodes[number + 1 :] if isinstance(each, Import)), None)
-                cursor = self._put(node, cursor, behind, following, parent)
+                cursor = self._put(node, cursor, after, following, parent)
             elif isinstance(node, Import):
-                behind = node.name
+                after = node.name
                 start = self._layout.extents[node.name].start
                 cursor = max(self.fill(node.children, start, node.name), self._own_stop.get(node.name, start))
             # Imports may stand in another order than the schema's.
             end = max(end, cursor)
         return end
 
-    def _put(self, node: Text, cursor: int, behind: str | None, following: str | None, parent: str | None) -> int:
+    def _put(self, node: Text, cursor: int, after: str | None, following: str | None, parent: str | None) -> int:
         ids = self._layout.tokens.tokenize(node.text)
         if not ids:
             return cursor
@@ -324,14 +324,14 @@ class _Gaps:
             limits.append(extents[following].start)
         free = max(0, min(limits) - start) if limits else len(ids)
         if len(ids) > free:
-            where = "before the first import" if behind is None else f"behind module {behind!r}"
+            where = "before the first import" if after is None else f"after module {after!r}"
             if following is not None:
                 where += f" and before module {following!r}"
             if parent is not None:
                 where = f"in module {parent!r}, {where}"
             raise node.place.error(
                 f"the text {node.text.strip()!r:.60} has {len(ids)} tokens, {len(ids) - free} more than the {free} positions "
-                f"that are free {where}; shorten it, put it behind the last import, or give a module a parameter to hold it"
+                f"that are free {where}; shorten it, put it after the last import, or give a module a parameter to hold it"
             )
         self.texts.append(Span(ids, start))
         bisect.insort(self._taken, (start, start + len(ids)))

@@ -61,7 +61,7 @@ _EXPECTED = {
         "this is not XML; write &lt; for < and &amp; for &, or put the text into <![CDATA[ ... ]]>"
     ),
     expat.errors.XML_ERROR_JUNK_AFTER_DOC_ELEMENT: (
-        "something stands behind the end of the document; one element holds everything"
+        "something stands after the end of the document; one element holds everything"
     ),
     expat.errors.XML_ERROR_UNDEFINED_ENTITY: (
         "unknown entity; expected one of &lt; &gt; &amp; &quot; &apos;, or the character itself"
@@ -382,7 +382,7 @@ class _Parser:
         )
 
     def _here(self, data: str = "") -> Place:
-        """The place of the event that is being handled, behind the white space that its text begins with."""
+        """The place of the event that is being handled, after the white space that its text begins with."""
         indentation = len(data) - len(data.lstrip())
         return Place(self._source, self._expat.CurrentLineNumber, self._expat.CurrentColumnNumber + 1 + indentation)
 
@@ -403,8 +403,8 @@ class _Parser:
 def _tidy(element: _Element, inline: Collection[str] = (), *, strip: bool = False) -> list[_Item]:
     """Return the children of an element with indentation and the line breaks around tags taken out of the text.
 
-    The indentation that all lines of the element have in common goes, so that code keeps its own. So do the line break behind a
-    start tag or behind a nested element, white space between two nested elements, and the indentation before a tag. What stands
+    The indentation that all lines of the element have in common goes, so that code keeps its own. So do the line break after a
+    start tag or after a nested element, white space between two nested elements, and the indentation before a tag. What stands
     around `inline` elements stays, as they are parts of a sentence. With `strip`, white space at the element's own start and end
     goes as well, as in chat templates. With ``xml:space="preserve"`` everything stays.
     """

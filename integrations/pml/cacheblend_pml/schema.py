@@ -158,7 +158,7 @@ class Schema:
         values : mapping of str to Any
             A value for each variable.
         *more : Turn or str
-            New text behind it, and messages.
+            New text after it, and messages.
 
         Returns
         -------
@@ -332,7 +332,7 @@ class Prompt:
         return Prompt(schema, tuple(in_prompt(self.children)), self.place)
 
     def plain_text(self) -> str:
-        """Return what the prompt says, for people and logs: without the words of a chat template, new text behind its import."""
+        """Return what the prompt says, for people and logs: without the words of a chat template, new text after its import."""
         texts: list[tuple[str | None, str]] = []
 
         def in_schema(nodes: Sequence[Node], module: str | None) -> None:
@@ -346,15 +346,15 @@ class Prompt:
                 elif node.name in self.imports:
                     in_schema(node.children, node.name)
 
-        def in_prompt(nodes: Sequence[PromptNode | str], behind: int) -> int:
+        def in_prompt(nodes: Sequence[PromptNode | str], after: int) -> int:
             for node in prompt_nodes(nodes):
                 if isinstance(node, Import):
                     own = [number for number, (module, _) in enumerate(texts, 1) if module == node.name]
-                    behind = in_prompt(node.children, own[-1] if own else behind)
+                    after = in_prompt(node.children, own[-1] if own else after)
                 else:
-                    texts.insert(behind, (None, node.text))
-                    behind += 1
-            return behind
+                    texts.insert(after, (None, node.text))
+                    after += 1
+            return after
 
         in_schema(self.schema.children, None)
         in_prompt(self.children[: self.body_length], 0)
@@ -522,7 +522,7 @@ def _check_prompt(prompt: Prompt) -> None:
         elif turn is not None and isinstance(child, Import | Text):
             what = f"<{child.name}>" if isinstance(child, Import) else "text"
             raise child.place.error(
-                f"{what} stands behind the <{turn.role}> at {turn.place}; a prompt's own messages come last, behind all imports "
+                f"{what} stands after the <{turn.role}> at {turn.place}; a prompt's own messages come last, after all imports "
                 "and text"
             )
 
@@ -531,7 +531,7 @@ def _with_parents(nodes: Sequence[PromptNode | str], parent: str | None) -> Iter
     """Every import with the name of the one that it stands in."""
     for node in nodes:
         if isinstance(node, Turn) and parent is not None:
-            raise node.place.error(f"<{node.role}> stands in the import of {parent!r}; put it behind all imports")
+            raise node.place.error(f"<{node.role}> stands in the import of {parent!r}; put it after all imports")
         if isinstance(node, Import):
             yield node, parent
             yield from _with_parents(node.children, node.name)

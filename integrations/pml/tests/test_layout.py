@@ -103,9 +103,9 @@ def test_new_text_takes_the_place_of_what_is_left_out() -> None:
         (7, "cc"),
         (9, "end"),
     ]
-    with pytest.raises(PMLError, match=r"'longer' has 6 tokens, 2 more than the 4 .* free behind module 'a'"):
+    with pytest.raises(PMLError, match=r"'longer' has 6 tokens, 2 more than the 4 .* free after module 'a'"):
         laid_out(schema, '<prompt schema="s"><a/>longer<c/></prompt>')
-    with pytest.raises(PMLError, match=r"3 more than the 0 .* behind module 'a' and before module 'b'"):
+    with pytest.raises(PMLError, match=r"3 more than the 0 .* after module 'a' and before module 'b'"):
         laid_out(schema, '<prompt schema="s"><a/>new<b/></prompt>')
 
 

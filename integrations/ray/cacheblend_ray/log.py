@@ -250,7 +250,7 @@ class NameLog:
                 return
 
     def change(self, birth: str, position: int, units: Mapping[str, bytes | None]) -> tuple[str, int]:
-        """Give units their states, None for none, and return the log's birth and the position behind that.
+        """Give units their states, None for none, and return the log's birth and the position after that.
 
         Raises
         ------

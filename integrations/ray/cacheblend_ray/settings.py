@@ -45,7 +45,7 @@ class AppArgs(BaseModel):
     backend : str, optional
         What answers: "engine", or "vllm", the default where that is installed.
     arguments : tuple of str
-        What a server of vLLM is started with besides, as behind the ``--`` of ``cacheblend-rag serve``.
+        Further arguments of a server of vLLM, such as those after the ``--`` of ``cacheblend-rag serve``.
     config : Path, optional
         A file of settings (YAML), the engine's, of blending and the server's, read where the application is built.
     settings : dict

@@ -1,4 +1,4 @@
-"""What answers behind the server: what it is asked, and what it must be able to do."""
+"""Backend interface of the HTTP server: what it is asked, and what it must be able to do."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Asked:
     temperature, top_p, top_k, seed
         How tokens are drawn; None leaves it to the model.
     ignore_eos : bool
-        Whether the answer goes on behind the tokens that end one, to the most tokens.
+        Whether the answer goes on after the tokens that end one, up to the most tokens.
     grammar : str or None
         What the answer may be, in llguidance's form of Lark.
     blend : Mapping

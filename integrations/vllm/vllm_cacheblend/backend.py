@@ -1,4 +1,4 @@
-"""vLLM as what answers behind the server: a prompt goes to it in tokens, with the stored KV that it begins with."""
+"""vLLM as backend of the server: a prompt goes to it in tokens, with the stored KV that it begins with."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class VLLMBackend(Backend):
         others = [f"{name}={value}" for name, value in asked.blend.items() if value not in _AS_IT_IS.get(name, ())]
         if others:
             raise ConfigError(
-                f"{', '.join(others)} is not possible here: vLLM goes on behind stored KV and recomputes nothing in it; leave it "
+                f"{', '.join(others)} is not possible here: vLLM goes on after stored KV and recomputes nothing in it; leave it "
                 "out, or serve with --backend engine"
             )
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)

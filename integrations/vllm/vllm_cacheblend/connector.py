@@ -98,7 +98,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             _log(f"the KV of request {request.request_id} is not written", error)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens behind the computed ones are stored, and that they are there when the step begins."""
+        """Return how many tokens after the computed ones are stored, and that they are there when the step begins."""
         self._matched.pop(request.request_id, None)
         try:
             load = self._match(request, num_computed_tokens)
@@ -118,7 +118,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         held = self._store.holds([piece.key for piece in pieces])
         missing = held.index(False) if False in held else len(held)
         ids = request.prompt_token_ids
-        # The last token is computed in any case, for the logits behind it.
+        # The last token is computed in any case, for its logits.
         stop = min(sum(piece.count for piece in pieces[:missing]), len(ids) - 1)
         if stop <= computed:
             return None

@@ -30,7 +30,7 @@ class Warm(Protocol):
         salt : str
             The `cache_salt` of all of them: vLLM shares what it computes among prompts of equal salts only.
         is_awaited : bool
-            Whether an answer waits for them; others come behind all that are answered.
+            Whether an answer waits for them; others come after all that are answered.
         """
 
 

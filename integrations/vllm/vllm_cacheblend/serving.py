@@ -52,7 +52,7 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
     """
     if wanted.blend.recompute_ratio != 0:
         raise ConfigError(
-            f"recompute_ratio={wanted.blend.recompute_ratio} is not possible with vLLM, which goes on behind stored KV and "
+            f"recompute_ratio={wanted.blend.recompute_ratio} is not possible with vLLM, which goes on after stored KV and "
             "recomputes nothing in it; leave it at 0, or use --backend engine"
         )
     if wanted.store is None:
@@ -124,7 +124,7 @@ def card_of(folder: Path, config: EngineConfig, store: Path) -> ModelCard:
 
 
 def _config(config: EngineConfig) -> EngineConfig:
-    # What the server has between the documents of a request: without KV of it a prefix would end behind the first.
+    # What the server has between the documents of a request: without KV of it a prefix would end after the first.
     return config if config.separator else config.replace(separator=BLANK_LINE)
 
 

@@ -197,7 +197,7 @@ class EncodeBench(Bench[EncodeSetting, EncodeRow]):
         asked = self.setting
         inside = f", {asked.document_chunks} a document, {asked.overlap} shared," if asked.document_chunks else ""
         return (
-            f"{asked.label}: {asked.chunks} chunks of {asked.chunk_tokens} tokens{inside} behind "
+            f"{asked.label}: {asked.chunks} chunks of {asked.chunk_tokens} tokens{inside} after "
             f"a prefix of {asked.prefix_tokens}, in {rows[0].batches} batches, median of {asked.repeats}"
         )
 

@@ -1,4 +1,4 @@
-"""Time to first token behind a reranker, with and without the candidates' KV prefetched while it works."""
+"""Time to first token after a reranker, with and without the candidates' KV prefetched while it works."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
                 self._store(client)
 
     def measure(self, say: Say = say_nothing) -> list[ServeRow]:
-        """Return one row for each rate, behind that of requests one after the other."""
+        """Return the row of requests one after the other, then one for each rate."""
         rows: list[ServeRow] = []
         say("warming up")
         # Not the prompts that are measured, which a server may keep whole.

@@ -52,7 +52,7 @@ NO_LIMIT = 2**63 - 1
 DEVICE = "device"
 """The tier beside the model, from which nothing is loaded."""
 NO_PIPELINE = "-no-pipeline"
-"""What stands behind a tier whose KV is loaded without the pipeline."""
+"""Suffix of a tier whose KV is loaded without the pipeline."""
 IDS_AT_ONCE = 8
 """How many ids one lookup of the index asks for, the chunks of a prompt."""
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -189,7 +189,7 @@ def options_of(setting: type[BenchSetting]) -> dict[str, tuple[Any, Written | No
     """Return typer's option of each field that has one, and how it is written where that is not the value itself."""
     hints = get_type_hints(setting, include_extras=True, localns={"EngineSettings": dict})
     found = {}
-    # Fields by keyword alone, which many benches share, stand behind a bench's own.
+    # Fields by keyword alone, which many benches share, stand after a bench's own.
     for each in sorted(fields(setting), key=lambda each: bool(each.kw_only)):
         option, *written = getattr(hints[each.name], "__metadata__", (None,))
         if option is not None:
@@ -289,7 +289,7 @@ class TTFTSetting(ModelSetting):
 
     Full prefill is the model's own forward pass over the whole prompt; "prefix_cache" is its own cache of the first chunk, and
     "ready" one of all that stands before the question, which "of ready" compares with. "reuse" and "blend" are of chunks encoded
-    alone, "in_document" is plain reuse of the same chunks as pieces of one document, and "gapless" that behind a fixed head and
+    alone, "in_document" is plain reuse of the same chunks as pieces of one document, and "gapless" that after a fixed head and
     with separators, whose KV is stored too; "of reuse" is how much of plain reuse's speed is left. "limit" is the speedup if
     computing rows were all that took time, "of limit" how much of it is there.
     """
@@ -315,7 +315,7 @@ class TTFTSetting(ModelSetting):
             "--tiers",
             "--tier",
             help="Where stored KV is read from, comma-separated: device (kept beside the model), ram, disk (the page cache is "
-            "emptied of it before each run), or a rate such as 100MB/s for an emulated device; with -no-pipeline behind it, "
+            "emptied of it before each run), or a rate such as 100MB/s for an emulated device; with -no-pipeline after it, "
             "loaded without the pipeline.",
         ),
         Written(parse_names),
@@ -432,7 +432,7 @@ class LoadSetting(RoundsSetting):
 
 @dataclass(frozen=True)
 class PrefetchSetting(ModelSetting):
-    """Measure the time to the first token behind a reranker, when the candidates' KV is on disk: read when the prompt comes,
+    """Measure the time to the first token after a reranker, when the candidates' KV is on disk: read when the prompt comes,
     prefetched while the reranker works, or in RAM before.
 
     The reranker waits, and computes nothing. The page cache is emptied of the files before each run.

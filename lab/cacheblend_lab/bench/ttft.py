@@ -41,9 +41,9 @@ class TTFTRow:
     ----------
     method : str
         "full": the model's own forward over the whole prompt. "prefix_cache": its own cache of the first chunk, copied, and its
-        forward over the rest. "ready": its forward over the question behind a cache of all before it, which is not copied.
+        forward over the rest. "ready": its forward over the question, from a cache of all before it, which is not copied.
         "reuse": stored KV of every chunk, encoded alone, nothing recomputed. "in_document": the same of chunks that are pieces of
-        one document. "gapless": the same behind a fixed head, with separators. "blend": some tokens recomputed, of chunks
+        one document. "gapless": the same after a fixed head, with separators. "blend": some tokens recomputed, of chunks
         encoded alone.
     selector : str or None
         Who chose them.
@@ -174,7 +174,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         self._ready = PrefixCache(model, ready[: -setting.question_tokens])
 
     def _make_gapless(self, words: RandomWords, chunks: Sequence[Chunk], question: str) -> None:
-        """Make engines of another separator over the same stores, with the chunks' KV behind which is the separator's."""
+        """Make engines of another separator over the same stores, where each chunk's KV is followed by the separator's."""
         separator, head = words.text(self.setting.separator_tokens), words.text(self.setting.head_tokens)
         pieces = [Chunk(chunk.text, f"spaced {number}", document="spaced") for number, chunk in enumerate(chunks)]
         prompt = BlendPrompt(FixedText(head), [str(piece.id) for piece in pieces], question, separator)
@@ -191,7 +191,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
 
     def methods(self) -> list[_Method]:
         """Return full prefill, the model's own caches, and each ratio by each selector from each tier."""
-        own = {_FULL: self._full, _PREFIX_CACHE: self._prefix_cache, _READY: self._behind_ready}
+        own = {_FULL: self._full, _PREFIX_CACHE: self._prefix_cache, _READY: self._after_ready}
         methods = [_Method(name, None, None, run) for name, run in own.items()]
         for ratio in dict.fromkeys(self.setting.ratios):
             for selector in dict.fromkeys(self.setting.selectors) if ratio else ("none",):
@@ -220,7 +220,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
     def _prefix_cache(self) -> None:
         int(self._cached.logits(self._ids[:, self._cached_tokens :]).argmax())
 
-    def _behind_ready(self) -> None:
+    def _after_ready(self) -> None:
         question = self._ids[:, -self.setting.question_tokens :]
         int(self._ready.logits(question, copies=False).argmax())
 

@@ -38,7 +38,7 @@ def _shared(
         typer.Option(
             help="Methods, comma-separated: full, prefix, reuse, full_reuse, map_reduce, map_rerank; a selector with a ratio "
             '("hkvd 0.15"), with a charge ("hkvd @0.15"), with settings ("hkvd 0.15 check_layers=[1,2]"); "random = hkvd 0.15". '
-            'Behind each: alone, "behind other", "behind shuffled" (how chunks are encoded), documents (whole ones are read).'
+            'After each: alone, "behind other", "behind shuffled" (how chunks are encoded), documents (whole ones are read).'
         ),
     ] = _METHODS,
     selectors: Annotated[
@@ -101,7 +101,7 @@ def _shared(
         bool,
         typer.Option(
             "--fresh/--resume",
-            help="With --json FILE, answers are kept in FILE with .jsonl behind it as they come. --resume goes on from there, "
+            help="With --json FILE, answers are kept in FILE with .jsonl after it as they come. --resume goes on from there, "
             "--fresh begins anew.",
         ),
     ] = False,

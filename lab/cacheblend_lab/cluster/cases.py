@@ -14,7 +14,7 @@ _FULL_S, _FROM_RAM_S, _FROM_DISK_S = 17.604, 0.4985, 0.5062
 _CONTEXT_TOKENS, _COMPUTED_TOKENS = 3072, 33
 # bench-load.json: files of those chunks, float32, and the seconds of the loader with one thread.
 _FILE_BYTES, _LOAD_S = 75_539_328, 0.0441
-# bench-tpot.json: seconds a further token behind such a prompt.
+# bench-tpot.json: seconds a further token after such a prompt.
 _TPOT_S = 0.139
 # docs/codecs.md: what int8, the disk's default, takes of float32.
 _INT8_OF_FLOAT32 = 0.25

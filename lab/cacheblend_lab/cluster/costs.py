@@ -28,7 +28,7 @@ class TierCost:
     read_s : float
         Seconds a chunk, whatever its size.
     load_bytes_per_s : float
-        Bytes a second behind that; infinity where reading was measured per chunk as a whole.
+        Bytes a second after that; infinity where reading was measured per chunk as a whole.
     beside_s : float
         Seconds of a core that a read takes from others while the replica goes on: copying what was far to the own disk.
     first_s : float

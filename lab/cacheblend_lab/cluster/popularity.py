@@ -25,7 +25,7 @@ class Popularity:
     size : int
         How many there are.
     edges, counts, shares : ndarray
-        For each group of documents its first rank, with the end of the last behind; how many are in it; and the probability of
+        For each group of documents its first rank, then the end of the last one; how many are in it; and the probability of
         each of them.
     """
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from cacheblend_attachments.calibration.loss import written_behind
+from cacheblend_attachments.calibration.loss import written_after
 from cacheblend_lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUMENTS
 from cacheblend_lab.eval.retrieve import Retriever
 from cacheblend_lab.eval.task import EvalContext, EvalQuestion, EvalTask
@@ -69,9 +69,9 @@ class Pieces:
             The numbers of the retrieved chunks, in the order of the prompt.
         """
         if reads == BEHIND_OTHER:
-            return [self._behind(reads, number, self._other(number)) for number in numbers]
+            return [self._after(reads, number, self._other(number)) for number in numbers]
         if reads == BEHIND_SHUFFLED:
-            return [self._behind(reads, number, self._shuffled(number)) for number in numbers]
+            return [self._after(reads, number, self._shuffled(number)) for number in numbers]
         return [self._own(number) for number in (self._whole(numbers) if reads == DOCUMENTS else numbers)]
 
     def _own(self, number: int) -> Chunk:
@@ -85,7 +85,7 @@ class Pieces:
                 stored[name] = Chunk(self._texts[number], name)
         return stored[name]
 
-    def _behind(self, reads: str, number: int, before: Sequence[int]) -> Chunk:
+    def _after(self, reads: str, number: int, before: Sequence[int]) -> Chunk:
         """Return a chunk that ends a document of its own, in which certain others stand before it."""
         name, stored = f"{reads} {number}", self.stored[reads]
         if name not in stored:
@@ -159,7 +159,7 @@ class Inquiry:
 
     @property
     def tail(self) -> str:
-        """What stands behind the chunks, the question in it."""
+        """What stands after the chunks, the question in it."""
         # Not str.format: braces of code in a tail or a question stand for themselves.
         return self.task.tail.replace("{question}", self.question)
 
@@ -242,7 +242,7 @@ def inquire(
         asked = Inquiry(task, ids, question.text, max_new_tokens or task.max_new_tokens, own)
         if not losses:
             return asked
-        return replace(asked, right=written_behind(question.answers[0], asked.tail))
+        return replace(asked, right=written_after(question.answers[0], asked.tail))
 
     reads = {name for names in engines.values() for name in names}
     inquiries = [

@@ -81,7 +81,7 @@ class InsidePass:
         Work on chunk tokens over (chunk tokens x layers).
     attention_deviation : NDArray
         For each layer, the L2 norm of the difference of the forward attention matrices, float64, ``(num_layers,)``. The forward
-        attention matrix is what the tokens behind the last chunk attend to in the chunks, in all heads (CacheBlend, section 4).
+        attention matrix is what the tokens after the last chunk attend to in the chunks, in all heads (CacheBlend, section 4).
     recomputed : NDArray
         The tokens that were recomputed, by their place among the candidates, ascending.
     """
@@ -102,7 +102,7 @@ class PromptInside:
     engine : BlendEngine
         The engine; the prompt's chunks should be stored.
     prompt : BlendPrompt
-        The prompt; it has text behind its last chunk.
+        The prompt; it has text after its last chunk.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class PromptInside:
         Where the chunks stand. The *candidates* are its `context_rows`: the chunk tokens, whose stored KV may differ from the
         true one.
     attention : NDArray
-        What the tokens behind the last chunk attend to in the candidates under full prefill, mean over heads and layers,
+        What the tokens after the last chunk attend to in the candidates under full prefill, mean over heads and layers,
         ``(question_tokens, candidates)``.
     attention_norm : NDArray
         For each layer, the L2 norm of full prefill's forward attention matrix, float64, ``(num_layers,)``.

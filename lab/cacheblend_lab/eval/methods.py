@@ -50,7 +50,7 @@ WHOLE_WAYS = tuple(way for way, settings in _NAMED.values() if not settings)
 
 DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED = "documents", "behind other", "behind shuffled"
 """What a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded
-behind the next document instead of their own; or encoded behind what stands before them in their own, in another order."""
+after the next document instead of their own; or encoded after what stands before them in their own, in another order."""
 
 FULL_DOCUMENTS = f"{FULL} {DOCUMENTS}"
 """What the same knowledge costs without blending: full prefill of whole documents."""
@@ -106,7 +106,7 @@ def parse_method(text: str) -> EvalMethod:
     text : str
         "full", "no_context", "prefix", "reuse", "full_reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
         ("hkvd 0.15"); a selector and a charge ("hkvd @0.15"); or "random = hkvd 0.15", which is random at the charge of the
-        method named behind the sign. "documents", "alone" (chunks encoded alone), "behind other" and "behind shuffled" may
+        method named after the sign. "documents", "alone" (chunks encoded alone), "behind other" and "behind shuffled" may
         follow, and settings, as in ``hkvd 0.15 alone deviation=key check_layers=[1,2]``; values are read as JSON, else as text.
 
     Raises
@@ -146,7 +146,7 @@ def parse_method(text: str) -> EvalMethod:
         )
     if len(plain) != 2:
         raise ConfigError(
-            f"method {text!r} wants a ratio or a charge behind its selector, as in '{first} 0.15', '{first} @0.15'"
+            f"method {text!r} wants a ratio or a charge after its selector, as in '{first} 0.15', '{first} @0.15'"
         )
     amount = _share(plain[1].removeprefix("@"), text)
     if plain[1].startswith("@"):

@@ -19,7 +19,7 @@ __all__ = ["PrefixAnswer", "PrefixCache"]
 
 @dataclass(frozen=True)
 class PrefixAnswer:
-    """An answer behind a cached prefix.
+    """An answer after a cached prefix.
 
     Attributes
     ----------
@@ -60,14 +60,14 @@ class PrefixCache:
 
     @torch.no_grad()
     def logits(self, rest: torch.Tensor, copies: bool = True) -> torch.Tensor:
-        """Return the logits behind the prefix and `rest`, ``(vocab,)``.
+        """Return the logits after the prefix and `rest`, ``(vocab,)``.
 
         Parameters
         ----------
         rest : torch.Tensor
             Token ids of the rest of the prompt, ``(1, rest_len)``, on the model's device.
         copies : bool
-            Whether the cache is copied first; otherwise what is behind the prefix is cut off again.
+            Whether the cache is copied first; otherwise what is after the prefix is cut off again.
         """
         cache = copy.deepcopy(self._cache) if copies else self._cache
         logits: torch.Tensor = self._model(
@@ -79,12 +79,12 @@ class PrefixCache:
 
     @torch.no_grad()
     def answer(self, token_ids: Sequence[int], max_new_tokens: int, pad_token_id: int | None) -> PrefixAnswer:
-        """Decode greedily behind a prompt.
+        """Decode greedily after a prompt.
 
         Parameters
         ----------
         token_ids : sequence of int
-            The whole prompt; it begins with the prefix and goes on behind it.
+            The whole prompt; it begins with the prefix and goes on after it.
         max_new_tokens : int
             Most tokens to generate.
         pad_token_id : int or None

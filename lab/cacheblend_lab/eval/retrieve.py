@@ -123,7 +123,7 @@ def draw_corpora(
     Parameters
     ----------
     num_questions : int
-        How many questions all corpora together have; of the last, examples behind these have none.
+        How many questions all corpora together have; of the last, examples after these have none.
     seed : int
         The corpora follow from it.
     documents : int
@@ -157,7 +157,7 @@ def found_chunks(
 ) -> list[list[tuple[int, int]]]:
     """Return for each question the nearest chunks of all documents, nearest first, as numbers of document and chunk.
 
-    Chunks are embedded behind the title of their document, as frameworks embed metadata with the text: the sentence "She keeps a
+    Chunks are embedded after the title of their document, as frameworks embed metadata with the text: the sentence "She keeps a
     goose." alone is found for nobody.
 
     Parameters

@@ -239,7 +239,7 @@ class _OneByOne(ABC):
 class _Prefix(_OneByOne):
     """Prefix caching: exact KV of everything up to the end of the first chunk, and the model's own forward over the rest.
 
-    The cached KV is computed beforehand and not timed, as if each first chunk were cached behind this head (CacheBlend, section
+    The cached KV is computed beforehand and not timed, as if each first chunk were cached after this head (CacheBlend, section
     7.1, makes the same idealisation); copying it is.
     """
 
@@ -250,7 +250,7 @@ class _Prefix(_OneByOne):
         started = time.perf_counter()
         ids = engine.prompt_ids(inquiry.prompt)
         assembled_s = time.perf_counter() - started
-        found = _behind(engine, cache, ids, inquiry.max_new_tokens)
+        found = _after(engine, cache, ids, inquiry.max_new_tokens)
         lengths = _chunk_lengths(engine, inquiry)
         charged = 1 - lengths[0] / sum(lengths)
         return Answer(_text(engine, found), charged, None, assembled_s + found.ttft_s, len(found.token_ids))
@@ -259,7 +259,7 @@ class _Prefix(_OneByOne):
 class _Map(_OneByOne):
     """Answers from each chunk alone.
 
-    Each chunk stands right behind the head, so its KV comes from a prefix cache: computed beforehand and not timed, in favour
+    Each chunk stands right after the head, so its KV comes from a prefix cache: computed beforehand and not timed, in favour
     of these methods.
     """
 
@@ -269,7 +269,7 @@ class _Map(_OneByOne):
         for chunk in inquiry.ids:
             ids = engine.prompt_ids(BlendPrompt(head, [chunk], inquiry.tail))
             cache = PrefixCache(engine.model, engine.prompt_ids(BlendPrompt(head, [chunk]))[: len(ids) - 1])
-            answers.append(_behind(engine, cache, ids, inquiry.max_new_tokens))
+            answers.append(_after(engine, cache, ids, inquiry.max_new_tokens))
         return answers
 
 
@@ -318,7 +318,7 @@ def _chunk_lengths(engine: BlendEngine, inquiry: Inquiry) -> list[int]:
     return [0 if record is None else len(record.token_ids) for record in engine.records(inquiry.ids)]
 
 
-def _behind(engine: BlendEngine, cache: PrefixCache, ids: Sequence[int], max_new_tokens: int) -> PrefixAnswer:
+def _after(engine: BlendEngine, cache: PrefixCache, ids: Sequence[int], max_new_tokens: int) -> PrefixAnswer:
     limit = max_new_tokens if engine.window is None else min(max_new_tokens, engine.window - len(ids))
     tokenizer = engine.tokenizer
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -31,7 +31,7 @@ from cacheblend_rag.selection import FixedSelection
 
 __all__ = ["Proof", "families", "prove", "prove_family"]
 
-# Two chunks that touch and one behind text, longer than the windows of tiny models.
+# Two adjacent chunks and one after text, longer than the windows of tiny models.
 _SPANS = ((5, 25), (25, 47), (50, 70))
 _LENGTH = 76
 _OUTPUT_TOKENS = 8
@@ -86,13 +86,13 @@ def prove(model: PreTrainedModel, tolerance: float = 2e-5) -> Proof:
     why = _why_it_cannot_run(model)
     if why is not None:
         return Proof(why)
-    # The prompt's first chunk stands where it was encoded, but behind other text.
+    # The prompt's first chunk stands where it was encoded, but after other text.
     config = EngineConfig(preamble=_words(4, 9))
     with BlendEngine(model, _tokenizer(), config=config) as engine:
         differences: list[tuple[str, float]] = []
         if engine.decoder is not None:
             differences += [("oracle", _oracle(engine.decoder)), ("shift", _shift(engine.decoder))]
-            differences += [("in a document", _behind(engine.decoder))] if engine.decoder.is_movable else []
+            differences += [("in a document", _after(engine.decoder))] if engine.decoder.is_movable else []
         differences += _answers(engine)
         return Proof(engine.unsupported_reason, tuple(differences), tolerance)
 
@@ -153,7 +153,7 @@ def _shift(decoder: Decoder) -> float:
     return worst
 
 
-def _behind(decoder: Decoder) -> float:
+def _after(decoder: Decoder) -> float:
     """Return how far the KV of a document's chunks is from that of plain forwards; two of them overlap."""
     prefix, text = tuple(_ids(2, 3)), tuple(_ids(4, 60))
     targets = [

@@ -59,7 +59,7 @@ class Paragraphs:
     orders: tuple[str, ...] = ORDERS
 
 
-# Share of the sentences behind the first, in a chunk that names its subject, that name it again.
+# Share of the sentences after the first, in a chunk that names its subject, that name it again.
 _NAMED_AGAIN = 0.15
 # Words of one more filler, about: a chunk that has room for less is long enough.
 _FILLER_WORDS = 8

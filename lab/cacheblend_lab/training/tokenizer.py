@@ -102,7 +102,7 @@ def _words(paragraphs: bool) -> Iterator[str]:
         for word in re.findall(r"[^\W\d_]+|-{2,}", re.sub(r"\{\w\}", "", text)):
             yield from (word, " " + word) * 2
     if paragraphs:
-        # Only as they occur: a sentence's first words are capital, and stand behind a space or at the start of a line.
+        # Only as they occur: a sentence's first words are capital, and stand after a space or at the start of a line.
         for text in filler_parts():
             for number, word in enumerate(re.findall(r"[^\W\d_]+", text)):
                 yield from ((word, " " + word) if word[0].isupper() and not number else (" " + word,)) * 2

@@ -105,12 +105,12 @@ class Measurement:
         layers, first = self._decoder.num_layers, self._first_layer
         profile = Profile(identity, layers, PrefillCost(*prefill), unknown, prefill_points, blend_points, (), 0.0)
         # What the layers before the first check layer cost is known from full prefill.
-        behind = layers - first
+        after = layers - first
         seconds = [
             max(each.seconds - first * profile.layer_s(each.tokens), 0.05 * each.seconds) for each in blend_points
         ]
         amounts = [
-            (1, behind * each.tokens, behind * each.rows, behind * each.rows * each.tokens) for each in blend_points
+            (1, after * each.tokens, after * each.rows, after * each.rows * each.tokens) for each in blend_points
         ]
         profile = replace(profile, blend=BlendCost(*fit_costs(amounts, seconds)))
         for number, probe in enumerate(probes):

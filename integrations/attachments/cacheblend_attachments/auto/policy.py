@@ -257,20 +257,20 @@ class TierChoice:
 
 def blend_s(profile: Profile, work: Work, ratio: float) -> float:
     """Return the predicted seconds of a blended prefill; tiers that the profile does not know load for nothing."""
-    behind = profile.num_layers - work.first_layer
+    after = profile.num_layers - work.first_layer
     computes = [profile.layer_s(work.prompt_tokens)] * work.first_layer
-    computes += [layer_compute_s(profile, work, ratio)] * behind
+    computes += [layer_compute_s(profile, work, ratio)] * after
     load_s, overlap = layer_load_s(profile, work)
-    serial = profile.blend.fixed_s + sum(computes) + behind * load_s
+    serial = profile.blend.fixed_s + sum(computes) + after * load_s
     if not load_s or not work.threaded:
         return serial
     # Loading takes cores and memory bandwidth from computing; what share of it truly runs beside was measured.
-    ideal = profile.blend.fixed_s + pipeline_s(computes, [load_s] * behind, work.first_layer, work.ahead)
+    ideal = profile.blend.fixed_s + pipeline_s(computes, [load_s] * after, work.first_layer, work.ahead)
     return serial - overlap * (serial - ideal)
 
 
 def layer_compute_s(profile: Profile, work: Work, ratio: float) -> float:
-    """Return the predicted seconds of recomputing one layer behind the selection: T_recompute in CacheBlend (section 5)."""
+    """Return the predicted seconds of recomputing one layer after the selection: T_recompute in CacheBlend (section 5)."""
     cost, tokens = profile.blend, work.prompt_tokens
     rows = tokens - work.context_tokens + min(round(ratio * work.context_tokens), work.candidate_tokens)
     return cost.per_token_s * tokens + cost.per_row_s * rows + cost.per_pair_s * rows * tokens

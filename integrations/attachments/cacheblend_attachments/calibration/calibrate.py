@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from cacheblend_attachments.calibration.loss import right_losses, written_behind
+from cacheblend_attachments.calibration.loss import right_losses, written_after
 from cacheblend_attachments.calibration.statistics import Bootstrap
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
 from cacheblend_rag.config import BlendConfig
@@ -239,7 +239,7 @@ def _right(
     """Return the tokens of the right answer."""
     if answer is None:
         return engine.generate(prompt, max_new_tokens, blend=whole, do_sample=False).token_ids
-    text = written_behind(answer, prompt.segments[-1])
+    text = written_after(answer, prompt.segments[-1])
     return engine.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
 

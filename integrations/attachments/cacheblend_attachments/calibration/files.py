@@ -87,7 +87,7 @@ def _edits(text: str, root: yaml.MappingNode | None, changes: Mapping[str, Scala
         if key in places
     ]
     for start, end, value in sorted(spans, reverse=True):
-        # Behind "key:" without a value there may be no space.
+        # After "key:" without a value there may be no space.
         gap = "" if start and text[start - 1].isspace() else " "
         text = text[:start] + gap + value + text[end:]
     indent = " " * (root.start_mark.column if root is not None else 0)

@@ -77,7 +77,7 @@ def profile(
 
 
 def predicted_works(engine: BlendEngine, found: Profile, chunk_tokens: int) -> dict[tuple[str, str, int], Work]:
-    """Return prompts of some numbers of chunks behind one token, with a question, their KV in each tier that was measured.
+    """Return prompts of some numbers of chunks after one token, with a question, their KV in each tier that was measured.
 
     Returns
     -------

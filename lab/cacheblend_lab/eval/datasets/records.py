@@ -156,7 +156,7 @@ def read_records(path: Path) -> Iterator[Record]:
     Raises
     ------
     DatasetError
-        If the file cannot be read, is not UTF-8 or not JSON, or a record is not an object. What stands behind the records
+        If the file cannot be read, is not UTF-8 or not JSON, or a record is not an object. What stands after the records
         that are taken is not looked at.
     """
     text = read_text(path)

@@ -110,7 +110,7 @@ def needle_puzzle(rng: random.Random, setting: NeedleSetting, depths: Sequence[f
 
 
 def across_puzzle(rng: random.Random, depths: Sequence[float] | None = None) -> Puzzle:
-    """Draw a question whose key ends one chunk and whose value begins the next, behind "It".
+    """Draw a question whose key ends one chunk and whose value begins the next, after "It".
 
     Three other keys stand in the same way, so only what "It" refers to tells the values apart: KV of a chunk that was encoded
     alone does not know it.

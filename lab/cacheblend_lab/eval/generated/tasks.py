@@ -199,7 +199,7 @@ def needle_task(
     chunk_tokens : int
         Most tokens of a chunk.
     across : bool
-        Whether the needle's key ends one chunk and its value begins the next, behind "It", "She" or "He".
+        Whether the needle's key ends one chunk and its value begins the next, after "It", "She" or "He".
     hidden : "number" or "fact"
         A secret number, as everywhere (across a border, beside three others); or what a person of the fictional world does,
         asked in a form that the reference model was trained on.
