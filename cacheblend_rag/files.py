@@ -38,7 +38,15 @@ def load_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, Loader=_PlainLoader)
     # PyYAML raises all of these for values that are not what their tags say.
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise ConfigError(f"settings file {name} cannot be read: {shorten(str(error), _SHOWN)}") from None
 
 

@@ -36,7 +36,7 @@ class PromptChunk(ChunkSpan):
     named : bool
         Whether the id was known, for this text, when the prompt was assembled.
     text_hash : str or None
-        Digest of the text of a chunk whose id nobody knew.
+        Digest of the text of a chunk whose id was unknown.
     remembers : bool
         Whether its KV knows of text that stands before it in its document.
     computed : {"last", "moved", "missing", "unread"} or None

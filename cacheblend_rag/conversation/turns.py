@@ -201,11 +201,11 @@ class Turn:
             rows = 0
         first = max(rows, head)
         head = head if head > rows else 0
-        behind = tuple(span for span in layout.chunks if span.start >= first)
-        runs = tuple(_find_runs(held.token_ids, layout.token_ids, _gaps(first, behind, end), rows)) if moves else ()
+        later = tuple(span for span in layout.chunks if span.start >= first)
+        runs = tuple(_find_runs(held.token_ids, layout.token_ids, _gaps(first, later, end), rows)) if moves else ()
         if not runs and (head or not rows):
             return None
-        spans = [*behind, *(ChunkSpan(run.start, run.stop, run.start) for run in runs)] if asked is not None else []
+        spans = [*later, *(ChunkSpan(run.start, run.stop, run.start) for run in runs)] if asked is not None else []
         spans.sort(key=lambda span: span.start)
         return Resumption(
             replace(layout, chunks=tuple(spans), resumed_rows=first),

@@ -115,7 +115,7 @@ class AnsweringLibrary(ChunkLibrary):
         text = len(layout.token_ids) - max((chunk.stop for chunk in layout.chunks), default=0)
         if not 1 <= count <= text:
             raise PromptError(
-                f"logits_to_keep={count} must be from 1 to {text}, the tokens behind the prompt's last chunk"
+                f"logits_to_keep={count} must be from 1 to {text}, the tokens after the prompt's last chunk"
             )
         logits = self._runner.run(request, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
         report = make_report(request, num_decoder_layers(self.model), time.perf_counter())
@@ -267,7 +267,7 @@ class AnsweringLibrary(ChunkLibrary):
             raise UnsupportedModelError(f"{self.unsupported_reason}; ask it by generate, which does not give way")
         options = checked_options(self.model, max_new_tokens, generation_kwargs)
         request = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options)
-        # The interpreter waits for the thread that asks when it ends; nobody waits for what it finds out then.
+        # The interpreter waits for the thread that asks when it ends, and has no use for what it finds out then.
         with (
             suppress(GaveWayError),
             aside(

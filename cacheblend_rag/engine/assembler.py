@@ -428,8 +428,8 @@ def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
         chunk = piece.chunk
         # What the prompt ends with is computed in any case.
         if chunk is not None and chunk.separator and len(piece.ids) == len(chunk.token_ids) and number + 1 < last:
-            behind = pieces[number + 1]
-            skip = behind.chunk is None and behind.ids == chunk.separator
+            following = pieces[number + 1]
+            skip = following.chunk is None and following.ids == chunk.separator
         yield _Piece(chunk.kv_ids, piece.position, chunk) if chunk is not None and skip else piece
 
 

@@ -168,7 +168,7 @@ def _warn_of(failed: list[BaseException]) -> None:
 class Feed(Generic[Piece, Outcome]):
     """Pieces, and an outcome after the last of them, which is a value or an error.
 
-    Whoever waits on an event loop costs no thread: answers queue for the model for a long time, and would use up the few threads
+    A reader on an event loop costs no thread: answers queue for the model for a long time, and would use up the few threads
     that a loop has for everything else.
     """
 
@@ -193,16 +193,16 @@ class Feed(Generic[Piece, Outcome]):
 
     def put(self, piece: Piece) -> None:
         """Hand over the next piece."""
-        behind: Future[object] = Future()
-        self._last.set_result((piece, behind))
-        self._last = behind  # type: ignore[assignment]
+        following: Future[object] = Future()
+        self._last.set_result((piece, following))
+        self._last = following  # type: ignore[assignment]
 
     def next(self) -> Piece | None:
         """Return the next piece, waiting for it; None when there are no more."""
         return self._open(self._next.result())
 
     async def anext(self) -> Piece | None:
-        """Do what `next` does, on an event loop."""
+        """Wait for the next piece on an event loop; see `next`."""
         return self._open(await _awaited(self._next))
 
     def outcome(self) -> Outcome:
@@ -210,7 +210,7 @@ class Feed(Generic[Piece, Outcome]):
         return self._outcome.result()
 
     async def aoutcome(self) -> Outcome:
-        """Do what `outcome` does, on an event loop."""
+        """Wait for the outcome on an event loop; see `outcome`."""
         return await _awaited(self._outcome)
 
     def _open(self, given: tuple[Piece, Future[object]] | None) -> Piece | None:

@@ -125,7 +125,7 @@ class BlendEngine(AnsweringLibrary):
         self._owns_store = self._store is not store
         with ExitStack() as undo:
             if self._owns_store:
-                # Nobody could close it if the rest fails.
+                # It could not be closed any more if the rest fails.
                 undo.callback(self._store.close)
             self._weights = WeightsWatch(self.model)
             self._identity = engine_identity(model, tokenizer, private=self._store.is_private)

@@ -96,7 +96,7 @@ class TokenWatch(StoppingCriteria):
     def note(self) -> bool:
         """Note that the next token is there; return whether the generation ends with it."""
         self.times.append(time.perf_counter())
-        # The interpreter waits for a stream's thread when it ends; nobody waits for its answer then.
+        # The interpreter waits for a stream's thread when it ends, and its answer is not read then.
         return self._stop.is_set() or not threading.main_thread().is_alive()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -151,7 +151,7 @@ class StopStrings(StoppingCriteria):
 class BlendStream(Iterator[str], AsyncIterator[str]):
     """Pieces of the answer as they are decoded, for a ``for`` loop or an ``async for`` loop.
 
-    The generation runs in its own thread from the start and does not wait to be read: a stream that nobody reads
+    The generation runs in its own thread from the start and does not wait to be read: a stream that is not read
     holds nothing up. Closing it, or losing the last reference to it, ends the generation at the next token.
 
     Parameters
@@ -210,7 +210,7 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
         return self._feed.outcome()
 
     async def aresult(self) -> GenerationResult:
-        """Do what `result` does on an event loop, where waiting takes none of the loop's threads."""
+        """Return the whole answer on an event loop, none of whose threads waits; see `result`."""
         return await self._feed.aoutcome()
 
 

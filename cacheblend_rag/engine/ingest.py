@@ -30,7 +30,7 @@ __all__ = ["Ingest"]
 
 logger = logging.getLogger(__name__)
 
-# An estimate tries texts, more and more of them, until that has taken so long. Of their KV so many are written.
+# An estimate tries texts, more and more of them, for this long. This many of them are written.
 _TRIAL_S = 1.0
 _WRITTEN = 8
 # Beside its file a chunk has a row, and is brought to its place: each is synced as well.

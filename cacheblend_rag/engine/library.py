@@ -1,4 +1,4 @@
-"""The chunks of one model and tenant: named, encoded, stored, found in prompts, deleted; whoever computes."""
+"""The chunks of one model and tenant: named, encoded, stored, found in prompts, deleted, wherever the model runs."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ class ChunkLibrary(ABC):
         return self._store.names.documents(self.namespace, id_list(ids))
 
     def targets(self, ids: Sequence[str]) -> list[NamedTarget | None]:
-        """Return how the KV of each chunk is computed, and behind what in its document; None where the id is unknown."""
+        """Return how the KV of each chunk is computed, and after what in its document; None where the id is unknown."""
         self._check_open()
         return self._store.names.targets(self.namespace, id_list(ids))
 

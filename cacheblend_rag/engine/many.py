@@ -280,7 +280,7 @@ class Many:
 
         def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             if request.is_given_up:
-                # Closed while it waited for the model: nobody needs its prefill.
+                # Closed while it waited for the model: its prefill is not needed.
                 return torch.empty(0, dtype=torch.int64)
             if streamer is not None:
                 # A second attempt, after damaged KV, hands the streamer the prompt again, which is not to be shown.

@@ -221,7 +221,7 @@ class Runner:
                 )
                 stack.enter_context(loader)
                 if _goes_on(request, selection) and self.alone_reason(request) is None:
-                    # Nothing has to be steered: the model goes on behind its cache, as it does when it decodes.
+                    # Nothing has to be steered: the model goes on after its cache, as it does when it decodes.
                     request.recomputed = None if request.plan.selection is None else torch.empty(0, dtype=torch.int64)
                     cache.expect(int(request.layout.text_rows[0]), decoder.num_kv_layers, loader.synchronize)
                 else:
@@ -294,7 +294,7 @@ class Runner:
 
 
 def _goes_on(request: Request, selection: Selection) -> bool:
-    """Return whether all that is computed of a prompt stands behind all that is stored."""
+    """Return whether all that is computed of a prompt stands after all that is stored."""
     text = request.layout.text_rows
     return (
         isinstance(selection, FixedSelection)

@@ -321,7 +321,7 @@ class KVSupply:
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
 
-        A chunk that came with an id nobody knew is named, as if it had been added; it goes with its source. A text without an
+        A chunk that came with an unknown id is named, as if it had been added; it goes with its source. A text without an
         id, or with the id of another text, has no name to be deleted by, and goes with its source, or with that other text. It
         is written in the background: the answer does not wait.
         """

@@ -151,7 +151,7 @@ class KVCache(Cache):
 
 
 def _with_room(kv: LayerKV, length: int, batch: int | None = None) -> LayerKV:
-    """Return a layer's KV at the beginning of buffers of `length` tokens; with `batch`, that of one sequence in so many rows."""
+    """Return a layer's KV at the beginning of buffers of `length` tokens; with `batch`, that of one sequence in as many rows."""
     buffers = []
     for tensor in kv:
         buffer = tensor.new_empty(batch or len(tensor), tensor.shape[1], length, tensor.shape[3])
