@@ -49,7 +49,7 @@ def make_app(folder: Path, model: str = "reference") -> FastAPI:
     client = chromadb.PersistentClient(str(folder / "chroma"), chromadb.Settings(anonymized_telemetry=False))
     chroma = ChromaVectorStore(chroma_collection=client.get_or_create_collection("texts"))
     index = VectorStoreIndex.from_vector_store(
-        # Nobody waits for the encoding: neither who puts a document, nor who asks.
+        # Encoding runs in the background: neither adding a document nor asking waits for it.
         BlendVectorStore(chroma, engine=llm.engine, background=True),
         embed_model=HuggingFaceEmbedding(model_name=str(get_model_path())),
         transformations=[SentenceSplitter(chunk_size=128, chunk_overlap=0)],

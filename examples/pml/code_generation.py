@@ -31,7 +31,7 @@ def main(model: str = "reference") -> None:
         print(result.text)
         print(f"{result.report.hits} hits, first token after {1000 * result.report.ttft_s:.0f} ms")
 
-        # Somebody edits a file. The others keep their KV, although they move.
+        # One file is edited. The others keep their KV, although they move.
         file = project / "game" / "unit.py"
         file.write_text(
             file.read_text() + "\n    def heal(self, points: int) -> None:\n        self.health += points\n"

@@ -28,7 +28,7 @@ def needs_drawing() -> None:
 def new_figure(
     panels: int = 1, *, width: float = 5.5, height: float = 4.2, stacked: Sequence[float] = ()
 ) -> tuple[Any, list[Any]]:
-    """Return a figure with so many axes side by side, or one below the other.
+    """Return a figure with a number of axes side by side, or one below the other.
 
     Parameters
     ----------

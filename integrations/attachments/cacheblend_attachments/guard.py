@@ -269,7 +269,7 @@ class Guard(Attachment, Collector):
         """Compare what waits, one after the other."""
         while True:
             with self._changed:
-                # The interpreter waits for this thread when it ends; nobody waits for what it finds out then.
+                # The interpreter waits for this thread when it ends, and what it would find out then is of no use.
                 if not self._queue or not threading.main_thread().is_alive():
                     self._thread = None
                     return
@@ -297,7 +297,7 @@ class Guard(Attachment, Collector):
                     self._judge()
 
     def _compare(self, sample: _Sample) -> _Comparison | None:
-        """Compare an answer when nobody needs the model; None where that was left on the way, and may be tried again.
+        """Compare an answer while the model is free; None where that was interrupted, and may be tried again.
 
         Raises
         ------

@@ -66,7 +66,7 @@ class Meeting(Generic[Ask, Reply]):
             self._begin_if_all_here()
 
     def break_up(self, interrupted: bool) -> None:
-        """Note that some runs will never come, so that nobody waits for others; an interrupted batch is not answered."""
+        """Note that some runs will never come, so that none waits for them; an interrupted batch is not answered."""
         with self._lock:
             self._is_broken, self._is_interrupted = True, interrupted
             for reply in self._replies if interrupted else ():
@@ -185,13 +185,13 @@ class AnswersTogether:
             raise CacheBlendError("the batch was interrupted, so this answer is incomplete; ask again") from None
 
     async def _aanswer(self, make_call: Callable[[], Call]) -> Answer:
-        """Do what `_answer` does; cancelling it ends the generation, that of a batch when all are cancelled."""
+        """Answer asynchronously; see `_answer`. Cancelling ends the generation, that of a batch when all are cancelled."""
         call = await run_in_executor(None, make_call)
         meeting = _joined.get()
         if meeting is not None:
             await run_in_executor(None, self.engine.prompt_layout, call.prompt)
             return call.ending.read(await asyncio.wrap_future(meeting.ask(call)))
-        # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
+        # A stream, so that a cancelled task does not leave the engine busy with an answer that is not wanted any more.
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
             return call.ending.read(await stream.aresult())

@@ -81,9 +81,9 @@ def static_value(prompt: BasePromptTemplate[Any], variable: str, context: str, v
 
 
 def said_first(messages: Sequence[BaseMessage]) -> str | None:
-    """Return a digest of what messages say before their first document; None if they hold none, or it is somebody's own words.
+    """Return a digest of what messages say before their first document; None if they hold none.
 
-    That is so where a message of anybody but the system stands before that with the document.
+    None also where a message other than the system's stands before that with the document: its words are not a template's.
     """
     said: list[str] = []
     for message in messages:

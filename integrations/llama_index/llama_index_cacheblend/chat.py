@@ -184,7 +184,7 @@ class _BlendChat:
     async def achat(
         self, message: str, chat_history: list[ChatMessage] | None = None, **kwargs: Any
     ) -> AgentChatResponse:
-        """Do what `chat` does; cancelling it ends the generation, and nothing of the turn is remembered."""
+        """Answer asynchronously; see `chat`. Cancelling ends the generation, and nothing of the turn is remembered."""
         with self._turning() as turn:
             return turn.complete(await super().achat(message, chat_history, **kwargs))  # type: ignore[misc, no-any-return]
 
@@ -202,7 +202,7 @@ class _BlendChat:
     async def astream_chat(
         self, message: str, chat_history: list[ChatMessage] | None = None, **kwargs: Any
     ) -> StreamingAgentChatResponse:
-        """Do what `stream_chat` does; cancelling ``awrite_response_to_history_task`` of the response ends the generation."""
+        """Stream an answer asynchronously; cancelling the response's ``awrite_response_to_history_task`` ends the generation."""
         with self._turning() as turn:
             return turn.complete(await super().astream_chat(message, chat_history, **kwargs))  # type: ignore[misc, no-any-return]
 
@@ -293,7 +293,7 @@ def take_back(memory: BaseMemory, message: str) -> None:
 
 
 async def _atake_back(memory: BaseMemory, message: str) -> None:
-    """Do what `take_back` does."""
+    """Take back a message asynchronously; see `take_back`."""
     if isinstance(memory, Memory):
         await _remove_last(memory, message)
         return

@@ -72,7 +72,7 @@ def make_context_prompt(
     """
     if hasattr(template, "pml_prompt"):  # a PMLPromptTemplate, of a package that may not be there
         return _of_schema(llm, template, chunks, values, variable, limit, refines)
-    # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
+    # The template is filled twice: where a mark that no text can hold comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
     context = BLANK_LINE.join(chunk.text for chunk in chunks)
@@ -196,10 +196,10 @@ def _divided(
 def _is_fixed(
     llm: BlendLLM, template: BasePromptTemplate, variables: Iterable[str], context: str, structured: bool, head: str
 ) -> bool:
-    """Return whether all that a prompt begins with, up to its context, is written by its template and nobody else.
+    """Return whether all that a prompt begins with, up to its context, is its template's own text.
 
     It is where the template, filled with marks instead of values, begins with just that. What stands before the context in a
-    template that works otherwise than by variables, or has messages of a conversation there, may be anybody's words.
+    template that works otherwise than by variables, or has messages of a conversation there, may be a user's words.
     """
     chosen = template.select(llm) if isinstance(template, SelectorPromptTemplate) else template
     if type(chosen) not in (PromptTemplate, ChatPromptTemplate) or chosen.function_mappings:

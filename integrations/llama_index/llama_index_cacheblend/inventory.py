@@ -69,7 +69,7 @@ class Inventory:
         return list(self._store.get_nodes(**query))
 
     def find(self, wanted: Wanted = ALL) -> list[str] | None:
-        """Return the ids of nodes, in no order; None if nobody can say."""
+        """Return the ids of nodes, in no order; None if the store cannot list them."""
         if isinstance(self._store, SimpleVectorStore):
             return _in_simple_store(self._store.data, wanted)
         try:
@@ -79,7 +79,7 @@ class Inventory:
             return self._remembered(error, wanted)
 
     async def afind(self, wanted: Wanted = ALL) -> list[str] | None:
-        """Do what `find` does."""
+        """Find asynchronously; see `find`."""
         if isinstance(self._store, SimpleVectorStore):
             return _in_simple_store(self._store.data, wanted)
         try:

@@ -252,24 +252,24 @@ class BlendLLM(JSONAnswers):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Do what `complete` does; cancelling it ends the generation."""
+        """Complete asynchronously; see `complete`. Cancelling ends the generation."""
         return await self._aanswer(self._worded(prompt, formatted), kwargs, as_completion)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Do what `chat` does; cancelling it ends the generation."""
+        """Answer asynchronously; see `chat`. Cancelling ends the generation."""
         return await self._aanswer(messages, kwargs, as_chat)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """Do what `stream_complete` does."""
+        """Complete piece by piece, asynchronously; see `stream_complete`."""
         return aresponses(
             *await asyncio.to_thread(self._stream, self._worded(prompt, formatted), kwargs, as_completion)
         )
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """Do what `stream_chat` does."""
+        """Answer piece by piece, asynchronously; see `stream_chat`."""
         return aresponses(*await asyncio.to_thread(self._stream, messages, kwargs, as_chat))
 
     def _worded(self, prompt: str, formatted: bool) -> str:

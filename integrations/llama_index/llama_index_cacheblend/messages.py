@@ -94,7 +94,7 @@ def responses(stream: BlendStream, stops: Sequence[str], make: Make[R]) -> Gener
 
 
 async def aresponses(stream: BlendStream, stops: Sequence[str], make: Make[R]) -> AsyncGenerator[R, None]:
-    """Do what `responses` does, on an event loop: the generation ends soon when nobody reads any more."""
+    """Yield responses asynchronously; see `responses`. The generation ends soon after reading stops."""
     text = ""
     try:
         async with aclosing(acut_pieces(stream, stops)) as pieces:

@@ -225,7 +225,7 @@ class NodeEncoder:
 
     Nothing that is wrong with a node, or with the place where KV is kept, is an error here: the node is computed when it is
     retrieved, and a warning says so. A node of which the model is shown something else than LlamaIndex writes (`text_of`) is
-    encoded alone, since nobody says where in the document that stands; without a `boundary`, every node is.
+    encoded alone, since its place in the document is unknown; without a `boundary`, every node is.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class JSONAnswers(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> M:
-        """Do what `structured_predict` does."""
+        """Answer asynchronously; see `structured_predict`."""
         program = self._program(output_cls, prompt, prompt_args)
         answer = await program.acall(llm_kwargs=llm_kwargs, **prompt_args)
         dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
@@ -112,7 +112,7 @@ class JSONAnswers(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[M | FlexibleModel, None]:
-        """Do what `stream_structured_predict` does."""
+        """Stream answers asynchronously; see `stream_structured_predict`."""
         check_mode(self.pydantic_program_mode)
         partials = await super().astream_structured_predict(
             output_cls, prompt.partial_format(), llm_kwargs, **prompt_args

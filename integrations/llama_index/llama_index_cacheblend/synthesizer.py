@@ -91,7 +91,7 @@ class BlendSynthesizer(BaseSynthesizer):
         `blend_config`, or `overflow` is unknown.
     """
 
-    # Whether templates hold nothing that somebody said.
+    # Whether templates hold nothing of a conversation.
     _keeps_head = True
 
     def __init__(
@@ -168,7 +168,7 @@ class BlendSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """Do what `synthesize` does."""
+        """Answer asynchronously; see `synthesize`."""
         asked = self._asked(nodes, additional_source_nodes or ())
         return self._finished(await super().asynthesize(query, **asked, **response_kwargs), asked)
 
@@ -254,7 +254,7 @@ class BlendSynthesizer(BaseSynthesizer):
         prev_response: str | None = None,
         **response_kwargs: Any,
     ) -> str | BaseModel | AsyncGenerator[str, None]:
-        """Do what `get_response` does."""
+        """Answer asynchronously; see `get_response`."""
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, **response_kwargs)
         while (prompt := await asyncio.to_thread(self._prompt, rounds)) is not None and prompt.left_over:

@@ -179,7 +179,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         encoded = self._encode(nodes)
         try:
             held = self._inventory.find(Wanted(node_ids=node_ids))
-            # Where nobody can say what is there, all are deleted first if that is possible. Whatever keeps the store from
+            # Where what is there cannot be listed, all are deleted first if that is possible. Whatever keeps the store from
             # deleting, that it has no collection yet for example, it says when it is added to.
             if held is None:
                 with suppress(Exception):
@@ -195,7 +195,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         return added
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Do what `add` does."""
+        """Add nodes asynchronously; see `add`."""
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
         await asyncio.to_thread(self.sync_documents, nodes)
@@ -226,7 +226,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._forget_again(gone, ref_doc_id)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Do what `delete` does."""
+        """Delete a document asynchronously; see `delete`."""
         found = await self._inventory.afind(Wanted(document=ref_doc_id))
         gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered(ref_doc_id), ref_doc_id)
         await self._inner.adelete(ref_doc_id, **delete_kwargs)
@@ -252,7 +252,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Do what `delete_nodes` does."""
+        """Delete nodes asynchronously; see `delete_nodes`."""
         listed = node_ids is not None and filters is None
         found = node_ids if listed else await self._inventory.afind(Wanted(node_ids=node_ids, filters=filters))
         gone = await asyncio.to_thread(self._forget, found)
@@ -272,7 +272,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._forget_again(gone)
 
     async def aclear(self) -> None:
-        """Do what `clear` does."""
+        """Clear the store asynchronously; see `clear`."""
         found = await self._inventory.afind()
         gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered())
         with suppress(*([Exception] if found == [] else [])):
@@ -296,7 +296,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         return self._inner.query(query, **kwargs)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Do what `query` does."""
+        """Query the inner store asynchronously; see `query`."""
         if query.filters is not None and (boundary := self._encoder.boundary) is not None:
             boundary.watch(query.filters)
         return await self._inner.aquery(query, **kwargs)

@@ -26,7 +26,7 @@ from llama_index_cacheblend.vector_store import BlendVectorStore
 
 __all__ = ["WarmJob", "WarmResult", "estimate", "warm_index"]
 
-# Nodes that are handed over at once: so many are tokenised before the first of them is encoded.
+# Nodes that are handed over at once: all of them are tokenised before the first is encoded.
 _BATCH = 256
 
 

@@ -167,7 +167,7 @@ class SchemaReader:
             if not path.is_relative_to(self._root):
                 raise place.error(f"{shown} lies outside of the folder {self._root.name!r}, below which files are read")
             state = path.stat()
-            # A pipe that nobody writes to is not waited for.
+            # Reading a pipe without a writer would wait for ever.
             if not stat.S_ISREG(state.st_mode) or state.st_size > _MAX_FILE_BYTES:
                 raise OSError(f"it is not a regular file of at most {_MAX_FILE_BYTES} bytes")
             return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"), path
@@ -190,7 +190,7 @@ def parse_prompt(text: str, schema: str, source: str | None = None) -> tuple[tup
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file that somebody named; `PMLError` if it cannot be read."""
+    """Return the text of a file that a user named; `PMLError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

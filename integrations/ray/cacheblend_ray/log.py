@@ -201,7 +201,7 @@ class Page:
 
 
 class NameLog:
-    """Units (documents, and chunks of none), each of which changes as a whole; a change of several is one step for everybody.
+    """Units (documents, and chunks of none), each of which changes as a whole; a change of several is one step for all readers.
 
     Nothing is connected to before it is used. Every method raises `RemoteUnavailableError` where the server is out of reach.
 

@@ -168,7 +168,7 @@ class LoggedNames(SharedNames):
         return None if row is None else (str(row[0]), int(row[1]))
 
     def _begin(self) -> tuple[str, int]:
-        """Note that the index follows a log from now on; its names so far are nobody else's."""
+        """Note that the index follows a log from now on; an index that has names already is refused."""
         with self._database.read() as connection:
             has_names = connection.execute("SELECT 1 FROM nodes LIMIT 1").fetchone() is not None
         if has_names:
@@ -244,7 +244,7 @@ class LoggedNames(SharedNames):
 
     @contextmanager
     def _alone(self, patience_s: float) -> Iterator[None]:
-        """Keep other threads and processes of this machine from reading the log; whoever is inside looks names up as they are."""
+        """Keep other threads and processes of this machine from reading the log; its holder looks names up as they are."""
         self._database.check_open()
         until = time.monotonic() + patience_s
         if not self._lock.acquire(timeout=patience_s):

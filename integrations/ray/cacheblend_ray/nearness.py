@@ -17,7 +17,7 @@ from cacheblend_rag.errors import CacheBlendError
 
 __all__ = ["ANSWERING", "Call", "Choice", "HeldNames", "Nearness", "name_number", "names_in", "pack_numbers"]
 
-# A name that nobody holds goes to the replica that it belongs to, if that is all there is to say.
+# A name that no replica holds goes to the one that it belongs to, if that is all there is to say.
 _IN_RAM, _ON_DISK, _AT_HOME = 1.0, 0.5, 0.1
 # Names that were sent to a replica and that it has not spoken of yet.
 _MOST_SENT = 16_384

@@ -22,7 +22,7 @@ from cacheblend_serve.backend import Wanted, backend_module
 
 __all__ = ["Replica", "own_folder"]
 
-# How long an answer that nobody waits for may take to end.
+# How long an abandoned answer may take to end.
 _END_S = 10.0
 # What a disk holds where settings leave it to the disk; names are what is counted then.
 _DISK_BYTES = 2**40

@@ -17,7 +17,7 @@ _QUEUE_BOUND = 4
 class NearestRouter(RequestRouter):
     """Prefers the replica that has most of a request's documents and chunks nearest; where load wins over that, it is counted.
 
-    What replicas hold they say themselves (`record_routing_stats`); what nobody holds belongs to one of them by rendezvous
+    Replicas report what they hold (`record_routing_stats`); what none holds belongs to one of them by rendezvous
     hashing. A replica whose queue is longer than the shortest by more than `queue_bound` is not preferred: the less busy of two
     at random is then, as for requests that name nothing, which is how Ray Serve's own router chooses.
     """

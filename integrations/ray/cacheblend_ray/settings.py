@@ -25,7 +25,7 @@ class AppSettings:
     serve: ServeConfig
 
     def check_replicas(self, most: int) -> None:
-        """Raise `ConfigError` if so many replicas would not know of each other's documents."""
+        """Raise `ConfigError` if that many replicas would not know of each other's documents."""
         if most > 1 and (self.engine.remote is None or self.engine.names is None):
             raise ConfigError(
                 f"there may be {most} replicas, and each would know only the documents that it was given itself; set remote and "

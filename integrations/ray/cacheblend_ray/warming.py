@@ -354,7 +354,7 @@ class Warmer:
         chunks = [chunk for _, each in documents for chunk in each]
         if not chunks:
             return []
-        # Uploads go on in the background, where no more than so much may wait.
+        # Uploads go on in the background, where only a limited amount may wait.
         result = self._engine.add(chunks, whole=True, progress=lambda done, total: self._engine.flush())
         self._engine.flush()
         lost = self._not_stored(chunks)

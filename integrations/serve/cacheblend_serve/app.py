@@ -117,7 +117,7 @@ _OPEN = ("/healthz", "/readyz", "/openapi.json")
 
 
 class Guarded:
-    """Middleware that refuses requests before they are read, and reads only so many bytes for so long.
+    """Middleware that refuses requests before they are read, and limits how much is read of each and for how long.
 
     Parameters
     ----------

@@ -67,7 +67,7 @@ class KeyFile:
         self._owners: dict[str, Owner] = {}
 
     def owner(self, key: str) -> Owner | None:
-        """Return whom a key speaks for; None if nobody has given it out, or it was taken back.
+        """Return the owner of a key; None if it was never given out, or was taken back.
 
         Raises
         ------
@@ -150,7 +150,7 @@ class KeyFile:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Keep everybody else from changing the file, which other processes do too."""
+        """Keep other threads and processes from changing the file."""
         try:
             # Its folder stays, whereas the file is replaced by another one.
             fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -165,7 +165,7 @@ class KeyFile:
     def _write(self, owners: Iterable[Owner]) -> None:
         text = json.dumps({"keys": [asdict(owner) for owner in owners]}, indent=2)
         try:
-            # Digests are no secret, but whose keys there are is nobody's business.
+            # Digests are no secret, but the owners of keys are private.
             replace_text(self._path, text + "\n", private=True)
         except OSError as error:
             raise self._unwritten(error) from error

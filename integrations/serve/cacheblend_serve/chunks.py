@@ -1,6 +1,6 @@
 """What a tenant has stored: chunks and documents, added, listed, deleted.
 
-Work that stores goes on to its end, whoever waits for it, and tells how far it is.
+Work that stores goes on to its end, even if its client leaves, and tells how far it is.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def serve(
 
 
 def _server(config: Any, gate: Any) -> Any:
-    """Return uvicorn's server, which closes the gate as soon as it is told to stop, and waits for nobody when told so again."""
+    """Return uvicorn's server, which closes the gate as soon as it is told to stop, and stops at once when told so again."""
     import uvicorn
 
     class Stopping(uvicorn.Server):

@@ -54,7 +54,7 @@ class Overload(Exception):
     retry_after_s : float
         When it may come again.
     is_rate : bool
-        Whether its sender asks too often, rather than everybody together too much.
+        Whether its sender asks too often, rather than all senders together too much.
     """
 
     def __init__(self, message: str, retry_after_s: float, *, is_rate: bool) -> None:

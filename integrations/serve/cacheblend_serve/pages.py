@@ -1,4 +1,4 @@
-"""The inspector's pages of answers whose askers wanted to keep them: for a while, in memory, for nobody else."""
+"""The inspector's pages of answers that were kept on request: for a while, in memory, for the requester alone."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 __all__ = ["EventStream", "Whole"]
 
 _LIFE_S = 1.0
-# A line that whoever reads server-sent events passes over.
+# A comment, which readers of server-sent events pass over.
 _LIFE = ":\n\n"
 
 Explain = Callable[[Exception], Response]
@@ -171,6 +171,6 @@ async def _with_life(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, N
             coming = asyncio.ensure_future(anext(events))
     finally:
         coming.cancel()
-        # Who has left has cancelled this task too, and a generator can be closed only when nobody waits in it.
+        # A client that left has cancelled this task too, and a generator can be closed only while it is not running.
         with anyio.CancelScope(shield=True):
             await asyncio.wait([coming])

@@ -64,7 +64,7 @@ class Server:
         # One writer of a document at a time.
         self._writers: weakref.WeakValueDictionary[tuple[str | None, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._begun: set[asyncio.Task[Any]] = set()
-        # Whoever waits for what is encoded takes no thread from those that are answered.
+        # Requests that wait for encoding take no thread from those that are answered.
         self._flushing = anyio.CapacityLimiter(_FLUSHES)
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class Server:
         limiter.total_tokens = max(limiter.total_tokens, self.config.requests + _SPARE_THREADS)
 
     def stop(self) -> None:
-        """Let nobody in any more, wait for the answers that are written, and close what was made for tenants."""
+        """Refuse further requests, wait for the answers that are written, and close what was made for tenants."""
         self.gate.drain(self.config.drain_s)
         self.backend.close()
 
@@ -82,7 +82,7 @@ class Server:
         await anyio.to_thread.run_sync(library.flush, limiter=self._flushing)
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Begin work that goes on to its end, whoever waits for it; what goes wrong when nobody does, asyncio logs."""
+        """Begin work that goes on to its end, even if its client leaves; asyncio then logs what goes wrong."""
         task = asyncio.create_task(work)
         # The event loop itself would let go of it.
         self._begun.add(task)
@@ -102,7 +102,7 @@ class Server:
             )
 
     def owner(self, authorization: str | None, is_page: bool = False) -> Owner:
-        """Return who asks; `Denied` if nobody knows the key, `Overload` if it asks too often."""
+        """Return who asks; `Denied` if the key is unknown, `Overload` if it is used too often."""
         owner = OPEN if self._keys is None else self._key_owner(self._keys, authorization or "", is_page)
         self._rates.take(owner.digest, owner.per_minute or self.config.per_minute)
         return owner
@@ -113,7 +113,7 @@ class Server:
         try:
             owner = None if key is None else keys.owner(key)
         except ConfigError as error:
-            logger.error("nobody is let in: %s", error)
+            logger.error("all requests are refused: %s", error)
             raise Overload("who may ask cannot be read now; the server's log says why", 5, is_rate=False) from error
         if owner is None:
             # A browser asks for a name and a password, which is the key.
@@ -181,7 +181,7 @@ async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
 
 
 class Rates:
-    """Lets each sender make so many requests a minute, in a bucket that fills steadily and holds a minute's.
+    """Lets each sender make a number of requests a minute, in a bucket that fills steadily and holds a minute's.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ class Rates:
 
 
 class Gate:
-    """Lets so many requests in at the same time, and none once it is closed.
+    """Lets a number of requests in at the same time, and none once it is closed.
 
     Parameters
     ----------
@@ -234,12 +234,12 @@ class Gate:
 
     @contextmanager
     def pass_through(self, places: int = 1) -> Iterator[None]:
-        """Be inside for the time of a ``with`` block, in the places of so many requests.
+        """Be inside for the time of a ``with`` block, in the places of that many requests.
 
         Raises
         ------
         PromptError
-            If there are never so many.
+            If there are never that many.
         Overload
             If they are not free, or the gate is closed.
         """
@@ -267,12 +267,12 @@ class Gate:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody in any more."""
-        # Without the lock, which whoever is interrupted by a signal may have.
+        """Refuse further requests."""
+        # Without the lock, which the code that a signal interrupts may hold.
         self._closed_at = min(self._closed_at, time.monotonic())
 
     def drain(self, most_s: float) -> bool:
-        """Close, and wait for those inside up to so many seconds after that; return whether all have gone."""
+        """Close, and wait at most `most_s` seconds for those inside; return whether all have gone."""
         self.close()
         with self._changed:
             left = self._closed_at + most_s - time.monotonic()

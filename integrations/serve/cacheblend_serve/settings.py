@@ -13,7 +13,7 @@ from cacheblend_rag.config import SettingsBase
 __all__ = ["LOOPBACK", "ServeConfig"]
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""What every machine calls itself, and nobody else can."""
+"""What every machine calls itself, and no other machine can."""
 
 
 class ServeConfig(SettingsBase):
@@ -26,7 +26,7 @@ class ServeConfig(SettingsBase):
     host, port : str, int
         Where it listens; port 0 is any that is free.
     keys : Path, optional
-        The file of API keys (`cacheblend-rag keys add`). Without one everybody is let in, so that the host must be this machine.
+        The file of API keys (`cacheblend-rag keys add`). Without one all requests are let in, so the host must be this machine.
     requests : int
         Most requests that are answered at the same time, each prompt of a completion counting as one; further ones are told to
         come again (status 503).
@@ -48,8 +48,8 @@ class ServeConfig(SettingsBase):
     drain_s : float
         Seconds that answers may still take once the server was told to stop.
     pages_s : float, optional
-        Seconds for which the inspector's page of an answer can be looked at, at ``/ui``, by who asked for it (`keep`) and nobody
-        else. By default none is kept.
+        Seconds for which the inspector's page of an answer can be looked at, at ``/ui``, only by who asked for it (`keep`). By
+        default none is kept.
     guard_share, guard_action : float, {"report", "raise", "full"}
         Share of the answers that an online guard (`Guard`) compares with full prefill, by default none, and what it does then.
     auto_ratio : float, optional

@@ -28,7 +28,7 @@ __all__ = [
 
 # What would be given to others' answers, or changes what is looked up for them.
 _REFUSED = ("cache_salt", "kv_transfer_params")
-# From how alike to a field's name one that nobody knows is taken to be misspelt: more than OpenAI's own are to each other.
+# From how alike to a field's name an unknown one is taken to be misspelt: more than OpenAI's own are to each other.
 _ALIKE = 0.86
 # Of one request.
 _MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000

@@ -30,7 +30,7 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {"enabled": (True,), "recompute_ratio": 
 
 
 class VLLMBackend(Backend):
-    """Answers with a server of vLLM, which batches whoever asks.
+    """Answers with a server of vLLM, which batches all requests.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class VLLMBackend(Backend):
                 "out, or serve with --backend engine"
             )
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
-        # Whoever is late is told so at once, though what the thread encodes is encoded to its end.
+        # A late request is told so at once, though what the thread encodes is encoded to its end.
         opening = anyio.to_thread.run_sync(stored_prefix, library, asked.prompt, abandon_on_cancel=True)
         prefix = await limit.wait(opening)
         seen.opened = time.perf_counter()

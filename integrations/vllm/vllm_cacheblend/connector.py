@@ -1,7 +1,7 @@
 """The connector that vLLM loads: how much of a prompt is stored, and the stored KV in vLLM's own cache.
 
 vLLM makes it once in the scheduler's process, where it only says how many tokens it will bring, and once in each worker's, where
-it brings them. Whatever goes wrong here must not reach vLLM, which would end for everybody: it is logged, and the tokens are
+it brings them. Whatever goes wrong here must not reach vLLM, which would end all requests: it is logged, and the tokens are
 computed.
 """
 
@@ -204,7 +204,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """Do nothing: what is written is written when all layers are computed."""
 
     def wait_for_save(self) -> None:
-        """Write the prompts whose KV was asked for, before anybody is told that they are computed."""
+        """Write the prompts whose KV was asked for, before it is reported that they are computed."""
         for spool in self._get_connector_metadata().spools:
             try:
                 self._write(spool)
@@ -227,7 +227,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
 
 def _log(what: str, error: Exception) -> None:
-    # Who reads of an error that nobody thought of needs to know where it arose.
+    # Readers of an unforeseen error need to know where it arose.
     logger.warning("%s: %s", what, error, exc_info=None if isinstance(error, CacheBlendError) else error)
 
 

@@ -58,7 +58,7 @@ class VLLMEncoder(ChunkEncoder):
         self._heads = [heads for heads, _, _ in card.shapes]
         self._spool = spool
         self._warm = warm
-        # Nobody else's: how long a text takes must not tell one tenant what another has added.
+        # A secret: how long a text takes must not tell one tenant what another has added.
         self._salt = secrets.token_hex(16)
 
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:

@@ -33,7 +33,7 @@ def take_short_turns() -> None:
     """Have the kernel run this process, and those that it starts, in short turns (Linux from 6.12 on; nothing elsewhere).
 
     While vLLM's processes wait for one another they spin, and give up their turn again and again. For that the kernel owes them
-    less and less, until whoever shares a core with one of them, its server and ours, may wait for hundreds of milliseconds.
+    less and less, until a process that shares a core with one of them, its server or ours, may wait for hundreds of milliseconds.
     What a turn that is given up costs is its length. The priority stays as it is.
     """
     number = _SCHED_SETATTR.get(platform.machine())

@@ -20,7 +20,7 @@ __all__ = ["VLLMLibrary"]
 
 
 class _NoLock(Scheduler):
-    """Lets everybody in: vLLM orders what it is asked for, and an answer is not to wait for what nobody waits for."""
+    """Lets all requests in: vLLM orders what it is asked for, and an answer must not wait for background work."""
 
     def __enter__(self) -> None:
         pass

@@ -42,7 +42,7 @@ class VLLMProcess:
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], on_end: Callable[[], None]) -> None:
-        # In a folder that nobody else can open: at a port vLLM answers whoever reaches it, on some paths without any key.
+        # In a folder that no other user can open: at a port vLLM answers all who reach it, on some paths without any key.
         self._folder = tempfile.TemporaryDirectory(prefix="cacheblend-")
         socket = Path(self._folder.name) / "vllm.sock"
         # The key that vLLM finds in the environment too, where there is one.
@@ -102,6 +102,6 @@ class VLLMProcess:
 
 
 def _end_group(leader: int) -> None:
-    """End whoever is left of a process's group."""
+    """End what is left of a process's group."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

@@ -152,7 +152,7 @@ def _environment(config: EngineConfig, arguments: Sequence[str]) -> dict[str, st
     remote = "" if config.remote is None else config.remote.get_secret_value()
     found = {REMOTE_VARIABLE: remote, NAMES_VARIABLE: config.names_url or ""}
     # For connectors' own threads, of which ours has none, vLLM keeps one more core free of a worker's: on two cores it then has
-    # none to keep, and each token waits for whoever else computes. One is what it keeps without a connector, for a single worker.
+    # none to keep, and each token waits for other work. One is what it keeps without a connector, for a single worker.
     if not any("parallel" in each or each.startswith("-tp") for each in arguments):
         found[_RESERVED] = os.environ.get(_RESERVED, "1")
     return found

@@ -100,12 +100,12 @@ class BlockReader:
 
 
 def own_folder(path: Path) -> Path:
-    """Return a folder that is this user's and nobody else can open, made if nothing is there.
+    """Return a folder that only this user can open, made if nothing is there.
 
     Raises
     ------
     ConfigError
-        If what is there is something else, made by whoever wants to read the KV, or to change it.
+        If what is there is something else, made by a user who wants to read the KV, or to change it.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -113,7 +113,7 @@ def own_folder(path: Path) -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{path}, to which vLLM writes KV, must be a folder of the user {os.getuid()} that nobody else can open "
+            f"{path}, to which vLLM writes KV, must be a folder of the user {os.getuid()} that no other can open "
             f"(drwx------), and is {stat.filemode(found.st_mode)}, of the user {found.st_uid}; remove it"
         )
     return path

@@ -115,7 +115,7 @@ class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
         self._lengths = [len(engine.prompt_ids(self._llm.blend_prompt(prompt))) for prompt in self.prompts]
 
     def _text(self, tokens: int) -> str:
-        """Return random words, about so many tokens of them."""
+        """Return random words, about `tokens` tokens of them."""
         words: list[str] = []
         while True:
             words.append(made_up_word(self._random))

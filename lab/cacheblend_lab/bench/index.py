@@ -111,7 +111,7 @@ class IndexBench(Bench[IndexSetting, IndexRow]):
 
 
 def make_index(folder: Path, entries: int) -> None:
-    """Make a store whose index has so many entries, each with a name of 32 tokens; their files are not written.
+    """Make a store whose index has a number of entries, each with a name of 32 tokens; their files are not written.
 
     Parameters
     ----------

@@ -212,7 +212,7 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
                 )
 
     async def _one_by_one(self, sent: Sequence[Arrival], seconds: float = math.inf) -> list[_Reply]:
-        """Send each when the one before it is answered, and none once so many seconds have passed."""
+        """Send each when the one before it is answered, and none once `seconds` have passed."""
         until = time.perf_counter() + seconds
         async with self._async_client() as client:
             return [await self._ask(client, each) for each in sent if time.perf_counter() < until]

@@ -292,19 +292,19 @@ class RandomWords:
         self._generator = torch.Generator().manual_seed(seed)
 
     def token_ids(self, count: int) -> list[int]:
-        """Return so many token ids."""
+        """Return `count` random token ids."""
         return torch.randint(1, self._vocabulary, (count,), generator=self._generator).tolist()
 
     def text(self, count: int) -> str:
-        """Return a text of so many tokens."""
+        """Return a text of `count` tokens."""
         return text_of(self.token_ids(count))
 
     def chunks(self, count: int, tokens: int) -> list[Chunk]:
-        """Return so many chunks of so many tokens each, with ids of their own."""
+        """Return `count` chunks of `tokens` tokens each, with ids of their own."""
         return [Chunk(self.text(tokens), f"chunk {number}") for number in range(count)]
 
     def choice(self, of: int, count: int) -> list[int]:
-        """Return so many different numbers below `of`, in any order."""
+        """Return `count` different numbers below `of`, in any order."""
         return torch.randperm(of, generator=self._generator)[:count].tolist()
 
 

@@ -292,7 +292,7 @@ def assume(
 @cluster_app.command()
 def measure(
     out: OutOption,
-    remote: Annotated[str, typer.Option("--remote-url", metavar="URL", help="A remote tier that nobody else uses.")],
+    remote: Annotated[str, typer.Option("--remote-url", metavar="URL", help="A remote tier that nothing else uses.")],
     model: ModelOption = "reference",
     corpus: CorpusOption = 480,
     document_chunks: DocumentChunksOption = 4,

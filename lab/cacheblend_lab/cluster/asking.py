@@ -49,7 +49,7 @@ class Answered:
 
 
 def store_corpus(urls: Sequence[str], workload: Workload, words: int) -> None:
-    """Have the servers store a corpus of chunks of so many words, one after the other: the first computes it.
+    """Have the servers store a corpus of chunks of `words` words, one after the other: the first computes it.
 
     Raises
     ------

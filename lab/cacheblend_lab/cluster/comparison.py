@@ -134,7 +134,7 @@ def compare_servers(
     Raises
     ------
     ConfigError
-        If there are too few requests for so many clients.
+        If there are too few requests for the number of clients.
     """
     clients = trial.clients_per_replica * len(urls)
     if trial.requests < 4 * clients:

@@ -35,7 +35,7 @@ class Cores:
             )
 
     def speed(self, demand: float) -> float:
-        """Return how fast each of so many busy threads goes on, 1 being alone."""
+        """Return how fast each of `demand` busy threads goes on, 1 being alone."""
         if demand <= 1:
             return 1.0
         threads = int(demand)
@@ -60,7 +60,7 @@ class Sharing:
         self.used_s = 0.0
 
     def add(self, now: float, work_s: float, then: Callable[[], None], share: float = 1.0) -> None:
-        """Begin work of so many seconds alone, which has a core busy for a share of them; `then` is called when it is done."""
+        """Begin work that takes `work_s` alone, and has a core busy for a share of that; `then` is called when it is done."""
         self._go_on(now)
         heapq.heappush(self._done, (self._work + work_s, next(self._numbers), share, then))
         self._demand += share

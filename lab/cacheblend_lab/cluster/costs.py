@@ -41,7 +41,7 @@ class TierCost:
     first_s: Seconds = 0.0
 
     def seconds(self, chunks: int, chunk_bytes: float) -> float:
-        """Return the seconds of reading so many chunks of one size for one request."""
+        """Return the seconds of reading a number of chunks of one size for one request."""
         first_s = self.first_s if chunks else 0.0
         return first_s + chunks * (self.read_s + chunk_bytes / self.load_bytes_per_s)
 
@@ -81,7 +81,7 @@ class Costs:
     reuse_s_per_token : float
         Seconds a token whose KV is reused, from RAM: to move it to its position and to attend to it.
     decode_s_per_step : float
-        Seconds of a step of decoding, whoever many answers are written in it.
+        Seconds of a step of decoding, however many answers are written in it.
     decode_s_per_answer_step : float
         Seconds that each answer adds to a step.
     beside_s_per_request : float
@@ -140,7 +140,7 @@ class Costs:
         return self.prefill_s_per_request + compute_s + load_s - hidden_s + encode_s
 
     def decode_s(self, answers: int, steps: int) -> float:
-        """Return the seconds of so many steps of so many answers together."""
+        """Return the seconds of `steps` steps that decode `answers` answers together."""
         return steps * (self.decode_s_per_step + answers * self.decode_s_per_answer_step)
 
     def beside_s(self, reads: Reads) -> float:

@@ -194,7 +194,7 @@ def measure_costs(
     model : str
         The model.
     remote : str
-        URL of a remote tier that nobody else uses.
+        URL of a remote tier that nothing else uses.
     workload : Workload
         The corpus that it gets, and the chunks of a prompt.
     words : int

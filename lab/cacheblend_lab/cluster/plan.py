@@ -13,7 +13,7 @@ from cacheblend_rag.errors import ConfigError
 
 __all__ = ["Goal", "PlanRow", "most_per_s", "plan", "replicas_wanted"]
 
-# Clients over answers that may be written at once, so that some always wait; runs last for so many answers of each.
+# Clients over answers that may be written at once, so that some always wait; and how many answers of each a run has.
 _CROWD = 1.25
 _ROUNDS = 5
 # By how much more replicas are tried first than one alone says; nearness and chance make them differ by less.
@@ -77,7 +77,7 @@ def plan(
 ) -> list[PlanRow]:
     """Return a row for each size and router; the cluster's own replicas and router do not matter.
 
-    Of each run there are so many requests at least, and more where that would be over before queues are as they will be.
+    Each run has at least `requests` requests, and more where these would be over before queues are as they will be.
     """
     rows = []
     for replicas in sizes:

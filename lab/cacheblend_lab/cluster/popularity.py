@@ -45,7 +45,7 @@ class Popularity:
         self.shares: NDArray[np.float64] = sums / sums.sum() / self.counts
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Return so many ranks, each drawn alone."""
+        """Return `count` ranks, each drawn alone."""
         groups = self.groups_by_chance(rng.random(count))
         places: NDArray[np.int64] = self.edges[groups] + (rng.random(count) * self.counts[groups]).astype(np.int64)
         return places
@@ -67,7 +67,7 @@ class Popularity:
 
 
 def zipf_of_share(part: float, share: float, size: int) -> float:
-    """Return the exponent with which the first `part` of so many documents gets a share of the requests.
+    """Return the exponent with which the first `part` of `size` documents gets a share of the requests.
 
     It is how skew is mostly published: "3 % of the documents get 60 % of the requests".
 

@@ -48,7 +48,7 @@ class Replica:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Prefill who may be taken now, then decode; rest where there is nobody."""
+        """Prefill the requests that may be taken now, then decode; rest where there are none."""
         room = self._costs.answers_at_once - len(self._written)
         may_join = self._costs.joins_midway or not self._written
         taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))] if may_join else []

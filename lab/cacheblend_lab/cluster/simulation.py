@@ -69,7 +69,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Load:
-    """How requests come: at random moments, so many a second on average, or from clients that each ask when they are answered.
+    """How requests come: at random moments with an average rate, or from clients that each ask when they are answered.
 
     Attributes
     ----------
@@ -214,7 +214,7 @@ class _Run:
     def _outcome(self) -> Outcome:
         load = self._load
         left_out = int(load.requests * _LEFT_OUT)
-        # By when they ended: a rate is of answers, whoever they were of. At the end of a closed load queues run dry.
+        # By when they ended: a rate is of answers, no matter whose. At the end of a closed load queues run dry.
         last = load.requests - (min(load.clients, load.requests // 4) if load.clients else 1)
         counted = self._ended[left_out:last]
         began, ended = self._ended[max(left_out - 1, 0)][0], counted[-1][0]

@@ -124,7 +124,7 @@ def _held(rates: NDArray[np.float64], stay: float) -> NDArray[np.float64]:
 
 
 def _stay(kinds: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], room: int) -> float:
-    """Return how long an unused chunk stays in a cache of so many, of kinds of chunks by their rates and counts."""
+    """Return how long an unused chunk stays in a cache of `room` chunks, of kinds given by their rates and counts."""
     if room <= 0:
         return 0.0
     if sum(float(counts[rates > 0].sum()) for rates, counts in kinds) <= room:

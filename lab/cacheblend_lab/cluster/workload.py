@@ -103,7 +103,7 @@ class Workload:
         return weights
 
     def draw(self, rng: np.random.Generator, count: int) -> Asked:
-        """Return so many requests."""
+        """Return `count` requests."""
         documents = self.popularity.draw(rng, count * self.documents).reshape(count, self.documents)
         for _ in range(_REDRAWS):
             again = _repeated(documents)

@@ -34,7 +34,7 @@ class TokenOverlap:
     recomputed : mapping of str to array of int
         For each method, the tokens that it recomputes, by their place among the chunk tokens.
     top : int
-        So many tokens, those to which the question attends most in sum, are the high-attention tokens.
+        Number of high-attention tokens: those to which the question attends most in sum.
     """
 
     attention: NDArray[np.floating[Any]]

@@ -88,8 +88,8 @@ def reference_task(
     Raises
     ------
     ConfigError
-        If a number is below 1, no context has so many chunks, there is no such format or retrieval, or the embedding model cannot
-        be loaded.
+        If a number is below 1, no context has that many chunks, there is no such format or retrieval, or the embedding
+        model cannot be loaded.
     """
     for name, number in (
         ("num_questions", num_questions),

@@ -118,7 +118,7 @@ _GROUP = 1000
 def draw_corpora(
     num_questions: int, seed: int, documents: int, style: ContextStyle, min_chunks: int, per_context: int
 ) -> Iterator[list[Example]]:
-    """Yield corpora of at least so many held-out documents, no two about the same subject, until there are enough questions.
+    """Yield corpora of at least `documents` held-out documents, no two about the same subject, until there are enough questions.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def found_chunks(
     """Return for each question the nearest chunks of all documents, nearest first, as numbers of document and chunk.
 
     Chunks are embedded after the title of their document, as frameworks embed metadata with the text: the sentence "She keeps a
-    goose." alone is found for nobody.
+    goose." alone is found by no name.
 
     Parameters
     ----------

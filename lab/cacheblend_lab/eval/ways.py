@@ -39,7 +39,7 @@ def budget_for_charge(charge: float, tokens: int, measure: Callable[[int], float
     tokens : int
         Chunk tokens of the prompt, at least 1.
     measure : callable
-        Returns the charge of recomputing so many tokens; not falling.
+        Returns the charge of recomputing that many tokens; not falling.
 
     Returns
     -------

@@ -34,7 +34,7 @@ _SHARED = 0
 _PADDING = -1
 _NO_CHUNK = -1
 _MAX_JUMP = 64
-# A context attends in blocks of so many tokens: each to all blocks before it, and to itself.
+# A context attends in blocks of this many tokens: each to all blocks before it, and to itself.
 _BLOCK = 512
 
 
@@ -192,7 +192,7 @@ def copy_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, rows: int
     """Return rows of `length` distinct random tokens, a line break, and the same tokens again, which are to be predicted.
 
     Positions jump between the two, in every row by another distance. At one distance copying needs no look at the tokens: heads
-    attend so many positions back, and what they learn serves neither another length nor finding what stands beside a name.
+    attend that many positions back, and what they learn serves neither another length nor finding what stands beside a name.
     """
     special = len(tokenizer.all_special_ids)
     line = tokenizer("\n", add_special_tokens=False)["input_ids"]

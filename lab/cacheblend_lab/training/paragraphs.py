@@ -123,7 +123,7 @@ def _value(
 ) -> str:
     known = [fact for fact in facts if fact.attribute == attribute]
     if attribute in RELATIONS:
-        # Neighbours are each other's, and nobody has two: a question for somebody's neighbour has one answer.
+        # Neighbours are each other's, and no person has two: a question for a person's neighbour has one answer.
         partners = {fact.value: fact.subject for fact in known}
         taken = {*partners, *partners.values(), subject}
         free = [name for name in people if name not in taken]

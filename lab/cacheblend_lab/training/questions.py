@@ -170,7 +170,7 @@ def _comparison(attribute: Attribute, one: str, value: str, other: str, other_va
 
 
 def _unanswerable(rng: random.Random, sight: Sight, split: Split, attributes: tuple[str, ...]) -> list[Question]:
-    """Ask, of those who are named, what is said of nobody."""
+    """Ask, of those who are named, for what is stated of none of them."""
     people = {fact.subject for fact in sight.known if ATTRIBUTES[fact.attribute].of == "person"}
     people |= {fact.value for fact in sight.known if ATTRIBUTES[fact.attribute].value_kind == "person"}
     firms = {fact.subject for fact in sight.known if ATTRIBUTES[fact.attribute].of == "firm"}

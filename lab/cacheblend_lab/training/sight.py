@@ -5,10 +5,10 @@ absent, or neither, and what is neither is not asked.
 
 - A chunk that only says "She" leans on the chunk right before it in the prompt. It is **told** whom it is about if that one is
   of the same document and names its subject or is told itself. Otherwise it is **untold**: nothing in the prompt says whom it
-  is about, though a reader may well take it to go on about whoever was named last.
+  is about, though a reader may well take it to go on about the person named last.
 - A fact is **known** if its chunk names its subject or is told, unless an untold chunk would be read as stating the same
   attribute of the same subject.
-- An attribute of a subject is **absent** if no chunk states it of the subject, and no untold chunk states it of anybody. Of
+- An attribute of a subject is **absent** if no chunk states it of the subject, and no untold chunk states it of any subject. Of
   relations, which hold both ways, a chunk that states one end states the other.
 """
 
@@ -38,7 +38,7 @@ class Sight:
     stated
         All (subject, attribute) that the chunks state, known or not.
     untold
-        Attributes that some chunk states of nobody knows whom.
+        Attributes that an untold chunk states, of an unknown subject.
     """
 
     chunks: tuple[str, ...]

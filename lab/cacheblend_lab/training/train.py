@@ -25,7 +25,7 @@ from cacheblend_lab.training.trainer import Options, Trainer
 __all__ = ["main", "run"]
 
 _CHECK_EVERY = 50
-# A checkpoint is written after so many steps or seconds, whichever comes first.
+# A checkpoint is written after this many steps or seconds, whichever comes first.
 _SAVE_STEPS = 50
 _SAVE_S = 300.0
 

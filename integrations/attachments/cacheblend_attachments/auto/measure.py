@@ -194,12 +194,12 @@ class Measurement:
         return replace(cost, overlap=min(max((serial_s - piped_s) / (serial_s - ideal_s), 0.0), 1.0))
 
     def _work(self, context: int, stored: tuple[StoredKV, ...]) -> Work:
-        """Return a prompt of so many chunk tokens, as `_layout` makes it."""
+        """Return a prompt with `context` chunk tokens, as `_layout` makes it."""
         tokens, ahead = context + 1 + _QUESTION_TOKENS, self._tuning.prefetch_layers
         return Work(tokens, context, context, self._first_layer, ahead, True, stored)
 
     def _layout(self, chunks: Sequence[int]) -> PromptLayout:
-        """Return a prompt of one token, chunks of so many tokens, and a question."""
+        """Return a prompt of one token, chunks of these numbers of tokens, and a question."""
         spans, place = [], 1
         for tokens in chunks:
             spans.append(ChunkSpan(place, place + tokens, place))
@@ -209,7 +209,7 @@ class Measurement:
         return PromptLayout(tuple(ids), tuple(range(length)), tuple(spans))
 
     def _chunk(self, number: int, tokens: int) -> ChunkKV:
-        """Return one of several chunks of so many tokens; its KV is the sample's, repeated."""
+        """Return one of several chunks of `tokens` tokens; its KV is the sample's, repeated."""
         sample = self._sample
         ids = tuple(self._ids[1 + number * tokens : 1 + (number + 1) * tokens])
         repeats = -(-len(ids) // len(sample.token_ids))
@@ -217,7 +217,7 @@ class Measurement:
         return ChunkKV(ids, sample.start, layers)
 
     def _full(self, tokens: int) -> float:
-        """Prefill so many tokens in full; return the seconds."""
+        """Prefill the first `tokens` tokens in full; return the seconds."""
         return self._timed(lambda: self._forward(BlendCache(self._decoder.num_layers), self._ids[:tokens]))
 
     def _load(self, layout: PromptLayout, open_readers: OpenProbe, *, blends: bool = False) -> float:

@@ -49,7 +49,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """Full prefill of so many tokens, the least disturbed run of several."""
+    """Full prefill of a number of tokens, the least disturbed run of several."""
 
     tokens: Count
     seconds: Amount
@@ -57,7 +57,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class BlendPoint:
-    """Blended prefill without loading, so many rows computed of so many tokens, the least disturbed run of several."""
+    """Blended prefill without loading, computing some rows of a prompt; the least disturbed run of several."""
 
     rows: Count
     tokens: Count
@@ -79,7 +79,7 @@ class PrefillCost:
     per_pair_s: Amount
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds of a prompt of so many tokens."""
+        """Return the seconds of a prompt of that many tokens."""
         return self.fixed_s + self.per_token_s * tokens + self.per_pair_s * tokens * tokens
 
 
@@ -127,7 +127,7 @@ class LoadCost:
     bytes_per_token: Amount
 
     def layer_s(self, chunks: int, layer_bytes: float) -> float:
-        """Return the seconds of loading one layer of so many chunks that has so many stored bytes in all."""
+        """Return the seconds of loading one layer of that many chunks, `layer_bytes` stored bytes in all."""
         return self.per_read_s * chunks + self.per_byte_s * layer_bytes
 
 

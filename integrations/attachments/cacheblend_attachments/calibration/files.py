@@ -1,4 +1,4 @@
-"""The files of a calibration: a user's own questions, and settings in YAML that somebody wrote by hand."""
+"""The files of a calibration: a user's own questions, and settings in YAML written by hand."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def edit_settings(text: str, changes: Mapping[str, Scalar], *, name: str = "sett
             f"settings file {name} holds a {type(values).__name__}; it must be a mapping of names to values"
         )
     wanted = values | dict(changes)
-    # What has its value already stays as somebody wrote it.
+    # What has its value already stays as it was written.
     changes = {key: value for key, value in changes.items() if key not in values or repr(values[key]) != repr(value)}
     for edited in _edits(text, root if isinstance(root, yaml.MappingNode) else None, changes):
         try:

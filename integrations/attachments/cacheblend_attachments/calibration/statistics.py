@@ -49,7 +49,7 @@ class Bootstrap:
         self._weights: dict[int, np.ndarray] = {}
 
     def weights(self, clusters: int) -> np.ndarray:
-        """Return how often each replicate draws each of so many clusters, float64, ``(resamples, clusters)``."""
+        """Return how often each replicate draws each of `clusters` clusters, float64, ``(resamples, clusters)``."""
         if clusters not in self._weights:
             # Drawing takes much longer than using what was drawn.
             draws = np.random.default_rng(self._seed).multinomial(

@@ -1,4 +1,4 @@
-"""``cacheblend-rag calibrate``: the cheapest settings that keep what full prefill knows, on somebody's own documents."""
+"""``cacheblend-rag calibrate``: the cheapest settings that keep what full prefill knows, on a user's own documents."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def inspect(
             engine.attach(SourceAttention())
         prompt = library.prompt(question, library.search(question, top_k))
         if not full:
-            # Whoever comes first pays for the first use of the model's kernels, which a page is not about.
+            # The first request pays for the first use of the model's kernels, which a page is not about.
             engine.generate(prompt, 1, blend=engine.blend.replace(enabled=False))
         results = print_answer(engine, prompt, max_new_tokens, stream=None, compare=full)
         page = inspector_page(engine, *(each.report for each in results))

@@ -30,7 +30,7 @@ _CONNECT_S, _READ_S = 10.0, 60.0
 # How long a server that is busy is asked again.
 _PATIENCE_S = 60.0
 _POLL_S = 0.1
-# Less than a server keeps a connection that nobody uses.
+# Less than a server keeps an idle connection.
 _IDLE_S = 3.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
@@ -118,7 +118,7 @@ class Connection:
         body : callable
             Returns what is sent as JSON, each time that it is sent.
         is_over : callable
-            Whether nobody waits for the answer any more; there are no more events then, and a busy server is not asked again.
+            Whether the answer is not wanted any more; there are no more events then, and a busy server is not asked again.
         patience_s : float
             For how long a busy server is asked again, a minute at most.
         """
@@ -160,7 +160,7 @@ class Connection:
             self._wait(reply, until)
 
     def _wait(self, reply: httpx.Response, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait as long as a busy server says, while anybody does; raise what else it says."""
+        """Wait as long as a busy server says, unless `is_over`; raise what else it says."""
         try:
             pause = float(reply.headers.get("Retry-After", ""))
         except ValueError:

@@ -329,7 +329,7 @@ class ServedEngine:
 
         def ask(show: Callable[[str], None] | None, stop: threading.Event) -> GenerationResult:
             def is_over() -> bool:
-                # The interpreter waits for a stream's thread when it ends; nobody waits for its answer then.
+                # The interpreter waits for a stream's thread when it ends, and its answer is of no use then.
                 return any(each.is_set() for each in (stop, *ends)) or not threading.main_thread().is_alive()
 
             def asked_now() -> dict[str, Any]:

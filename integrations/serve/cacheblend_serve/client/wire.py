@@ -205,7 +205,7 @@ def asked_decoding(options: Mapping[str, Any]) -> Decoding:
         else:
             raise _unsendable(type(criterion).__name__)
     for processor in given.pop("logits_processor", ()):
-        # A `Guide`; its class needs llguidance, which not everybody has who asks a server.
+        # A `Guide`; its class needs llguidance, which a client may not have installed.
         grammar = getattr(processor, "grammar", None)
         if not isinstance(grammar, str):
             raise _unsendable(type(processor).__name__)

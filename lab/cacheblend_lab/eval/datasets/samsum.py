@@ -18,7 +18,7 @@ __all__ = ["EXAMPLES", "load_samsum"]
 EXAMPLES = 16
 """Dialogues with their summaries that stand before each question."""
 
-# The paper keeps chunks of 200 to 400 tokens; 400 tokens of English are about so many characters.
+# The paper keeps chunks of 200 to 400 tokens; 400 tokens of English are about 1,600 characters.
 _CHUNK_CHARS = 1600
 _HEAD = "Below are dialogues, each followed by its summary in a few short sentences.\n\n"
 _TAIL = "\n\nDialogue:\n{question}\nSummary:"

@@ -81,7 +81,7 @@ def place(haystack: Sequence[Unit], needles: Sequence[Sequence[Unit]], depths: S
 
 
 def random_depths(rng: random.Random, number: int) -> list[float]:
-    """Draw so many different ones of RULER's 40 depths, which are evenly spaced from 0 to 1."""
+    """Draw `number` different ones of RULER's 40 depths, which are evenly spaced from 0 to 1."""
     return [depth / (_DEPTHS - 1) for depth in rng.sample(range(_DEPTHS), number)]
 
 
@@ -106,7 +106,7 @@ class Names:
         return self._fresh(lambda: "-".join([*(draw(firsts) for _ in range(1 + more)), draw(seconds)]))
 
     def number(self, digits: int) -> str:
-        """Return a number of so many digits, the first not 0."""
+        """Return a number of `digits` digits, the first not 0."""
         return self._fresh(lambda: str(self._rng.randrange(10 ** (digits - 1), 10**digits)))
 
     def uuid(self) -> str:
@@ -114,7 +114,7 @@ class Names:
         return self._fresh(lambda: str(uuid.UUID(int=self._rng.getrandbits(128), version=4)))
 
     def letters(self, number: int, alphabet: str) -> str:
-        """Return a word of so many random letters."""
+        """Return a word of `number` random letters."""
         return self._fresh(lambda: "".join(self._rng.choices(alphabet, k=number)))
 
     def _fresh(self, draw: Callable[[], str]) -> str:

@@ -39,7 +39,7 @@ class Puzzle:
     answers : tuple of str
         Everything that a right answer names.
     build : callable
-        Returns the units of the text with so many units of filling. The same number gives the same text.
+        Returns the units of the text with that many units of filling. The same number gives the same text.
     least : int
         The least number `build` takes.
     """
