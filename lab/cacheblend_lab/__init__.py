@@ -1,1 +1,1 @@
-"""What measures cacheblend-rag, and trains: evaluation, benchmarks, families of models, the reference model."""
+"""Measurement and training for cacheblend-rag: evaluation, benchmarks, families of models, the reference model."""

@@ -18,7 +18,7 @@ _SHIPPED = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True, slots=True)
 class FamilyRow:
-    """What running a tiny random model of a family has shown.
+    """Findings of running a tiny random model of a family.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What is optional on an engine: attachments, for `BlendEngine.attach`, each in its module, calibration and the inspector."""
+"""Optional parts of an engine: attachments, for `BlendEngine.attach`, each in its module, calibration and the inspector."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""When two answers are the same, and how much of their words they share, as SQuAD defines it."""
+"""Equality of two answers, and the share of their common words, as SQuAD defines them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _GAUGES = {
 
 @dataclass(frozen=True, slots=True)
 class GuardStatus:
-    """What the guard has found so far.
+    """Findings of the guard so far.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """How far an answer is from full prefill's.
+    """Distance of an answer from full prefill's.
 
     The distance, from 0, the same, to 1, is the part of the words that is not shared (1 - F1). Of answers drawn at random it is
     the total variation distance of the first token's distributions: the least probability with which two draws differ. An answer

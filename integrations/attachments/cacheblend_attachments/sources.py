@@ -1,4 +1,4 @@
-"""How much of an answer's attention went to each chunk."""
+"""Share of an answer's attention that went to each chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attachments have in common that watch the attention of the model."""
+"""Base of the attachments that watch the attention of the model."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def chosen_engine(engine: Any, server: str | None) -> Engine:
 
 
 gathered_calls: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_gathered_calls", default=None)
-"""Where models note the calls that are made of them, where `calls_made` gathers them."""
+"""List that models add their calls to, while `calls_made` gathers them."""
 
 
 @contextmanager

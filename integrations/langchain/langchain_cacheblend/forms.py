@@ -1,4 +1,4 @@
-"""What an answer has to be, an object or a call of a tool: what LangChain asks for, how a model is told of it, how it is read."""
+"""Forms of answers, an object or a call of a tool: what LangChain asks for, how a model is told of it, how it is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["AnswerForm", "as_functions", "call_chunks", "calls_of", "with_schema
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What an answer has to be: a pydantic model, a TypedDict, or a JSON schema."""
+    """Form that an answer must have: a pydantic model, a TypedDict, or a JSON schema."""
 
     schema: Any
 

@@ -39,7 +39,7 @@ class PromptText(str):
 
 
 class TextPromptValue(StringPromptValue):
-    """What a prompt template makes, where the text knows its chunks; see `of`."""
+    """Prompt value of a template whose text knows its chunks; see `of`."""
 
     parts: list[Any]
 

@@ -1,4 +1,4 @@
-"""Which documents a vector store has, and the other stores over its engine."""
+"""Documents that a vector store has, and the other stores over its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the string model and the chat model have in common: an engine, its options, and how it is called."""
+"""Base of the string model and the chat model: an engine, its options, and how it is called."""
 
 from __future__ import annotations
 

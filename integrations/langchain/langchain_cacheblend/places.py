@@ -1,4 +1,4 @@
-"""Which document each text of a vector store is a piece of, and where in it."""
+"""Places of a vector store's texts: the document that each is a piece of, and where in it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Source:
-    """What was added of one source: its last piece, how the text begins that bears its name, and whether it has others."""
+    """State of one source: its last piece, how the text begins that bears its name, and whether it has others."""
 
     last: _Piece | None = None
     begins: str = ""

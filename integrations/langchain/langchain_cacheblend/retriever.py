@@ -68,7 +68,7 @@ class BlendRetriever(BaseRetriever):
 
 
 class BlendVectorStoreRetriever(VectorStoreRetriever):
-    """What ``BlendVectorStore.as_retriever`` returns: it prefetches as `BlendRetriever` does.
+    """Retriever that ``BlendVectorStore.as_retriever`` returns; it prefetches as `BlendRetriever` does.
 
     Where the engine knows nothing of what is found first, which no prompt would tell, it says so in the log.
     """

@@ -82,7 +82,7 @@ class _TurnSynthesizer(BlendSynthesizer):
 
 
 class _BlendChat:
-    """What both chat engines have in common; the other base class is LlamaIndex's own engine.
+    """Base of both chat engines; the other base class is LlamaIndex's own engine.
 
     The prompts, the memory, the retrieval and the responses are LlamaIndex's. Only the synthesizer of each turn is ours, and
     what its response says is handed on.

@@ -1,4 +1,4 @@
-"""From a question, a template and chunks to the prompts that are blended: one, or several where what has no room is refined."""
+"""Prompts that are blended, made of a question, a template and chunks: one, or several where what has no room is refined."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _is_fixed(
 
 @dataclass
 class Rounds:
-    """What has been asked of a question, and what is still to be asked.
+    """State of a question: what has been asked, and what is still to be asked.
 
     Attributes
     ----------

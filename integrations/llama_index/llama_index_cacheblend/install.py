@@ -62,7 +62,7 @@ _REPORTED: dict[type, list[str]] = {
         [SimpleChatEngine, ContextChatEngine, CondenseQuestionChatEngine, CondensePlusContextChatEngine], _CHAT
     ),
 }
-"""What returns the responses that carry a report, whatever the response mode."""
+"""Methods that return the responses that carry a report, whatever the response mode."""
 
 _installed: ExitStack | None = None
 """Undoes what `install` did."""

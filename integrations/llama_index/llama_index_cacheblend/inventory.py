@@ -26,7 +26,7 @@ _MOST_NODES = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which nodes are meant: those of `node_ids` that are there, that pass `filters`, and that are of this document."""
+    """Selection of nodes: those of `node_ids` that are there, that pass `filters`, and that are of this document."""
 
     node_ids: Sequence[str] | None = None
     filters: MetadataFilters | None = None

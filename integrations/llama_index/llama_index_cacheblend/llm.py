@@ -201,7 +201,7 @@ class BlendLLM(JSONAnswers):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex needs to know about the model."""
+        """Model metadata that LlamaIndex needs."""
         return LLMMetadata(
             context_window=self.engine.window or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_new_tokens,

@@ -1,4 +1,4 @@
-"""From chat messages to the prompt that a tokenizer's chat template makes of them, and from answers to LlamaIndex's responses."""
+"""Conversion of chat messages to the prompt that a tokenizer's chat template makes, and of answers to LlamaIndex's responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From nodes to stored KV: what the language model is shown of a node, and where that is in its document."""
+"""Encoding of nodes to stored KV: what the language model is shown of a node, and where that is in its document."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _filter_keys(filters: MetadataFilters) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedNodes:
-    """What encoding some nodes came to: what the engine did, or will have done in the background; None if it stored less.
+    """Result of encoding some nodes: what the engine did, or will have done in the background; None if it stored less.
 
     `without_text` are the nodes that show the language model nothing, `failed` the others without KV, and why.
     """

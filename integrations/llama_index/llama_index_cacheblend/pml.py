@@ -20,7 +20,7 @@ from llama_index_cacheblend.nodes import llm_text
 __all__ = ["CONTEXT", "PMLPromptTemplate"]
 
 CONTEXT = "context_str"
-"""What LlamaIndex calls the variable for what was retrieved."""
+"""LlamaIndex's name of the variable for what was retrieved."""
 
 
 class PMLPromptTemplate(BasePromptTemplate):

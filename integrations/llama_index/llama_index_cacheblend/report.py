@@ -1,4 +1,4 @@
-"""What an answer cost: the model's calls behind it, the report that its response carries, and what it says of source nodes."""
+"""Cost of an answer: the model's calls behind it, the report that its response carries, and what it says of source nodes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REPORT_KEY = "blend"
-"""Where a response's metadata hold the report."""
+"""Key of the report in a response's metadata."""
 
 ATTENTION_KEY = "blend_attention"
-"""The share of the answer's attention that went to a node, 0 to 1."""
+"""Key of the share of the answer's attention that went to a node, 0 to 1."""
 
 STATUS_KEY = "blend_status"
-"""Why a node's KV was not used unchanged; "blended" if it was."""
+"""Key of why a node's KV was not used unchanged; "blended" if it was."""
 
 _KEYS = [ATTENTION_KEY, STATUS_KEY]
 
@@ -154,7 +154,7 @@ class Calls:
 
 
 watching: ContextVar[tuple[Calls, ...]] = ContextVar("cacheblend_watching", default=())
-"""Who watches the calls that are made here."""
+"""Watchers of the calls that are made here."""
 
 
 def annotate(nodes: Sequence[NodeWithScore], report: dict[str, Any]) -> None:

@@ -136,12 +136,12 @@ class BlendVectorStore(BasePydanticVectorStore):
 
     @property
     def engine(self) -> Engine:
-        """Where the KV is computed and kept."""
+        """Engine that computes and keeps the KV."""
         return self._encoder.engine
 
     @property
     def encoder(self) -> NodeEncoder:
-        """What computes the KV, and knows what the language model is shown of a node."""
+        """Encoder that computes the KV, and knows what the language model is shown of a node."""
         return self._encoder
 
     def with_parents(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:

@@ -32,7 +32,7 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class WarmResult:
-    """What `warm_index` did.
+    """Result of `warm_index`.
 
     `named`, `unchanged`, `without_text` and `failed` are the nodes, each counted once.
 
@@ -71,7 +71,7 @@ class WarmResult:
 
 
 class WarmJob:
-    """What `warm_index` returns when it encodes in the background.
+    """Job that `warm_index` returns when it encodes in the background.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class WarmJob:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many nodes with text are finished, and how many there are."""
+        """Number of nodes with text that are finished, and of all of them."""
         counts = [job.progress for job in self._jobs]
         return sum(finished for finished, _ in counts), sum(total for _, total in counts)
 

@@ -1,4 +1,4 @@
-"""From markup to the tree of a schema, and to the nodes of a prompt.
+"""Parser from markup to the tree of a schema, and to the nodes of a prompt.
 
 XML is read into elements that know their place (`_parse`), white space that is only there for people is taken out (`_tidy`), and
 what is left becomes nodes.

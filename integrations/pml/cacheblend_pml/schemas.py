@@ -27,7 +27,7 @@ _MOST_TEXTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LoadedSchema:
-    """What loading a schema did: its parts (what is encoded apart: modules, anonymous texts, scaffolds) and their tokens.
+    """Result of loading a schema: its parts (what is encoded apart: modules, anonymous texts, scaffolds) and their tokens.
 
     Parts `encoded` had no KV, those `unchanged` were stored under the same name; `removed` are those of an earlier version.
     """
@@ -42,7 +42,7 @@ class LoadedSchema:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of the schemas of one engine, which it does not keep alive.
+    """Knowledge of the schemas of one engine, which it does not keep alive.
 
     `layouts` are by the names of the schemas, the least recently used first; `loaded` are the chunks of each loaded schema by the
     names of their parts.

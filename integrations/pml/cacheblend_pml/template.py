@@ -1,4 +1,4 @@
-"""From templates (functions, strings, those of the frameworks) to the modules of a schema, and from values to its imports."""
+"""Compiler of templates (functions, strings, those of the frameworks) to modules of a schema, and of values to its imports."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ return {{'done', last, birth}}
 
 @dataclass(frozen=True, slots=True)
 class UnitName:
-    """Which unit it is.
+    """Name of a unit.
 
     Attributes
     ----------
@@ -176,7 +176,7 @@ class Behind(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What has changed since a position.
+    """Changes since a position.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a request names, and which replica has most of that, by what the replicas say they hold and what they were sent since."""
+"""Names in a request, and the replica that has most of them, by what the replicas say they hold and what they were sent since."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_SENT = 16_384
 # Of what a replica tells, the names of latest use.
 _MOST_TOLD = 16_384
 ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/engine/answer"})
-"""Where answers are asked for, which have a time limit."""
+"""Paths at which answers are asked for, which have a time limit."""
 _DOCUMENTS = "/v1/documents/"
 # What has names in its body.
 _NAMING = ANSWERING | {"/v1/chunks", "/v1/chunks/delete", "/v1/prefetch", "/v1/engine/add"}
@@ -118,7 +118,7 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request may go.
+    """Replicas that a request may go to.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ class Choice:
 
 @dataclass(slots=True)
 class _Held:
-    """What is known of a replica; `said` is the number of its last report."""
+    """State of a replica as far as known; `said` is the number of its last report."""
 
     home: str
     said: int = -1

@@ -16,7 +16,7 @@ __all__ = ["Columns", "chunks_of", "joined", "rows_of"]
 
 @dataclass(frozen=True)
 class Columns:
-    """What a dataset calls its columns.
+    """Names of a dataset's columns.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What an application of Ray Serve is built with."""
+"""Settings of an application of Ray Serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AppArgs", "AppSettings"]
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What settings came to where an application was built. Replicas have the same, whatever their own environment says."""
+    """Settings as resolved where an application was built. Replicas have the same, whatever their own environment says."""
 
     engine: EngineConfig
     blend: BlendConfig
@@ -34,7 +34,7 @@ class AppSettings:
 
 
 class AppArgs(BaseModel):
-    """What `build_app` takes: the arguments of ``serve run``, or ``args`` in a file for ``serve deploy``.
+    """Arguments of `build_app`: those of ``serve run``, or ``args`` in a file for ``serve deploy``.
 
     Parameters
     ----------

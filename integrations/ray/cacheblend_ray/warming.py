@@ -66,7 +66,7 @@ def connect(address: str | None = None) -> Iterator[None]:
 
 @dataclass
 class WarmSummary:
-    """What a `warm` did.
+    """Result of a `warm`.
 
     Attributes
     ----------
@@ -278,7 +278,7 @@ _LOST = (
 
 @dataclass(frozen=True)
 class WarmJob:
-    """What all workers are told.
+    """Job that all workers are given.
 
     Attributes
     ----------
@@ -385,7 +385,7 @@ class Warmer:
 
 @dataclass
 class _Done:
-    """What became of a document; in a batch, the first has the figures of all."""
+    """Outcome of a document; in a batch, the first has the figures of all."""
 
     document: str
     chunks: int = 0

@@ -24,7 +24,7 @@ _MARK = "cb-"
 
 @dataclass(frozen=True)
 class Owner:
-    """Whom a key speaks for.
+    """Owner of a key.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Owner:
 
 
 OPEN = Owner(None, "anybody", is_admin=True)
-"""Who asks a server without keys."""
+"""Owner of all requests to a server without keys."""
 
 
 class KeyFile:

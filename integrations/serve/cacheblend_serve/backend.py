@@ -26,7 +26,7 @@ __all__ = ["Asked", "Backend", "Wanted", "backend_module"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a backend is opened for.
+    """Settings that a backend is opened with.
 
     Attributes
     ----------
@@ -152,7 +152,7 @@ class Backend(Collector):
     @property
     @abstractmethod
     def blend(self) -> BlendConfig:
-        """How prompts are blended, unless a request says otherwise."""
+        """Settings of blending, unless a request says otherwise."""
 
     def is_ready(self) -> bool:
         """Return whether it can answer now."""

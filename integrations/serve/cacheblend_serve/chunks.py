@@ -1,4 +1,4 @@
-"""What a tenant has stored: chunks and documents, added, listed, deleted.
+"""Chunks and documents of a tenant: added, listed, deleted.
 
 Work that stores goes on to its end, even if its client leaves, and tells how far it is.
 """

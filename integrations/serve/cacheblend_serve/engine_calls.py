@@ -1,4 +1,4 @@
-"""What a `ServedEngine` asks: its tenant's chunks and answers, as an engine of its own process would have them."""
+"""Calls of a `ServedEngine`: its tenant's chunks and answers, as an engine of its own process would have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients are told when something goes wrong: what was wrong with their request, and nothing of this machine."""
+"""Errors that clients are told: what was wrong with their request, and nothing of this machine."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""What a page is sent with: it holds prompts and answers."""
+"""Headers that a page is sent with: it holds prompts and answers."""
 
 # Pages of one asker; a further one takes the oldest one's place.
 _MOST = 32

@@ -1,4 +1,4 @@
-"""Who asks, and what they share: the backend, the keys, the limits of requests a minute and of answers at the same time."""
+"""Requesters, and what they share: the backend, the keys, the limits of requests a minute and of answers at the same time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FLUSHES = 8
 
 
 class Server:
-    """What all addresses share."""
+    """State that all addresses share."""
 
     def __init__(self, backend: Backend, config: ServeConfig, note: Note | None = None) -> None:
         self.config = config
@@ -127,7 +127,7 @@ class Server:
 
 
 class Asker:
-    """Who asks, and what they see: their tenant's chunks."""
+    """Requester, and what it sees: its tenant's chunks."""
 
     def __init__(self, server: Server, owner: Owner, request: Request) -> None:
         self.server = server

@@ -13,7 +13,7 @@ from cacheblend_rag.config import SettingsBase
 __all__ = ["LOOPBACK", "ServeConfig"]
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""What every machine calls itself, and no other machine can."""
+"""Names by which every machine reaches itself, and no other machine."""
 
 
 class ServeConfig(SettingsBase):

@@ -1,4 +1,4 @@
-"""What a request's time was spent on, as OpenTelemetry's spans, for those who gather such; nothing is sent otherwise."""
+"""Spans of OpenTelemetry, of what a request's time was spent on, where these are gathered; nothing is sent otherwise."""
 
 from __future__ import annotations
 

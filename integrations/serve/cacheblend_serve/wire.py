@@ -1,4 +1,4 @@
-"""What clients send and are sent: OpenAI's requests and replies, with the documents that are ours."""
+"""Messages of clients and server: OpenAI's requests and replies, with the documents that are ours."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DocumentItem(BaseModel):
 
 
 class Decoding(BaseModel):
-    """What both kinds of requests say of how the answer is written."""
+    """Fields of both kinds of requests that say how the answer is written."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""What a request tells the connector, and what vLLM is started with."""
+"""Parameters that a request gives the connector, and those that vLLM is started with."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class VLLMBackend(Backend):
 
     @property
     def blend(self) -> BlendConfig:
-        """What vLLM does: it recomputes nothing."""
+        """Blending as vLLM does it: it recomputes nothing."""
         return BlendConfig(recompute_ratio=0)
 
     def is_ready(self) -> bool:
@@ -112,7 +112,7 @@ class VLLMBackend(Backend):
 
 @dataclass
 class _Seen:
-    """What has been seen of an answer."""
+    """Times and counts seen of an answer."""
 
     began: float
     opened: float = 0.0

@@ -45,7 +45,7 @@ _AHEAD = 2
 
 @dataclass
 class _Step(KVConnectorMetadata):  # type: ignore[misc]
-    """What the workers bring before a step, and what they write after it."""
+    """Work around a step: what the workers bring before it, and what they write after it."""
 
     loads: list[Load] = field(default_factory=list)
     spools: list[Spool] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Whether vLLM, as it was started, can take the KV of a store."""
+"""Check that vLLM, as it was started, can take the KV of a store."""
 
 from __future__ import annotations
 

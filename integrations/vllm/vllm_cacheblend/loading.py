@@ -1,4 +1,4 @@
-"""From the store to vLLM's paged cache: stored KV is read layer by layer, turned to its position, and written into its slots."""
+"""Loading into vLLM's paged cache: stored KV is read layer by layer, turned to its position, and written into its slots."""
 
 from __future__ import annotations
 

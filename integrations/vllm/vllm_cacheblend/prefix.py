@@ -60,7 +60,7 @@ class StoredPrefix:
 
     @property
     def num_stored(self) -> int:
-        """How many tokens the pieces cover."""
+        """Number of tokens that the pieces cover."""
         return sum(piece.count for piece in self.pieces)
 
     @property

@@ -1,4 +1,4 @@
-"""Where a request's tokens are in vLLM's paged KV cache."""
+"""Slots of a request's tokens in vLLM's paged KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From vLLM's paged cache to a file: what vLLM computed of a prompt, for the store."""
+"""Spooling from vLLM's paged cache to a file: KV that vLLM computed of a prompt, for the store."""
 
 from __future__ import annotations
 

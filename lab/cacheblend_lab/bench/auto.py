@@ -1,4 +1,4 @@
-"""Whether `AutoRatio` finds the measured optimum: a grid of tiers and prompts, every setting in alternation."""
+"""Test of whether `AutoRatio` finds the measured optimum: a grid of tiers and prompts, every setting in alternation."""
 
 from __future__ import annotations
 

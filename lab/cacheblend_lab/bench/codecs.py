@@ -1,4 +1,4 @@
-"""What each codec takes in bytes, in time and in error."""
+"""Cost of each codec in bytes, in time and in error."""
 
 from __future__ import annotations
 

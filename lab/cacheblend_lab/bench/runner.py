@@ -50,7 +50,7 @@ def say_nothing(what: str) -> None:
 
 
 class Bench(ABC, Generic[SettingT, Row]):
-    """What one command measures, its table and its JSON file; a context manager that closes what was opened for it.
+    """Measurement of one command, with its table and its JSON file; a context manager that closes what was opened for it.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class Bench(ABC, Generic[SettingT, Row]):
     """
 
     text_columns: ClassVar[int] = 1
-    """How many of the table's first columns are text."""
+    """Number of the table's first columns that are text."""
 
     def __init__(self, setting: SettingT) -> None:
         self.setting = setting

@@ -56,7 +56,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """What became of a request; `ttft_s` is None if it failed."""
+    """Outcome of a request; `ttft_s` is None if it failed."""
 
     ttft_s: float | None
     tpot_s: float | None = None
@@ -66,7 +66,7 @@ class _Reply:
 
 @dataclass(frozen=True, slots=True)
 class ServeRow:
-    """How the server did at one rate.
+    """Figures of the server at one rate.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What each bench is told: a dataclass whose fields are the options of its command, and whose docstring is the command's help.
+"""Settings of each bench: a dataclass whose fields are the options of its command, and whose docstring is the command's help.
 
 Nothing here imports torch, so that the command line is there at once.
 """
@@ -54,14 +54,14 @@ DEVICE = "device"
 NO_PIPELINE = "-no-pipeline"
 """Suffix of a tier whose KV is loaded without the pipeline."""
 IDS_AT_ONCE = 8
-"""How many ids one lookup of the index asks for, the chunks of a prompt."""
+"""Number of ids that one lookup of the index asks for, the chunks of a prompt."""
 _DTYPES = ("float32", "float16", "bfloat16")
 _PREFILLS = ("full", "blend")
 
 
 @dataclass(frozen=True)
 class Written:
-    """How an option is written on the command line, where that is not the value itself.
+    """Form of an option on the command line, where that is not the value itself.
 
     Attributes
     ----------
@@ -167,12 +167,12 @@ Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.")]
 
 @dataclass(frozen=True)
 class BenchSetting:
-    """What a bench is told; a value outside its option's range is refused with a ConfigError, as are those without meaning."""
+    """Settings of a bench; a value outside its option's range is refused with a ConfigError, as are those without meaning."""
 
     bench: ClassVar[str]
     """The class that measures, as ``module:name`` in `cacheblend_lab.bench`."""
     preparing: ClassVar[str]
-    """What is done before the first round."""
+    """Work that is done before the first round."""
     extra: ClassVar[str | None] = None
     """The extra of cacheblend-rag that brings what the bench needs besides."""
 
@@ -199,14 +199,14 @@ def options_of(setting: type[BenchSetting]) -> dict[str, tuple[Any, Written | No
 
 @dataclass(frozen=True)
 class RoundsSetting(BenchSetting):
-    """What every bench is told that runs methods in rounds."""
+    """Settings of every bench that runs methods in rounds."""
 
     repeats: Repeats = field(default=5, kw_only=True)
 
 
 @dataclass(frozen=True)
 class ModelSetting(RoundsSetting):
-    """What every bench of a model of random weights is told besides.
+    """Further settings of every bench of a model of random weights.
 
     Attributes
     ----------

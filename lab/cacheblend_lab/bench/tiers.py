@@ -1,4 +1,4 @@
-"""Where measured KV is read from: files that the operating system has no copy of in memory, and a slower device, emulated.
+"""Sources that measured KV is read from: files that the operating system has no copy of in memory, and a slower device, emulated.
 
 Reading from the emulated device sleeps until the bytes could have come from such a device, then hands over what lies in RAM;
 what the device itself would take from the machine (interrupts, a driver's copies) is not emulated.

@@ -1,4 +1,4 @@
-"""What ``cacheblend-rag eval`` shows and writes: tables on the screen and in Markdown, rows of the JSON file."""
+"""Output of ``cacheblend-rag eval``: tables on the screen and in Markdown, rows of the JSON file."""
 
 from __future__ import annotations
 

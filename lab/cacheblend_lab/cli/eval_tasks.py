@@ -1,4 +1,4 @@
-"""What each task of ``cacheblend-rag eval`` is made of: its own options, beside those that all tasks share."""
+"""Tasks of ``cacheblend-rag eval``, each with its own options, beside those that all tasks share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TASKS", "TaskMaker", "TaskRequest"]
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """What the shared options ask of a task.
+    """Shared options of the tasks.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What is in which tier of which replica: caches that are played through, chunk by chunk."""
+"""Contents of each tier of each replica: caches that are played through, chunk by chunk."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _QUESTION_WORDS = 12
 
 @dataclass(frozen=True)
 class Trial:
-    """What real servers are asked.
+    """Requests that real servers get.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Counted:
-    """What came of a trial, its first fifth and its end left out.
+    """Outcome of a trial, its first fifth and its end left out.
 
     Attributes
     ----------

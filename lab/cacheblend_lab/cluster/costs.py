@@ -1,4 +1,4 @@
-"""What one replica takes for its work: the figures that the simulator is fed with."""
+"""Costs of one replica's work: the figures that the simulator is fed with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["TIERS", "Costs", "Reads", "TierCost", "read_costs"]
 
 TIERS = ("ram", "disk", "remote")
-"""Where KV may be, the nearest first; the first two are a replica's own."""
+"""Tiers that may hold KV, the nearest first; the first two are a replica's own."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0)]
@@ -48,7 +48,7 @@ class TierCost:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Where the chunks of one request were found; `missing` ones are in no tier, and are computed."""
+    """Tiers in which the chunks of one request were found; `missing` ones are in no tier, and are computed."""
 
     ram: int = 0
     disk: int = 0
@@ -68,7 +68,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one replica, a model on its device, takes.
+    """Costs of one replica, a model on its device.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""How many replicas a load wants, and what each size of a cluster carries."""
+"""Planning: how many replicas a load wants, and what each size of a cluster carries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GUESS_OVER = 1.15
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted of a cluster.
+    """Goal for a cluster.
 
     Attributes
     ----------

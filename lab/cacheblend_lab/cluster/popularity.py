@@ -1,4 +1,4 @@
-"""How unequally documents are asked for: Zipf's law, over millions of them in a few thousand groups."""
+"""Popularity of documents: Zipf's law, over millions of them in a few thousand groups."""
 
 from __future__ import annotations
 

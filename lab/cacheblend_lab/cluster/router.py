@@ -1,4 +1,4 @@
-"""Which replica a request goes to: anyone, or the one that its documents belong to."""
+"""Routing of a request: to any replica, or to the one that its documents belong to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["ROUTERS", "Router", "homes_of"]
 
 ROUTERS = ("affinity", "random")
-"""How requests are routed: near what they name, or the less busy of two at random."""
+"""Ways to route requests: near what they name, or the less busy of two at random."""
 
 
 def homes_of(documents: NDArray[np.int64], replicas: int) -> NDArray[np.int64]:

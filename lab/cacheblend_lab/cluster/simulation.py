@@ -30,7 +30,7 @@ _LEFT_OUT = 0.2
 
 @dataclass(frozen=True)
 class Cluster:
-    """What answers.
+    """Replicas that answer.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Load:
-    """How requests come: at random moments with an average rate, or from clients that each ask when they are answered.
+    """Arrival of requests: at random moments with an average rate, or from clients that each ask when they are answered.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a load.
+    """Outcome of a load.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What is in which tier in the long run, by Che's approximation, for corpora that cannot be played through.
+"""Contents of each tier in the long run, by Che's approximation, for corpora that cannot be played through.
 
 An LRU cache of C chunks holds a chunk that is asked for at rate r with probability ``1 - exp(-r T)``, where T, the time for
 which an unused chunk stays, is such that these probabilities sum up to C (Che, Tung and Wang, 2002). Here a chunk is asked for at

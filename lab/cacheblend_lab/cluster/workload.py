@@ -1,4 +1,4 @@
-"""What is asked of a cluster."""
+"""Requests that a cluster gets."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class Workload:
 
     @cached_property
     def popularity(self) -> Popularity:
-        """Of the documents."""
+        """Popularity of the documents."""
         return Popularity(self.corpus_documents, self.zipf)
 
     @cached_property
     def chunk_weights(self) -> NDArray[np.float64]:
-        """For each place in a document the probability that a prompt with the document has that chunk."""
+        """Probability, for each place in a document, that a prompt with the document has that chunk."""
         starts = self.chunks_per_document - self.run_chunks + 1
         weights = np.zeros(self.chunks_per_document)
         for start in range(starts):

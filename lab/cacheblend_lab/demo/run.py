@@ -85,7 +85,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Score:
-    """How one method did.
+    """Figures of one method.
 
     Attributes
     ----------

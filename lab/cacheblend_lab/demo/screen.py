@@ -1,4 +1,4 @@
-"""What the demonstration shows: one screen."""
+"""Screen that the demonstration shows."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = ["Asker", "EvalSetting"]
 
 @dataclass(frozen=True)
 class EvalSetting:
-    """How a task is evaluated.
+    """Settings of an evaluation.
 
     Attributes
     ----------

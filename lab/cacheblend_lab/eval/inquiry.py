@@ -1,4 +1,4 @@
-"""From a task's contexts to prompts over stored chunks."""
+"""Prompts over stored chunks, made of a task's contexts."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Inquiry:
 
     @property
     def tail(self) -> str:
-        """What stands after the chunks, the question in it."""
+        """Text after the chunks, with the question."""
         # Not str.format: braces of code in a tail or a question stand for themselves.
         return self.task.tail.replace("{question}", self.question)
 

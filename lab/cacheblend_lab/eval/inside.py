@@ -1,4 +1,4 @@
-"""What blending changes inside the model, on one prompt: KV, attention, and which tokens are recomputed."""
+"""Changes that blending makes inside the model, on one prompt: KV, attention, and which tokens are recomputed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ORACLES", "InsidePass", "PromptInside", "TokenOverlap"]
 
 @dataclass(frozen=True, slots=True)
 class TokenOverlap:
-    """Which tokens a question attends to, and which ones methods recompute.
+    """Tokens that a question attends to, and those that methods recompute.
 
     Attributes
     ----------

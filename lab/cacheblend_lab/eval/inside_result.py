@@ -1,4 +1,4 @@
-"""What blending changes inside the model, over the questions of a task: the data of CacheBlend's and A3's figures."""
+"""Changes inside the model by blending, over the questions of a task: the data of CacheBlend's and A3's figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PERCENTILES = np.arange(101)
 
 @dataclass(frozen=True)
 class InsideSetting:
-    """What is looked at.
+    """Settings of the analysis.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class InsideRow:
 
 @dataclass(frozen=True)
 class InsideResult:
-    """What was found.
+    """Findings of the analysis.
 
     Attributes
     ----------
@@ -196,7 +196,7 @@ def _why_not(engine: BlendEngine, prompt: BlendPrompt) -> str | None:
 
 
 class _Sums:
-    """What is kept of the prompts that were looked at."""
+    """Sums over the prompts that were looked at."""
 
     def __init__(self, cells: Sequence[tuple[str, float]]) -> None:
         self._passes: dict[tuple[str, float], list[tuple[InsidePass, float | None]]] = {cell: [] for cell in cells}

@@ -49,11 +49,11 @@ WHOLE_WAYS = tuple(way for way, settings in _NAMED.values() if not settings)
 """Ways to answer that blend nothing."""
 
 DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED = "documents", "behind other", "behind shuffled"
-"""What a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded
+"""Texts that a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded
 after the next document instead of their own; or encoded after what stands before them in their own, in another order."""
 
 FULL_DOCUMENTS = f"{FULL} {DOCUMENTS}"
-"""What the same knowledge costs without blending: full prefill of whole documents."""
+"""Full prefill of whole documents: the cost of the same knowledge without blending."""
 _READS = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
 _ALONE = "alone"
 _RANDOM = "random"

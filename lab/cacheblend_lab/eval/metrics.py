@@ -1,4 +1,4 @@
-"""How answers are judged, as SQuAD, ROUGE and LongBench define it.
+"""Metrics of answers, as SQuAD, ROUGE and LongBench define them.
 
 `exact_match` and `f1_score` compare an answer with one right answer. The others are metrics
 (`cacheblend_lab.eval.task.Metric`): they take an answer and all right answers, give the best that any of these

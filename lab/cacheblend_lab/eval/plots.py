@@ -35,7 +35,7 @@ _MARKERS = "osD^vP*Xph<>"
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How good a method's answers are, and, where it is drawn, how soon they begin.
+    """Quality of a method's answers, and, where it is drawn, how soon they begin.
 
     Attributes
     ----------

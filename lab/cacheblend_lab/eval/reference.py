@@ -26,7 +26,7 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["RETRIEVALS", "reference_task"]
 
 RETRIEVALS = ("reading", "shuffled", "dropped", "ranked")
-"""Which of a context's chunks a question is answered from, and in which order."""
+"""Choices of the context's chunks that a question is answered from, and of their order."""
 
 _MAX_NEW_TOKENS = 64
 # Contexts that are drawn to see whether any has enough chunks.

@@ -1,4 +1,4 @@
-"""From answers to figures: means by method and kind of question, their intervals, and paired differences."""
+"""Figures of answers: means by method and kind of question, their intervals, and paired differences."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class EvalRow:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes
     ----------

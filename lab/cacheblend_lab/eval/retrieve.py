@@ -1,4 +1,4 @@
-"""From documents to the chunks that a question is answered from.
+"""Retrieval of the chunks of documents that a question is answered from.
 
 They are those of one context (CacheBlend, section 7.1), or of a corpus in Chroma: retrieval as it is in use.
 """
@@ -26,7 +26,7 @@ __all__ = ["RetrievalSetting", "Retriever", "draw_corpora", "found_chunks", "nea
 
 @dataclass(frozen=True, slots=True)
 class RetrievalSetting:
-    """How contexts that are not chunks yet are cut and searched.
+    """Settings of how contexts that are not chunks yet are cut and searched.
 
     Attributes
     ----------

@@ -16,7 +16,7 @@ __all__ = ["Runs", "read_runs"]
 
 @dataclass
 class Runs:
-    """What several runs found.
+    """Findings of several runs.
 
     Attributes
     ----------

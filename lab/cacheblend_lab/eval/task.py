@@ -1,4 +1,4 @@
-"""What is asked in an evaluation: contexts, questions, right answers, and how an answer is judged."""
+"""Tasks of an evaluation: contexts, questions, right answers, and how an answer is judged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EvalQuestion:
 
 @dataclass(frozen=True, slots=True)
 class EvalContext:
-    """What questions are asked about.
+    """Context that questions are asked about.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""How each method gets from chunks and a question to an answer."""
+"""Ways of the methods from chunks and a question to an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether blending is exact on a model, and on a family of models, shown by running it."""
+"""Proof by running that blending is exact on a model, and on a family of models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OUTPUT_TOKENS = 8
 
 @dataclass(frozen=True)
 class Proof:
-    """What running a model has shown.
+    """Findings of running a model.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Proof:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """What is not equal: a bug, whether blending is refused or not."""
+        """Comparisons that are not equal: a bug, whether blending is refused or not."""
         return tuple(name for name, difference in self.differences if not difference <= self.tolerance)
 
 

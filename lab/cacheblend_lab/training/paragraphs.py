@@ -14,12 +14,12 @@ from cacheblend_lab.training.world import LINKED, SHAREABLE, SHARED, Fact, World
 __all__ = ["ORDERS", "Paragraphs", "build_paragraphs"]
 
 ORDERS = ("reading", "retrieved")
-"""How a context's chunks stand: whole documents in reading order; or some of the chunks, as a retriever ranks or finds them."""
+"""Orders of a context's chunks: whole documents in reading order; or some of the chunks, as a retriever ranks or finds them."""
 
 
 @dataclass(frozen=True)
 class Paragraphs:
-    """How contexts of paragraphs are drawn; the defaults are those of the last stage of training and of the evaluation.
+    """Settings of drawn contexts of paragraphs; the defaults are those of the last stage of training and of the evaluation.
 
     Attributes
     ----------

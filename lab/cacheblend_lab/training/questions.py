@@ -17,10 +17,10 @@ KINDS = ("single", "pronoun", "two_hop", "comparison", "unanswerable")
 """Every kind of question there is. Which of them a context asks is its style's `kinds`."""
 
 NOT_STATED = "The context does not say."
-"""What the answer to an unanswerable question ends with, where the value would stand."""
+"""End of the answer to an unanswerable question, where the value would stand."""
 
 ContextStyle = Style | Paragraphs
-"""How contexts are drawn: chunks of a sentence or two, or paragraphs."""
+"""Styles in which contexts are drawn: chunks of a sentence or two, or paragraphs."""
 
 # Questions about what is not said of those who are named: few of very many, or refusing would be what is asked for most.
 _MOST_ABSENT = 6

@@ -1,4 +1,4 @@
-"""What a reader of some chunks, in the order in which they stand, can know.
+"""Knowledge that a reader has of some chunks, in the order in which they stand.
 
 The training must teach neither to guess nor to refuse what only the whole document tells. So whatever may be asked is known,
 absent, or neither, and what is neither is not asked.
@@ -25,7 +25,7 @@ __all__ = ["Sight", "look"]
 
 @dataclass(frozen=True)
 class Sight:
-    """What can be known from a prompt's chunks.
+    """Knowledge from a prompt's chunks.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""How facts are stated and asked for: attributes, sentence templates, and which templates are held out.
+"""Templates that state facts and ask for them: attributes, sentence templates, and which templates are held out.
 
 A statement is an opener, a core and a closer; a question is a core in one of several frames. Every part occurs in training, but
 one combination in five occurs only in evaluation. Direct questions are all trained: their words stand in no other combination.

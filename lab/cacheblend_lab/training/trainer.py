@@ -52,7 +52,7 @@ _PART_TOKENS = 3072
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is made with; the command line's arguments.
+    """Settings of a run; the command line's arguments.
 
     Attributes
     ----------

@@ -14,7 +14,7 @@ from typing import Literal
 __all__ = ["HEADS_AND_TAILS", "PLAIN_PAIRS", "Maker", "Split", "is_held_out"]
 
 Split = Literal["train", "held_out"]
-"""Which half of the world something is drawn from."""
+"""Half of the world that something is drawn from."""
 
 # Heads end in a consonant and tails begin with one: then no merge of the tokenizer reaches over the border.
 HEADS_AND_TAILS: dict[str, tuple[list[str], list[str]]] = {

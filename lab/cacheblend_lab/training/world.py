@@ -15,7 +15,7 @@ __all__ = ["LINKED", "SHAREABLE", "SHARED", "Fact", "Style", "World", "build_wor
 
 @dataclass(frozen=True)
 class Style:
-    """How rich the drawn contexts are; the stages of the curriculum are a list of these.
+    """Richness of the drawn contexts; the stages of the curriculum are a list of these.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class World:
 
 
 SHARED = 0.35
-"""Where comparisons are asked: chance that a value is shared with another person, so that "yes" is not rare."""
+"""Chance, where comparisons are asked, that a value is shared with another person, so that "yes" is not rare."""
 
 SHAREABLE = ("born", "lives", "employer")
 """Attributes whose values are."""

@@ -1,4 +1,4 @@
-"""How much of what full prefill knows each recompute ratio keeps, on a user's own prompts."""
+"""Calibration: how much of what full prefill knows each recompute ratio keeps, on a user's own prompts."""
 
 from __future__ import annotations
 

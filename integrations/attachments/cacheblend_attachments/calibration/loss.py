@@ -1,4 +1,4 @@
-"""How likely a model finds a right answer after a prompt."""
+"""Losses of the right answer after a prompt."""
 
 from __future__ import annotations
 

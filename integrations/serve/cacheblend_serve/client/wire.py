@@ -1,4 +1,4 @@
-"""What an engine's client and its server say to each other, in JSON."""
+"""Messages between an engine's client and its server, in JSON."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ _DRAWN = ("temperature", "top_p", "top_k")
 
 
 class Decoding(NamedTuple):
-    """How an answer is written: what is sent, what ends it here, and its time limit."""
+    """Options of an answer: what is sent, what ends it here, and its time limit."""
 
     asked: dict[str, Any]
     ends: list[threading.Event]

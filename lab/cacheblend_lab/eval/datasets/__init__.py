@@ -17,7 +17,7 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["DATASETS", "LONGBENCH_SUBTASKS", "load_task"]
 
 DATASETS = ("qa", "musique", "2wikimqa", "samsum", "multinews", "longbench")
-"""What `load_task` can load."""
+"""Tasks that `load_task` can load."""
 
 
 def load_task(

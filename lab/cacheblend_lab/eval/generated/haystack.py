@@ -1,4 +1,4 @@
-"""What needles are hidden in: one tune repeated, stories of the fictional world, or other needles; and words for all of them."""
+"""Texts that hide needles: one tune repeated, stories of the fictional world, or other needles; and words for all of them."""
 
 from __future__ import annotations
 

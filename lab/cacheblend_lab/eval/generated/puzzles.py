@@ -1,4 +1,4 @@
-"""What is asked of generated texts: needles, chains of variables, and words that must be counted.
+"""Questions about generated texts: needles, chains of variables, and words that must be counted.
 
 Needles are as RULER varies them, across a chunk border, or of the fictional world, which the reference model knows.
 """
