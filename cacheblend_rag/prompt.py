@@ -17,48 +17,28 @@ __all__ = ["AssembledPrompt", "PromptChunk", "PromptHead"]
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk(ChunkSpan):
-    """A chunk of a prompt: where it stands, and what is known of it.
-
-    Attributes
-    ----------
-    id : str or None
-        Its id, if it has one.
-    key : str
-        Where its KV is or will be stored.
-    token_ids : tuple of int
-        Its tokens, all of them.
-    separator : tuple of int
-        Tokens after its own of which there is KV too.
-    first : int
-        Which of all these tokens is the first to stand here.
-    positions : tuple of int or None
-        The positions of its tokens when they are encoded; None for right after the preamble, without gaps.
-    named : bool
-        Whether the id was known, for this text, when the prompt was assembled.
-    text_hash : str or None
-        Digest of the text of a chunk whose id was unknown.
-    remembers : bool
-        Whether its KV knows of text that stands before it in its document.
-    computed : {"last", "moved", "missing", "unread"} or None
-        Why it is computed like text: the prompt ends with it, its KV is that of another position, its KV is missing and not
-        waited for, or its name cannot be read. None for a chunk that is served from KV.
-    note : str or None
-        Why it is computed like text, or else why its KV may be missing, where its name says that.
-    source : str or None
-        What its text was made of, for one that was not added.
-    """
+    """A chunk of a prompt: where it stands, and what is known of it."""
 
     id: str | None
+    # Where its KV is or will be stored.
     key: str
+    # All of its tokens, and those after them of which there is KV too; the number of the first that stands here.
     token_ids: tuple[int, ...]
     separator: tuple[int, ...] = ()
     first: int = 0
+    # Of its tokens when they are encoded; None for right after the preamble, without gaps.
     positions: tuple[int, ...] | None = None
+    # Whether the id was known, for this text, when the prompt was assembled; of an unknown one the digest of its text.
     named: bool = False
     text_hash: str | None = None
+    # Whether its KV knows of text that stands before it in its document.
     remembers: bool = False
+    # Why it is computed like text: the prompt ends with it, its KV is that of another position, its KV is missing and not waited
+    # for, or its name cannot be read. None for a chunk that is served from KV.
     computed: Literal["last", "moved", "missing", "unread"] | None = None
+    # Why it is computed like text, or else why its KV may be missing, where its name says that.
     note: str | None = None
+    # What its text was made of, for one that was not added.
     source: str | None = None
 
     @property
@@ -102,33 +82,19 @@ class PromptHead:
 
 @dataclass(frozen=True, slots=True)
 class AssembledPrompt:
-    """A prompt in tokens.
-
-    Attributes
-    ----------
-    layout : PromptLayout
-        Token ids and the place of each blended chunk.
-    chunks : tuple of PromptChunk
-        The chunks of the layout, in order.
-    computed : tuple of PromptChunk
-        Chunks of the prompt that are computed like text; their note says why.
-    places : tuple of int or None
-        Where its tokens stand, if the prompt says so itself.
-    context : tuple of int
-        The half-open range of rows from its first chunk to its last one, whether they are blended or computed; a chunk that the
-        prompt ends with is not part of it. Empty without chunks.
-    head : PromptHead or None
-        The fixed text that it begins with, if that is long enough for its KV to be kept.
-    skipped : tuple of str
-        The ids of chunks that were left out, because they are not known any more.
-    """
+    """A prompt in tokens."""
 
     layout: PromptLayout
+    # Those of the layout, in order, and those that are computed like text.
     chunks: tuple[PromptChunk, ...] = ()
     computed: tuple[PromptChunk, ...] = ()
+    # Where its tokens stand, if the prompt says so itself.
     places: tuple[int, ...] | None = None
+    # The half-open range of rows from its first chunk to its last one, but for one that the prompt ends with.
     context: tuple[int, int] = (0, 0)
+    # The fixed text that it begins with, if that is long enough for its KV to be kept.
     head: PromptHead | None = None
+    # The ids of chunks that were left out, because they are not known any more.
     skipped: tuple[str, ...] = ()
 
     @property

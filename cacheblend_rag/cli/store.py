@@ -28,7 +28,7 @@ _Pinned = Annotated[str | None, typer.Option("--tenant", help="Only chunks of th
 
 def kv_folder_of(store: Path | None) -> Path | None:
     """Return the folder of KV in what ``warm`` made, or the folder itself where it is one."""
-    from cacheblend_rag.documents import kv_folder
+    from cacheblend_rag.documents.library import kv_folder
 
     return store if store is None or not _is_store(kv_folder(store)) else kv_folder(store)
 
@@ -37,7 +37,7 @@ def kv_folder_of(store: Path | None) -> Path | None:
 def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
     """Show what the store holds, and what of it is whose."""
     from cacheblend_rag.config import EngineConfig
-    from cacheblend_rag.documents import LibrarySettings
+    from cacheblend_rag.documents.library import LibrarySettings
     from cacheblend_rag.store import open_store
 
     kv = _kv(store)
@@ -155,7 +155,7 @@ def clear(
     json_file: JsonOption = None,
 ) -> None:
     """Remove everything that was warmed: the passages in Chroma, and all KV. Of one tenant, its KV and names."""
-    from cacheblend_rag.documents import clear_library, is_library, open_to_clear
+    from cacheblend_rag.documents.library import clear_library, is_library, open_to_clear
 
     kv = _kv(store)
     whole_library = tenant is None and is_library(store)

@@ -29,7 +29,7 @@ from cacheblend_rag.extras import needs_extra
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig, EngineConfig
-    from cacheblend_rag.documents import Library
+    from cacheblend_rag.documents.library import Library
     from cacheblend_rag.documents.splitter import Passage
     from cacheblend_rag.engine import BlendEngine
 
@@ -65,7 +65,8 @@ def warm(
     stopped, in whatever way, is finished by the next one.
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
-    from cacheblend_rag.documents import Embedding, LibrarySettings, kv_folder, open_library, passage_config
+    from cacheblend_rag.documents.embedding import Embedding
+    from cacheblend_rag.documents.library import LibrarySettings, kv_folder, open_library, passage_config
 
     known = LibrarySettings.load(store)
     finder = Embedding(embedding or (known.embedding if known else None))
@@ -137,7 +138,7 @@ def needs_documents() -> None:
 
 def passages_of(paths: Sequence[Path], engine: BlendEngine, chunk_tokens: int) -> list[Passage]:
     """Read files, measured in the tokens of an engine's model, and say what was left out."""
-    from cacheblend_rag.documents import read_passages
+    from cacheblend_rag.documents.splitter import read_passages
 
     def count(text: str) -> int:
         # Long texts are meant to be counted here, so no warning that one exceeds the model's window.
@@ -164,14 +165,8 @@ def warmed(
 
     Models that are not named are those that it was warmed with; `changes` are settings of `blend`, as `open_engine` takes them.
     """
-    from cacheblend_rag.documents import (
-        Embedding,
-        LibrarySettings,
-        is_library,
-        kv_folder,
-        open_library,
-        passage_config,
-    )
+    from cacheblend_rag.documents.embedding import Embedding
+    from cacheblend_rag.documents.library import LibrarySettings, is_library, kv_folder, open_library, passage_config
 
     known = LibrarySettings.load(store)
     if known is None or not is_library(store):

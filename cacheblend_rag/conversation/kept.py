@@ -57,26 +57,15 @@ class Making:
 
 @dataclass(frozen=True, eq=False)
 class HeldTurn:
-    """The sequence of a conversation's last turn.
-
-    Attributes
-    ----------
-    token_ids : tuple of int
-        Prompt and answer, without the last token of the answer, which the model has not read.
-    layers : list of LayerKV
-        Their KV, ``(1, num_kv_heads, len(token_ids), head_dim)`` for each layer, on the layer's device.
-    exact : int
-        How many of the first rows are the model's own: computed over rows that are.
-    making : Making or None
-        How the other rows were made, at the lowest ratio of any; None where there is none.
-    seen : dict
-        For each chunk that a row may know of, by its id (None without one) and key, what is known of that.
-    """
+    """The sequence of a conversation's last turn: prompt and answer, without its last token, which the model has not read."""
 
     token_ids: tuple[int, ...]
+    # ``(1, num_kv_heads, len(token_ids), head_dim)`` each, on the layer's device.
     layers: list[LayerKV]
+    # How many of the first rows are the model's own: computed over rows that are. The others were made as `making` says.
     exact: int
     making: Making | None
+    # Of each chunk that a row may know of, by its id (None without one) and key.
     seen: dict[tuple[str | None, str], Seen]
 
     @cached_property

@@ -40,27 +40,17 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Resumption:
-    """What a prompt takes over: its fixed head, and what its conversation has.
+    """What a prompt takes over: its fixed head, and what its conversation has."""
 
-    Attributes
-    ----------
-    layout : PromptLayout
-        The prompt as it is computed: its first rows resumed, and among the chunks after them the runs of tokens that were
-        elsewhere in the previous turn.
-    head : int
-        How many of the resumed rows are those of the prompt's fixed head: all or none.
-    readers : dict of int to KVReader
-        Readers of the resumed rows and of each run, by the rows that they begin at.
-    runs : tuple of Run
-        The runs of tokens that stood elsewhere, ascending.
-    held : HeldTurn or None
-        The turn before, in a conversation.
-    """
-
+    # As it is computed: its first rows resumed, and among the chunks after them the runs of tokens that stood elsewhere.
     layout: PromptLayout
+    # How many of the resumed rows are those of the prompt's fixed head: all or none.
     head: int
+    # Of the resumed rows and of each run, by the rows that they begin at.
     readers: dict[int, KVReader] = field(default_factory=dict)
+    # Ascending.
     runs: tuple[Run, ...] = ()
+    # The turn before, in a conversation.
     held: HeldTurn | None = None
 
     @property

@@ -58,27 +58,18 @@ Batch = Sequence[tuple[_Text, ChunkKV]]
 
 @dataclass(slots=True)
 class _Todo:
-    """Work that adding some chunks takes.
+    """Work that adding some chunks takes."""
 
-    Attributes
-    ----------
-    names : list of NamedTarget
-        The chunks whose names are not recorded exactly so.
-    texts : list of _Text
-        What is to be encoded. Chunks of the documents that have another context from now on are among them.
-    held : list of NamedTarget
-        The chunks that have their KV.
-    changed, unchanged : int
-        How many of the chunks given are named or lack their KV, and how many are stored exactly so.
-    job : AddJob
-        Counts the chunks given, and those of their documents that are encoded again.
-    """
-
+    # The chunks whose names are not recorded exactly so.
     names: list[NamedTarget]
+    # To be encoded: chunks of the documents that have another context from now on are among them.
     texts: list[_Text]
+    # The chunks that have their KV.
     held: list[NamedTarget]
+    # How many of the chunks given are named or lack their KV, and how many are stored exactly so.
     changed: int
     unchanged: int
+    # Counts the chunks given, and those of their documents that are encoded again.
     job: AddJob
 
 

@@ -226,18 +226,9 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
 
 @dataclass(slots=True)
 class CheckReport:
-    """What a check of a store found.
+    """What a check of a store found: sound KV and its bytes, names, and what is wrong, one sentence each.
 
-    Attributes
-    ----------
-    entries, bytes : int
-        Chunks whose KV is sound, and the size of their files.
-    names : int
-        Names recorded.
-    problems : list of str
-        What is wrong, one sentence each. It is no danger to answers: damaged or missing KV counts as a miss when it is met.
-    repaired : bool
-        Whether the problems have been repaired.
+    Problems are no danger to answers: damaged or missing KV counts as a miss when it is met.
     """
 
     entries: int = 0
@@ -255,22 +246,7 @@ class CheckReport:
 def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     """Read everything in a store folder and verify it; other processes may go on using the store.
 
-    Parameters
-    ----------
-    location : str or Path
-        The folder.
-    repair : bool
-        Drop what is damaged, and begin a damaged index anew. KV is computed again when it is next asked for.
-
-    Returns
-    -------
-    CheckReport
-        What was found.
-
-    Raises
-    ------
-    StoreError
-        If the folder is not a store, is in a format that this version does not read, or is to be repaired and not writable.
+    With `repair`, drop what is damaged, and begin a damaged index anew; KV is computed again when it is next asked for.
     """
     report = CheckReport()
     try:
@@ -307,15 +283,7 @@ def _examine(location: str | Path, report: CheckReport) -> None:
 
 @dataclass(slots=True)
 class GarbageReport:
-    """What was removed from a store.
-
-    Attributes
-    ----------
-    expired, unnamed, orphans : int
-        Entries whose time was over, or that no name led to, and files that belonged to no entry.
-    freed_bytes : int
-        Size of the files removed.
-    """
+    """What was removed: entries whose time was over or that no name led to, files that belonged to no entry, and their bytes."""
 
     expired: int = 0
     unnamed: int = 0
@@ -328,24 +296,8 @@ def collect_garbage(
 ) -> GarbageReport:
     """Remove expired KV and files that belong to nothing, and give unused room back to the disk; others may use the store.
 
-    Parameters
-    ----------
-    location : str or Path
-        The folder.
-    unnamed_age_s : float, optional
-        Also remove KV that was added at least this long ago and has no name, sooner than it goes by itself.
-    clock : callable, optional
-        Returns the time in seconds, by which KV expires.
-
-    Returns
-    -------
-    GarbageReport
-        What was removed.
-
-    Raises
-    ------
-    StoreError
-        If the folder is not a store of this version, or not writable.
+    With `unnamed_age_s`, also remove KV that was added at least this long ago and has no name, sooner than it goes by
+    itself.
     """
     report = GarbageReport()
     with existing_store(location, clock=clock) as tier:
@@ -365,30 +317,10 @@ def collect_garbage(
 
 
 def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True, tenant: str | None = None) -> int:
-    """Pin chunks of every model that knows their ids, or unpin them; other processes may go on using the store.
+    """Pin chunks of every model that knows their ids, or unpin them; return the bytes that are pinned now in the whole store.
 
-    No byte budget is checked here: a process that opens the store with one finds less room for what it adds.
-
-    Parameters
-    ----------
-    location : str or Path
-        The store's folder.
-    ids : sequence of str
-        The chunks' ids.
-    pinned : bool
-        Whether their KV is to be kept, or may be evicted again.
-    tenant : str, optional
-        Only what belongs to this tenant; "" is for what has no tenant.
-
-    Returns
-    -------
-    int
-        Bytes of KV on disk that are pinned now, in the whole store.
-
-    Raises
-    ------
-    UnknownChunkError
-        If nobody knows an id; nothing is changed then.
+    Other processes may go on using it; one that opens it with a byte budget finds less room for what it adds. "" is the
+    tenant of what has none. `UnknownChunkError` if an id is unknown; nothing is changed then.
     """
     with existing_store(location) as tier:
         names = Names(tier.index, tier.clock)

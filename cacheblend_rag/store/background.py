@@ -1,4 +1,4 @@
-"""Work that nobody waits for: a queue with a thread, and the remote tier, which may fail at any time."""
+"""Work in the background: a queue with a thread, and the remote tier, which may fail at any time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIRST_PROBE_S, _LAST_PROBE_S = 0.1, 2.0
 
 @dataclass(eq=False, slots=True)
 class _Entry(Generic[Item]):
-    """An item that waits, or is worked on, and whether nobody wants it any more."""
+    """An item that waits, or is worked on, and whether it is wanted no more."""
 
     key: str
     item: Item
@@ -115,7 +115,7 @@ class _Upload:
 class Offsite:
     """Reads from a remote tier, and writes to it in the background, packed by `codec`.
 
-    A remote tier that fails is a miss and one warning an outage: from the first failure on nobody asks it but a thread, until
+    A remote tier that fails is a miss and one warning an outage: from the first failure on only a thread asks it, until
     it answers. What could not be removed there is removed then, as long as this object lives. At most `waiting_bytes` wait to be
     uploaded, or a single chunk of any size. No upload is tried again, since the KV is held here.
     """
@@ -185,7 +185,7 @@ class Offsite:
             self._tell_unremoved(error)
 
     def drop_later(self, keys: Iterable[str]) -> None:
-        """Do what `drop` does in the background; until then nothing is read from there under these keys."""
+        """Drop KV in the background, see `drop`; until then nothing is read from there under these keys."""
         with self._lock:
             self._undropped.update(keys)
         self._mend_later()

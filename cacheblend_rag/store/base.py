@@ -111,59 +111,33 @@ TierProbe: TypeAlias = Callable[[Sequence[ChunkKV]], AbstractContextManager[Open
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """What the store knows of a named chunk, whether or not its KV is held at the moment.
-
-    Attributes
-    ----------
-    id : str
-        The name.
-    key : str
-        The store key of its KV.
-    text_hash : str
-        Digest of its text (`cacheblend_rag.chunk.text_hash`).
-    token_ids : tuple of int
-        Its tokens.
-    separator : tuple of int
-        Tokens after them of which there is KV too.
-    place : Place or None
-        Its place in its document, in a record that is to be stored; looking up a name does not return it.
-    source : str or None
-        What its text was made of.
-    indexed : bool
-        Whether a vector store has it, and it was not only met in a prompt.
-    """
+    """What the store knows of a named chunk, whether or not its KV is held at the moment."""
 
     id: str
     key: str
+    # `cacheblend_rag.chunk.text_hash` of its text.
     text_hash: str
     token_ids: tuple[int, ...]
+    # Tokens after them of which there is KV too.
     separator: tuple[int, ...] = ()
+    # In a record that is to be stored; looking up a name does not return it.
     place: Place | None = field(default=None, compare=False)
     source: str | None = field(default=None, compare=False)
+    # Whether a vector store has it, and it was not only met in a prompt.
     indexed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTarget:
-    """How the KV of a named chunk is computed.
+    """How the KV of a named chunk is computed."""
 
-    Attributes
-    ----------
-    record : NodeRecord
-        What is recorded of the chunk, or will be, with the key that its KV has in its context.
-    behind : Context or None
-        Its context, without the preamble; None where it has none.
-    lives_s : float or None
-        Seconds left of the shortest time to live in its context, its own included; None where none ends.
-    is_changed : bool
-        Whether that is not what is recorded now.
-    document : str or None
-        The document that it is a piece of.
-    """
-
+    # As it is recorded, or will be, with the key that its KV has in its context.
     record: NodeRecord
+    # Its context, without the preamble.
     behind: Context | None = None
+    # Seconds left of the shortest time to live in its context, its own included; None where none ends.
     lives_s: float | None = None
+    # Whether that is not what is recorded now.
     is_changed: bool = False
     document: str | None = None
 
@@ -180,21 +154,12 @@ class NamedTarget:
 
 @dataclass(frozen=True, slots=True)
 class NameChanges:
-    """What became of the names of a namespace.
-
-    Attributes
-    ----------
-    mark : int
-        What to ask with the next time.
-    whole : bool
-        Whether these are all names, rather than those that changed.
-    names : list of (int, str or None, str or None)
-        The number of each name, which it keeps as long as it is known, its id, and the digest of its text; the number alone
-        where the name is gone.
-    """
+    """What became of the names of a namespace since an earlier call; `mark` is what to ask with the next time."""
 
     mark: int
+    # Whether these are all names, rather than those that changed.
     whole: bool
+    # The number of each, which it keeps, its id, and the digest of its text; the number alone where it is gone.
     names: list[tuple[int, str | None, str | None]]
 
 

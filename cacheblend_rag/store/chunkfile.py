@@ -286,7 +286,7 @@ class ChunkFile(KVReader):
             raise ChunkReadError(self.key, "its header does not match its digest")
         try:
             self._parse(header, body, unpack_tokens(data[body:tokens_end]))
-        # Its digest is right: somebody wrote it so.
+        # Its digest is right: it was written so.
         except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ChunkReadError(self.key, "its header is damaged") from error
         if size != self.file_bytes:
@@ -337,7 +337,7 @@ class ChunkFile(KVReader):
 
 @dataclass(frozen=True, slots=True)
 class _StoredLayer:
-    """Where one layer's parts lie, one behind the other, and what they are unpacked to."""
+    """Where one layer's parts lie, one after the other, and what they are unpacked to."""
 
     codec: str
     key_form: TensorForm
@@ -354,7 +354,7 @@ class _StoredLayer:
 
 
 def _layers(header: dict[str, Any], count: int, metadata: dict[str, str]) -> list[_StoredLayer]:
-    """Return the layers; ValueError unless they fill the file one behind the other, so that all of them take what it has."""
+    """Return the layers; ValueError unless they fill the file one after the other, so that all of them take what it has."""
     tensors: list[dict[str, dict[str, Any]]] = [{} for _ in range(count)]
     tokens, digest = header["token_ids"], header["header_digest"]
     begin = 4 * tokens["shape"][0]

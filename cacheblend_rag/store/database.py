@@ -175,14 +175,14 @@ class Database:
                 raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
 
     def tidy(self) -> None:
-        """Give unused room back to the disk, if there is much of it, nobody is in the way and the disk has room for that."""
+        """Give unused room back to the disk, if there is much of it, no process is in the way and the disk has room for that."""
         with self.read() as connection:
             pages = int(connection.execute("PRAGMA page_count").fetchone()[0])
             free = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
         self.shorten_log(vacuum=free * 4 > pages and free > _TIDY_PAGES)
 
     def shorten_log(self, vacuum: bool = False) -> int:
-        """Bring the log into the database, if nobody is in the way and the disk has room for that; return the bytes freed."""
+        """Bring the log into the database, if no process is in the way and the disk has room for that; return the bytes freed."""
         if self._path is None:
             return 0
         log = self._path.with_name(self._path.name + "-wal")
@@ -373,8 +373,8 @@ def _connect_read_only(
     try:
         return attempt("mode=ro")
     except sqlite3.OperationalError:
-        # Reading a database in WAL mode needs its -shm file, which cannot be made here. As nobody has it open, it does not change
-        # either; who opens it later is noticed by what that does to the files.
+        # Reading a database in WAL mode needs its -shm file, which cannot be made here. As no process has it open, it does not
+        # change either; a process that opens it later is noticed by what that does to the files.
         log = path.with_name(path.name + "-wal")
         if _size(log):
             raise StoreError(

@@ -200,7 +200,7 @@ class DiskTier:
         return is_orphan
 
     def with_room(self, write: Callable[[], Result], nbytes: int = 0, spared: Collection[str] = ()) -> Result:
-        """Run what writes so many bytes, and where the disk is full drop other KV than `spared` first; see `Index.oldest`."""
+        """Run what writes that many bytes, and where the disk is full drop other KV than `spared` first; see `Index.oldest`."""
         wanted_bytes = nbytes + RESERVE_BYTES
         for _ in range(_ROOM_MADE):
             try:
@@ -247,7 +247,7 @@ class DiskTier:
             _log.warning(message, *values)
 
     def _take_in(self, connection: sqlite3.Connection) -> None:
-        """Give the files that a new index finds their entries; the first to go for room, as nobody is known to use them."""
+        """Give the files that a new index finds their entries; the first to go for room, as no user of them is known."""
         now = self.clock()
         query = "INSERT INTO entries (key, bytes, added_at, found) VALUES (?, ?, ?, 1)"
         connection.executemany(query, ((key, nbytes, now) for key, nbytes in self.folder.files()))

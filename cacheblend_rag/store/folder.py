@@ -39,7 +39,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _KEY = re.compile(r"[0-9a-f]{8,128}")
 _SUFFIX = ".safetensors"
-# Nobody writes a file for longer.
+# No file takes longer to be written.
 _LEFT_S = 3600.0
 RESERVE_BYTES = 128 * 1024
 _POLL_S = 0.002
@@ -104,7 +104,7 @@ class StoreFolder:
             for name in ("kv", "tmp"):
                 (self.path / name).mkdir(mode=0o700, exist_ok=True)
             # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened: closing
-            # it would release the locks that this process's other connections hold on it, and whoever closed the store
+            # it would release the locks that this process's other connections hold on it, and a thread that closed the store
             # elsewhere would take itself for the last.
             with suppress(FileExistsError):
                 os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -158,7 +158,7 @@ class StoreFolder:
             try:
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
-                # Somebody has deleted the folder, or this part of it.
+                # The folder was deleted, or this part of it.
                 self.prepare()
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:

@@ -15,10 +15,10 @@ from cacheblend_rag.store.folder import StoreFolder
 
 __all__ = ["AT_ONCE", "Dropped", "Entry", "Index", "claim", "drop_entries", "pinned_bytes"]
 
-# Expired entries dropped on the way by one addition, and as many that nobody has named; `gc` drops the others.
+# Expired entries dropped on the way by one addition, and as many without a name; `gc` drops the others.
 _OLD_A_TIME = 64
 AT_ONCE = 200
-"""So many rows are asked for in one query; SQLite takes 999 values in one."""
+"""That many rows are asked for in one query; SQLite takes 999 values in one."""
 
 _COLUMNS = "bytes, tenant, added_at, expires_at"
 _EXPIRED = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
@@ -29,7 +29,7 @@ _VERSION = 6
 # entries: the chunks whose KV is on disk, whether a name leads to it, and whether it was found by its file. deletions: the keys
 # that lost their entry lately, for other processes' RAM.
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
-# they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
+# they are, where they are a tenant's. tenants: what each has, counted by triggers so that no call counts a million rows.
 # documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
 # shared: up to where the names that machines share are followed here, where they are.
 _SCHEMA = """
@@ -207,7 +207,7 @@ class Index:
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
         wait: bool = True,
     ) -> Dropped:
-        """Give `key` its entry, and drop what has expired, what nobody has named, and the least recently used for room.
+        """Give `key` its entry, and drop what has expired, what has no name, and the least recently used for room.
 
         Nothing is added if another process has been quicker than the damaged or expired entry that is `replaced`, or if `wanted`,
         called in the transaction, returns False. `place` brings the file to its place.
@@ -356,7 +356,7 @@ def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropp
 def _oldest(
     connection: sqlite3.Connection, spared: Collection[str], nbytes: int, condition: str = ""
 ) -> tuple[list[str], int]:
-    """Return the keys of the least recently used entries of so many bytes that may be dropped, and the bytes still wanting."""
+    """Return the keys of the least recently used entries of that many bytes that may be dropped, and the bytes still wanting."""
     victims = []
     oldest = connection.execute(f"SELECT key, bytes FROM entries WHERE pinned = 0 {condition} ORDER BY last_used")
     while nbytes > 0 and (victim := oldest.fetchone()) is not None:

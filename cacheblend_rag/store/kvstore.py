@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 _log = getLogger(__name__)
 
-# Of so many texts without a name it is known what they go with; those of the oldest stay until RAM needs their room.
+# Of that many texts without a name it is known what they go with; those of the oldest stay until RAM needs their room.
 _TIES_KEPT = 4096
 # Failures that are no further apart than this are one event, which is said once: a full disk may have room in between.
 _EVENT_S = 60.0
@@ -50,17 +50,14 @@ class _Miss:
 class KVStore:
     """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one.
 
-    A key is a digest of everything the KV depends on (model, tokenizer, preamble, tokens) and of its owner (the tenant),
-    made by the engine. Names (node ids) live in a namespace, the digest of the model and the tenant, and map to keys; several
-    names may share one key. KV that no name maps to may be kept until room is needed. All methods may be called from any thread.
+    A key is a digest of everything the KV depends on (model, tokenizer, preamble, tokens) and of its owner (the tenant).
+    Names (node ids) live in a namespace, the digest of the model and the tenant, and map to keys; several names may share
+    one key. KV that no name maps to may be kept until room is needed. A time to live, `ttl_s`, makes KV a miss once it is
+    over; None is for ever, and of several the longest counts. The remote tier gets a copy of what is put for ever, in the
+    background, and keeps it when there is no more room here.
 
-    A time to live, `ttl_s`, makes KV a miss once it is over; None is for ever. Of several times asked for the longest counts.
-
-    The remote tier gets a copy of what is put for ever, in the background, and keeps it when there is no more room here; what is
-    found there alone is read from there, and kept here.
-
-    `path` is the folder, if there is one and it may be written; `is_private` says whether the store's contents end with this
-    process and are reachable through this object alone.
+    All methods may be called from any thread. `is_private` says whether the contents end with this process and are
+    reachable through this object alone.
     """
 
     def __init__(self, index: Index, tiers: Tiers, offsite: Offsite | None = None, write_back_bytes: int = 0) -> None:
@@ -105,7 +102,7 @@ class KVStore:
 
     @property
     def follows_others(self) -> bool:
-        """Whether the index is a copy of names that machines share, whoever follows them now."""
+        """Whether the index is a copy of names that machines share, whichever store follows them now."""
         return self._index.follows_others()
 
     def _changing(self, deed: Callable[[], Result]) -> Result:
@@ -150,7 +147,7 @@ class KVStore:
     ) -> bool:
         """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background.
 
-        Of its names, nobody knew the `records`, which are recorded unless somebody has recorded them by then; those that were
+        Of its names, the `records` were unknown; they are recorded unless another call has done so by then; those that were
         `known` led to it. KV that none leads to any more is not kept. Where names cannot be recorded, KV is in RAM alone, and
         goes with the first of them. Returns False if too much is waiting already; the KV is then not kept.
         """

@@ -291,7 +291,7 @@ class Upload:
 
 
 class ResidentKV(KV[Upload]):
-    """The KV of one chunk on the devices of its layers, unpacked. Nobody writes to it."""
+    """The KV of one chunk on the devices of its layers, unpacked. It is not written to."""
 
     __slots__ = ()
 

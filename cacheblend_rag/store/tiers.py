@@ -315,7 +315,7 @@ class _Promotion(Generic[Layer]):
         return layers
 
     def complete(self, read: Callable[[int], Layer]) -> Sequence[Layer] | None:
-        """Return all layers, or None if most are wanting; the few that nobody asked for, their KV being computed, are read."""
+        """Return all layers, or None if most are wanting; the few that were not asked for, their KV being computed, are read."""
         layers = self.end()
         missing = [number for number in range(self._num_layers) if number not in (layers or {})]
         if layers is None or len(missing) * 2 > self._num_layers:

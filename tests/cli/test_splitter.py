@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.documents import read_passages
-from cacheblend_rag.documents.splitter import split_text
+from cacheblend_rag.documents.splitter import read_passages, split_text
 from cacheblend_rag.errors import ConfigError
 
 

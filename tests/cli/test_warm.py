@@ -14,7 +14,7 @@ import pytest
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.documents import open_chroma
+from cacheblend_rag.documents.library import open_chroma
 from cacheblend_rag.store import check_store, open_store
 from tests.command import read_rows, run
 from tests.store.kit import add, key_of, make_kv, record

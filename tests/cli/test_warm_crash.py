@@ -16,7 +16,7 @@ import pytest
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.documents import kv_folder, open_chroma
+from cacheblend_rag.documents.library import kv_folder, open_chroma
 from tests.command import read_rows, run
 
 KILLS = 20

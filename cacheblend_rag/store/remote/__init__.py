@@ -49,23 +49,14 @@ _MAX_PART_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """How a remote tier is written and waited for.
+    """How a remote tier is written and waited for."""
 
-    Attributes
-    ----------
-    ttl_s : float, optional
-        After how many seconds from its last `put` an entry expires; never by default. Redis and Valkey only.
-    part_bytes : int
-        Most bytes sent at once, which is also what writing takes of memory; object stores take 5 MiB at least.
-    connect_timeout_s : float
-        How long to wait for a connection.
-    read_timeout_s : float
-        How long to wait for an answer.
-    """
-
+    # Seconds from its last `put` after which an entry expires; Redis and Valkey only.
     ttl_s: float | None = None
+    # Most bytes sent at once, which is also what writing takes of memory; object stores take 5 MiB at least.
     part_bytes: int = 16 * 1024 * 1024
     connect_timeout_s: float = 1.0
+    # How long to wait for an answer.
     read_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:

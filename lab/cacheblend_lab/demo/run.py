@@ -25,7 +25,7 @@ import llama_index_cacheblend as blend
 from cacheblend_attachments.answers import holds_answer
 from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.documents import open_chroma
+from cacheblend_rag.documents.library import open_chroma
 from cacheblend_rag.engine import BlendEngine
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 

@@ -17,7 +17,8 @@ import numpy as np
 from cacheblend_lab.eval.task import EvalContext
 from cacheblend_lab.training.corpus import Document, Example, make_example
 from cacheblend_lab.training.questions import ContextStyle
-from cacheblend_rag.documents import Embedding, open_chroma
+from cacheblend_rag.documents.embedding import Embedding
+from cacheblend_rag.documents.library import open_chroma
 from cacheblend_rag.documents.splitter import split_text
 from cacheblend_rag.errors import ConfigError
 

@@ -13,7 +13,7 @@ from cacheblend_lab.eval.retrieve import RetrievalSetting, Retriever, found_chun
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, Document, eval_examples
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.documents import Embedding
+from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.errors import ConfigError
 from tests.command import run
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cacheblend_attachments.calibration import Calibration
     from cacheblend_rag.chunk import BlendPrompt
     from cacheblend_rag.config import BlendConfig, EngineConfig
-    from cacheblend_rag.documents import Library
+    from cacheblend_rag.documents.library import Library
     from cacheblend_rag.engine import BlendEngine
 
 __all__ = ["calibrate"]
@@ -150,7 +150,8 @@ def _read(
     chunk_tokens: int,
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
     """Read documents into a store that is there for as long as they are asked about."""
-    from cacheblend_rag.documents import Embedding, kv_folder, open_library, passage_config
+    from cacheblend_rag.documents.embedding import Embedding
+    from cacheblend_rag.documents.library import kv_folder, open_library, passage_config
 
     needs_documents()
     with tempfile.TemporaryDirectory(prefix="cacheblend-calibrate-") as name:
