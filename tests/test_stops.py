@@ -45,11 +45,6 @@ def test_cutting_pieces_equals_cutting_the_text(text: str, stops: list[str], dat
 
 def test_what_cannot_be_a_stop_string_is_shown_at_once() -> None:
     cutter = StopCutter(["\n\n", "User:"])
-    assert [cutter.feed(piece) for piece in ("He said:", " Us", "ed\n", "end\n", "\nmore")] == [
-        "He said:",
-        " ",
-        "Used",
-        "\nend",
-        "",
-    ]
+    pieces = ("He said:", " Us", "ed\n", "end\n", "\nmore")
+    assert [cutter.feed(piece) for piece in pieces] == ["He said:", " ", "Used", "\nend", ""]
     assert cutter.flush() == ""

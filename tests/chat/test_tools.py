@@ -49,18 +49,7 @@ def test_calls_are_read_in_the_forms_that_models_write(form: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "It is 4.",
-        '{"city": "Oslo"}',
-        "[1, 2]",
-        "[x for x in y]",
-        '{"name": "weather"',
-        "weather(1)",
-        "[f(1)]",
-        "{}",
-        "[]",
-    ],
+    ["", "Four.", '{"a": "b"}', "[1, 2]", "[x for x in y]", '{"name": "weather"', "weather(1)", "[f(1)]", "{}", "[]"],
 )
 def test_what_is_no_call_is_text(text: str) -> None:
     reply = parse_calls(text)

@@ -289,9 +289,7 @@ def test_a_damaged_chroma_and_settings_file_are_errors_of_one_line(warm: Any, do
 
 
 @pytest.mark.parametrize("package", ["chromadb", "sentence_transformers"])
-def test_a_missing_package_is_named(
-    warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_no_package(warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     result = run("warm", documents, "--store", store, code=2)
     assert f'({package}): pip install "cacheblend-rag[documents]"' in result.stderr

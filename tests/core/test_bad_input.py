@@ -80,11 +80,7 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     (ConfigError, "ids is the string 'good'; give a list", lambda engine: engine.delete("good")),
     (ConfigError, "ids is the string 'good'; give a list", lambda engine: engine.records("good")),
     (ConfigError, "give a list of ids", lambda engine: engine.prefetch("n0")),
-    (
-        PromptTooLongError,
-        r"513 tokens.*window of 512.*split it",
-        lambda engine: engine.add([Chunk(words(513, 1), "long")]),
-    ),
+    (PromptTooLongError, r"513 tokens.*512.*split it", lambda engine: engine.add([Chunk(words(513, 1), "long")])),
     *(
         (PromptError, "half of a UTF-16 pair", case)
         for case in (
@@ -94,11 +90,7 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
         )
     ),
     *(
-        (
-            ConfigError,
-            r"recompute_ratio=.*: Input should be (a finite number|.* than or equal to [01])",
-            blend(recompute_ratio=ratio),
-        )
+        (ConfigError, "recompute_ratio=.*Input should", blend(recompute_ratio=ratio))
         for ratio in (math.nan, math.inf, -0.1, 1.1)
     ),
     (ConfigError, "must be layer indices from 1 on", blend(check_layers=(0,))),
@@ -122,18 +114,11 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
             ("remote", "memory://two?token=hunter3"),
         )
     ),
-    *(
-        (ConfigError, next(iter(option)), partial(BlendEngine.stream, prompt=BlendPrompt("t5"), **option))
-        for option in OPTIONS
-    ),
+    *((ConfigError, next(iter(option)), partial(BlendEngine.stream, prompt=ask(), **option)) for option in OPTIONS),
     *((ConfigError, next(iter(option)), generate(**option)) for option in OPTIONS),
     (ConfigError, "recompute_ratio: not options of generate but of BlendConfig", generate(recompute_ratio=0.2)),
     (ConfigError, "unknown option tempreature of generate, did you mean temperature", generate(tempreature=1.0)),
-    (
-        ConfigError,
-        "unknown option tennant, did you mean tenant",
-        lambda _: BlendEngine.from_pretrained("reference", tennant="a"),
-    ),
+    (ConfigError, "tennant, did you mean tenant", lambda _: BlendEngine.from_pretrained("reference", tennant="a")),
     (
         ConfigError,
         r"recompute_ratio=0\.2 is a setting, not an option of the model.*BlendConfig",
@@ -248,10 +233,7 @@ def test_an_empty_prompt(engine: BlendEngine) -> None:
 def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
     for changes, message in (
         ({"check_layers": (6,)}, "beyond the model's last layer; choose from 1 to 5"),
-        (
-            {"selector": "best"},
-            "unknown selector 'best'.*; choose one of a3, boundary, full, hkvd, none, query, random",
-        ),
+        ({"selector": "best"}, "unknown selector 'best'.*; choose one of a3, boundary"),
         ({"selector": "query(repair=0.1)"}, "no option 'repair'; attach Repair of cacheblend_attachments"),
         ({"check_layers": (1, 2), "gradual_start": 6.0}, "leaves nothing for the last"),
     ):
@@ -418,9 +400,7 @@ def test_an_argument_that_is_none_is_not_taken_for_the_mask(engine: BlendEngine)
     prompt = BlendPrompt("t5", ["good", "other"], "t6 t7 t8")
     wanted = engine.prefill(prompt).logits
 
-    def with_none(
-        module: object, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
+    def with_none(module: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, {"unused": None} | kwargs
 
     hooks = [layer.register_forward_pre_hook(with_none, with_kwargs=True) for layer in engine.model.model.layers]

@@ -44,13 +44,8 @@ def test_tokens_encoded_together_are_those_of_the_models_own_prefill_with_gaps(e
     prompt = BlendPrompt(segments=[[BOS], together, question], positions=[0, 1, 50])
     result = engine.prefill(prompt)
     [chunk] = result.report.chunks
-    assert (chunk.hit, chunk.tokens, chunk.recomputed_tokens, result.report.hits, result.report.misses) == (
-        True,
-        len(at),
-        0,
-        1,
-        0,
-    )
+    assert (chunk.hit, chunk.tokens, chunk.recomputed_tokens) == (True, len(at), 0)
+    assert (result.report.hits, result.report.misses) == (1, 0)
     positions = [0, *at, *range(50, 55)]
     layout = engine.prompt_layout(prompt)
     assert layout.positions == tuple(positions)

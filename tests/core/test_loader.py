@@ -111,13 +111,9 @@ def make_prompt(lengths: Sequence[int], gaps: Sequence[int], tiers: Sequence[str
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[int], list[int], list[str]]:
     count = draw(st.integers(1, 5))
-    return (
-        draw(st.lists(st.integers(1, 40), min_size=count, max_size=count)),
-        draw(st.lists(st.sampled_from([0, 0, 1, 7, 32, 33, 50]), min_size=count, max_size=count)),
-        draw(
-            st.lists(st.sampled_from(["device", "ram", "rising", "disk", "promoted"]), min_size=count, max_size=count)
-        ),
-    )
+    lists = partial(st.lists, min_size=count, max_size=count)
+    tiers = st.sampled_from(["device", "ram", "rising", "disk", "promoted"])
+    return draw(lists(st.integers(1, 40))), draw(lists(st.sampled_from([0, 0, 1, 7, 32, 33, 50]))), draw(lists(tiers))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

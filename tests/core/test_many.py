@@ -232,12 +232,8 @@ def test_misses_of_all_prompts_are_encoded_in_one_batch_and_each_once() -> None:
         results = engine.generate_many(prompts, 2, do_sample=False)
         hook.remove()
         # Two chunks behind the BOS; two prefills; then one step, of which all rows are part.
-        assert [tuple(size) for size in batches] == [
-            (2, 1 + 17),
-            (1, len(results[1].prompt_ids)),
-            (1, len(results[0].prompt_ids)),
-            (2, 1),
-        ]
+        first, second = (len(each.prompt_ids) for each in results)
+        assert [tuple(size) for size in batches] == [(2, 1 + 17), (1, second), (1, first), (2, 1)]
         assert [(result.report.hits, result.report.misses) for result in results] == [(1, 1), (0, 2)]
         assert all(result.report.encode_s > 0 for result in results)
         again = engine.generate_many(prompts, 2, do_sample=False)

@@ -163,7 +163,7 @@ def test_closing_stops_it(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPat
 
 
 def test_damage_is_left_to_the_prompt(
-    open_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = open_engine()
     wanted = engine.prefill(PROMPT).logits

@@ -274,18 +274,9 @@ def test_a_forked_child_compiles_whatever_its_parents_threads_are_at() -> None:
 @pytest.mark.parametrize(
     ("adapter_config", "reason"),
     [
-        (
-            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-            "PromptTuningConfig, which puts learned",
-        ),
-        (
-            peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-            "PrefixTuningConfig, which puts learned",
-        ),
-        (
-            peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6]),
-            "activated LoRA",
-        ),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PromptTuningConfig, which puts"),
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PrefixTuningConfig, which puts"),
+        (peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5]), "activated"),
     ],
     ids=["prompt", "prefix", "alora"],
 )
@@ -315,7 +306,7 @@ def test_an_adapter_cannot_be_chosen_by_call() -> None:
     model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     with (
         BlendEngine(model, tiny_tokenizer(), **SETTINGS) as engine,
-        pytest.raises(ConfigError, match="adapter_names cannot be used here"),
+        pytest.raises(ConfigError, match="adapter_names cannot"),
     ):
         engine.generate(PROMPT, TOKENS, adapter_names=["other"])
 
@@ -377,9 +368,7 @@ def fails_on_some_rows(layer: nn.Module) -> None:
     ("patch", "reason"),
     [(mixes_rows, "off by"), (knows_the_position, "off by"), (fails_on_some_rows, "rows are missing")],
 )
-def test_a_patched_layer_is_caught_and_prompts_are_prefilled_as_a_whole(
-    make_engine: MakeEngine, patch: Callable[[nn.Module], None], reason: str
-) -> None:
+def test_a_patched_layer_is_caught(make_engine: MakeEngine, patch: Callable[[nn.Module], None], reason: str) -> None:
     model = tiny_model("llama")
     patch(model.model.layers[3])
     with pytest.raises(UnsupportedModelError, match=reason):

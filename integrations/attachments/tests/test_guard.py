@@ -65,7 +65,7 @@ def reference() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def pronoun_prompts() -> list[BlendPrompt]:
+def pronouns() -> list[BlendPrompt]:
     """Questions whose answer stands in a chunk that says only "he" or "she"."""
     form = FORMATS[DEFAULT_FORMAT]
     return [
@@ -92,37 +92,35 @@ def ask_until_it_acts(engine: BlendEngine, guard: Guard, prompts: list[BlendProm
     raise AssertionError("the guard never acted")
 
 
-def test_it_raises_ratios(
-    reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_raises(reference: tuple[Any, Any], pronouns: list[BlendPrompt], caplog: pytest.LogCaptureFixture) -> None:
     with guarded(reference, "raise") as (engine, guard):
-        asked = ask_until_it_acts(engine, guard, pronoun_prompts)
+        asked = ask_until_it_acts(engine, guard, pronouns)
         status = guard.status()
         assert status.compared == status.sampled == asked >= 3
         assert 0 < status.differing <= asked
         assert (status.recompute_ratio, status.window) == (0.05, 0)
         assert status.action is not None and status.action.startswith("recompute_ratio raised from 0 to 0.05")
-        report = engine.generate(pronoun_prompts[0], 2).report
+        report = engine.generate(pronouns[0], 2).report
         assert (report.recompute_ratio, report.guard, report.fallback_reason) == (0.05, status.action, None)
         assert metric(engine, "recompute_ratio") == 0.05
         assert metric(engine, "acted") == 1
         # Settings that a call brings itself are its own business.
-        own = engine.generate(pronoun_prompts[0], 2, blend=engine.blend.replace()).report
+        own = engine.generate(pronouns[0], 2, blend=engine.blend.replace()).report
         assert (own.recompute_ratio, own.guard) == (0.0, None)
         guard.reset()
-        assert engine.generate(pronoun_prompts[0], 2).report.recompute_ratio == 0.0
+        assert engine.generate(pronouns[0], 2).report.recompute_ratio == 0.0
     (warning,) = (record for record in caplog.records if record.name.endswith(".guard"))
     assert status.action in warning.getMessage()
 
 
-def test_it_falls_back_to_full_prefill(reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt]) -> None:
+def test_it_falls_back_to_full_prefill(reference: tuple[Any, Any], pronouns: list[BlendPrompt]) -> None:
     with guarded(reference, "full") as (engine, guard):
-        ask_until_it_acts(engine, guard, pronoun_prompts)
+        ask_until_it_acts(engine, guard, pronouns)
         compared = guard.status().compared
-        result = engine.generate(pronoun_prompts[0], 32)
+        result = engine.generate(pronouns[0], 32)
         assert result.report.selector == "full"
         assert result.report.guard == result.report.fallback_reason == guard.status().action
-        full = engine.generate(pronoun_prompts[0], 32, blend=engine.blend.replace(enabled=False))
+        full = engine.generate(pronouns[0], 32, blend=engine.blend.replace(enabled=False))
         assert result.text == full.text
         assert guard.wait(120)
         assert guard.status().compared == compared
@@ -130,11 +128,9 @@ def test_it_falls_back_to_full_prefill(reference: tuple[Any, Any], pronoun_promp
         assert engine.metrics.registry.get_sample_value("cacheblend_fallbacks_total") == 1
 
 
-def test_it_reports_once(
-    reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_reports(reference: tuple[Any, Any], pronouns: list[BlendPrompt], caplog: pytest.LogCaptureFixture) -> None:
     with guarded(reference, "report", limit=0.0, window=2) as (engine, guard):
-        for each in pronoun_prompts[:5]:
+        for each in pronouns[:5]:
             engine.generate(each, 32)
             assert guard.wait(120)
         status = guard.status()

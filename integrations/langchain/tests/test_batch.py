@@ -111,9 +111,7 @@ class Runs(BaseCallbackHandler):
 
 @KINDS
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_each_input_is_a_run_of_its_own(
-    kind: Kind, asynchronous: bool, engine: BlendEngine, calls: Calls, prompts: list[str]
-) -> None:
+def test_inputs_are_runs(kind: Kind, asynchronous: bool, engine: BlendEngine, calls: Calls, prompts: list[str]) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
     wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
     calls.sizes.clear()
@@ -284,12 +282,9 @@ def test_an_interrupted_batch_ends(engine: BlendEngine, prompts: list[str]) -> N
 
     llm = BlendLLM(engine=engine, max_tokens=TOKENS)
     runs = Runs()
+    config = {"max_concurrency": 2, "callbacks": [runs, Begins(interrupt)]}
     with pytest.raises(KeyboardInterrupt):
-        llm.batch(
-            [prompts[0], TOO_LONG, *prompts],
-            {"max_concurrency": 2, "callbacks": [runs, Begins(interrupt)]},
-            return_exceptions=True,
-        )
+        llm.batch([prompts[0], TOO_LONG, *prompts], config, return_exceptions=True)
     assert (len(runs.begun), len(runs.ended), len(runs.failed)) == (2, 0, 2)
 
 

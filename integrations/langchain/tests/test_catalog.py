@@ -22,6 +22,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
 from cacheblend_rag.chunk import Segment, text_hash
+from integrations.langchain.tests.asking import KINDS, Kind
 from langchain_cacheblend import BlendLLM, ChatBlend
 
 SETTINGS = engine_settings(self_check=False)
@@ -36,25 +37,6 @@ def ids_in(catalog: ChunkCatalog, engine: BlendEngine, text: str) -> list[str | 
     segments = split(catalog, engine, text)
     assert "".join(part.text if isinstance(part, Chunk) else str(part) for part in segments) == text
     return [part.id for part in segments if isinstance(part, Chunk)]
-
-
-def test_additions_replacements_and_deletions_are_noticed(engine: BlendEngine, chunks: dict[str, str]) -> None:
-    catalog = ChunkCatalog()
-    prompt = "Read this:\n\n" + "\n\n---\n\n".join(chunks.values()) + "\n\nQuestion?"
-    assert ids_in(catalog, engine, prompt) == []
-    engine.add(Chunk(text, id) for id, text in chunks.items())
-    assert ids_in(catalog, engine, prompt) == list(chunks)
-    engine.add([Chunk("Mara Lind was born in Rome and moved south.", "mara")])
-    assert ids_in(catalog, engine, prompt) == ["works", "house", "goat"]
-    assert ids_in(catalog, engine, "Mara Lind was born in Rome and moved south.") == ["mara"]
-    engine.add([Chunk("now short", "works")])
-    assert ids_in(catalog, engine, prompt) == ["house", "goat"]
-    engine.add([Chunk(chunks["works"], "works")])
-    assert ids_in(catalog, engine, prompt) == ["works", "house", "goat"]
-    engine.delete(["house", "works"])
-    assert ids_in(catalog, engine, prompt) == ["goat"]
-    engine.add([Chunk(chunks["house"], "another name")])
-    assert ids_in(catalog, engine, prompt) == ["another name", "goat"]
 
 
 def test_what_is_asked_is_text_though_it_is_stored_too(engine: BlendEngine, chunks: dict[str, str]) -> None:
@@ -84,7 +66,7 @@ def test_text_comes_back_from_any_reference_tokens(engine: BlendEngine) -> None:
         "  two spaces , and  more",
         "日本語のテキストはここにあります。🙂🙃",
         "tabs\tand\r\nbreaks\n\n\n",
-        "<s> looks like a special token",
+        "<s> looks like a token",
     ]
     engine.add(Chunk(text, str(number)) for number, text in enumerate(texts))
     assert ids_in(ChunkCatalog(), engine, "|".join(texts)) == ["0", "1", "2", "3"]
@@ -124,9 +106,7 @@ STEPS = st.lists(
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(STEPS, min_size=1, max_size=4))
-def test_a_catalog_that_follows_changes_is_as_good_as_a_new_one(
-    tiny: LlamaForCausalLM, tokenizer: Any, rounds: list[list[tuple[str, str, str]]]
-) -> None:
+def test_following_changes(tiny: LlamaForCausalLM, tokenizer: Any, rounds: list[list[tuple[str, str, str]]]) -> None:
     with tempfile.TemporaryDirectory() as folder, BlendEngine(tiny, tokenizer, store=folder, **SETTINGS) as engine:
         catalog = ChunkCatalog()
         for steps in rounds:
@@ -201,10 +181,10 @@ def unfound(engine: BlendEngine) -> float | None:
     return engine.metrics.registry.get_sample_value("cacheblend_unfound_prompts_total")
 
 
-@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+@KINDS
 @pytest.mark.parametrize("form", FORMS)
-def test_documents_in_another_form_are_said_once_and_counted(
-    kind: type[BlendLLM] | type[ChatBlend], form: str, engine: BlendEngine, caplog: pytest.LogCaptureFixture
+def test_other_forms_are_said_once(
+    kind: Kind, form: str, engine: BlendEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.add(Chunk(text, f"c{number}") for number, text in enumerate(STORED))
     llm = kind(engine=engine)

@@ -25,7 +25,7 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
-from integrations.langchain.tests.asking import EXACT, TOOL_TEMPLATE, Reports, chunk_ids, own_answer
+from integrations.langchain.tests.asking import EXACT, KINDS, TOOL_TEMPLATE, Kind, Reports, chunk_ids, own_answer
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, create_blend_documents_chain
 
 TOKENS = 8
@@ -42,8 +42,8 @@ def store(engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str]) ->
     chroma.delete_collection()
 
 
-@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
-def test_stuffed_documents_blend(kind: type[BlendLLM] | type[ChatBlend], store: BlendVectorStore) -> None:
+@KINDS
+def test_stuffed_documents_blend(kind: Kind, store: BlendVectorStore) -> None:
     llm = kind(engine=store.engine, max_tokens=8)
     template = PromptTemplate if kind is BlendLLM else ChatPromptTemplate
     chain = create_stuff_documents_chain(llm, template.from_template(TEMPLATE))
@@ -95,10 +95,8 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("form", PROMPTS)
-@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
-def test_documents_are_blended_and_at_ratio_one_the_answer_is_the_models_own(
-    kind: type[BlendLLM] | type[ChatBlend], form: str, store: BlendVectorStore
-) -> None:
+@KINDS
+def test_at_ratio_one_the_answer_is_the_models_own(kind: Kind, form: str, store: BlendVectorStore) -> None:
     engine = store.engine
     prompt = PROMPTS[form]
     # Nothing is looked for here: what is blended, the chain has handed over.
@@ -143,8 +141,8 @@ def test_a_prompt_without_a_place_for_documents_is_refused(engine: BlendEngine) 
         create_blend_documents_chain(BlendLLM(engine=engine), upper).invoke({"context": [Document("A text.")]})
 
 
-@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
-def test_documents_beside_the_conversation(kind: type[BlendLLM] | type[ChatBlend], store: BlendVectorStore) -> None:
+@KINDS
+def test_documents_beside_the_conversation(kind: Kind, store: BlendVectorStore) -> None:
     llm = kind(engine=store.engine, max_tokens=TOKENS, min_chunk_chars=100_000)
     documents = store.similarity_search(QUESTION, k=3)
     prompt = llm.blend_prompt(QUESTION, documents=documents)

@@ -7,10 +7,8 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test as run
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 
@@ -20,6 +18,7 @@ from cacheblend_rag.store import check_store
 from integrations.langchain.tests.conftest import LetterCounts
 from langchain_cacheblend import BlendVectorStore, warm
 from tests.core.documents.naive import Library, Rows, small_model
+from tests.core.documents.test_machine import run_machine
 from tests.families import tiny_tokenizer, words
 
 SOURCES = {"one.txt": words(40, 1).split(), "two.txt": words(40, 1).split(), "three.txt": words(40, 3).split()}
@@ -167,9 +166,4 @@ class StoreMachine(RuleBasedStateMachine):
     [(0, 6, 12), *(pytest.param(part, 40, 40, marks=pytest.mark.full) for part in range(1, 11))],
 )
 def test_nothing_is_stale(part: int, examples: int, steps: int) -> None:
-    run(
-        seed(part)(StoreMachine),
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, database=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_machine(examples, steps, part, StoreMachine, database=None)

@@ -393,10 +393,7 @@ def test_bad_options_refused(options: dict[str, Any], match: str, embedding: Emb
 def test_of_several_entries_that_of_the_fullest_document_serves(embedding: Embeddings, engine: BlendEngine) -> None:
     common = "This line stands in every document of the house."
     store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
-    texts = {
-        source: [f"The first words of document {source}.", common, f"The last words of document {source}."]
-        for source in "abc"
-    }
+    texts = {source: [f"The first words of {source}.", common, f"The last words of {source}."] for source in "abc"}
     for source, lines in texts.items():
         store.add_documents([of(line, source) for line in lines], ids=[f"{source}{place}" for place in range(3)])
     llm = BlendLLM(engine=engine)

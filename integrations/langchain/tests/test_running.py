@@ -5,6 +5,7 @@ import inspect
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +43,29 @@ class Counting(InMemoryCache):
 @KINDS
 async def test_cached_answers_are_kept(kind: Kind, engine: BlendEngine, tiny: LlamaForCausalLM, tokenizer: Any) -> None:
     cache = Counting()
-    llm = kind(engine=engine, max_tokens=TOKENS, cache=cache, temperature=0)
+    make = partial(kind, max_tokens=TOKENS, cache=cache, temperature=0)
+    llm = make(engine=engine)
     first = text_of(llm.invoke("Who?"))
     assert text_of(llm.invoke("Who?", timeout=50)) == text_of(await llm.ainvoke("Who?", timeout=60)) == first
     assert text_of(llm.invoke("Who?")) == text_of(await llm.ainvoke("Who?")) == first
     assert cache.size == 1
     exact = engine.blend.replace(recompute_ratio=1.0)
     with BlendEngine(tiny, tokenizer, **settings_of(engine)) as other:
-        makes = [
+        asks = [
             lambda: llm.invoke("Who?", blend_config=exact),
             lambda: llm.bind(blend_config=exact.replace(recompute_ratio=0.5)).invoke("Who?"),
             lambda: llm.invoke("Who?", max_tokens=3),
             lambda: llm.invoke("Who?", stop=["never"]),
             lambda: llm.invoke("Who?", repetition_penalty=1.2),
             lambda: llm.invoke("Who?", documents=[Document("A text.")]),
-            lambda: kind(engine=engine, max_tokens=TOKENS, cache=cache, temperature=0, stop=["nevermore"]).invoke(
-                "Who?"
-            ),
-            lambda: kind(engine=engine, max_tokens=TOKENS, cache=cache, temperature=0, blend_config=exact).invoke(
-                "Who"
-            ),
-            lambda: kind(engine=other, max_tokens=TOKENS, cache=cache, temperature=0).invoke("Who?"),
+            lambda: make(engine=engine, stop=["nevermore"]).invoke("Who?"),
+            lambda: make(engine=engine, blend_config=exact).invoke("Who"),
+            lambda: make(engine=other).invoke("Who?"),
         ]
-        for number, make in enumerate(makes, 2):
-            make()
-            assert cache.size == number
-            make()
-            assert cache.size == number
+        for number, ask in enumerate(asks, 2):
+            for _ in range(2):
+                ask()
+                assert cache.size == number
     assert len(text_of(llm.invoke("Who?", max_tokens=3))) < len(first)
 
 

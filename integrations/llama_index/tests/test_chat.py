@@ -174,9 +174,7 @@ def test_the_condensed_question_has_a_conversation(make_llm: MakeLLM, make_index
     assert chat._condensing.tokens == chat.conversation.tokens == 0
 
 
-def test_prompts_memory_and_postprocessors_are_llama_indexs(
-    make_llm: MakeLLM, make_index: MakeIndex, events: EventLog
-) -> None:
+def test_prompts_memory_and_postprocessors(make_llm: MakeLLM, make_index: MakeIndex, events: EventLog) -> None:
     llm = make_llm(0.15)
     memory = ChatMemoryBuffer.from_defaults(token_limit=500, tokenizer_fn=llm.engine.tokenizer.encode)
     chat = BlendContextChatEngine.from_defaults(
@@ -426,9 +424,7 @@ def test_sources_say_what_became_of_them(form: str, make_llm: MakeLLM, make_inde
     assert second.metadata["blend"]["misses"] == 0
 
 
-def test_contexts_over_the_window_are_refined(
-    make_model: Callable[..., Any], make_llm: MakeLLM, make_index: MakeIndex
-) -> None:
+def test_contexts_over_the_window(make_model: Callable[..., Any], make_llm: MakeLLM, make_index: MakeIndex) -> None:
     llm = make_llm(0.15, model=make_model(200), max_new_tokens=8)
     index = make_index(llm)
     llm.engine.attach(SourceAttention())

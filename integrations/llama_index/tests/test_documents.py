@@ -356,9 +356,7 @@ def ask(llm: BlendLLM, index: VectorStoreIndex) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("window_alone", [False, True], ids=["node's own text", "window without metadata"])
-def test_the_line_that_is_said_mends_it(
-    llm: BlendLLM, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture, window_alone: bool
-) -> None:
+def test_mending(llm: BlendLLM, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture, window_alone: bool) -> None:
     def window(node: BaseNode) -> str:
         return str(node.metadata["window"])
 

@@ -21,10 +21,7 @@ from integrations.llama_index.tests.conftest import MakeLLM, own_answer
 from llama_index_cacheblend import BlendLLM
 from llama_index_cacheblend.messages import render_messages
 
-MESSAGES = [
-    ChatMessage(role=MessageRole.SYSTEM, content="Be brief."),
-    ChatMessage(role=MessageRole.USER, content="Where was Mara born?"),
-]
+MESSAGES = [ChatMessage("Be brief.", role="system"), ChatMessage("Where was Mara born?")]
 
 
 def test_metadata(llm: BlendLLM, make_llm: MakeLLM) -> None:
@@ -158,9 +155,7 @@ def test_arguments_of_other_models_are_answered_with_ours(llm: BlendLLM, name: s
 
 
 def test_all_arguments_that_there_are_not_are_said_at_once(llm: BlendLLM) -> None:
-    with pytest.raises(
-        ConfigError, match=r"BlendLLM\(model='a/b'\) to load it. BlendLLM has no tokenizer_name .*, no device_map"
-    ):
+    with pytest.raises(ConfigError, match=r"BlendLLM\(model='a/b'\) .*no tokenizer_name .*, no device_map"):
         BlendLLM(model_name="a/b", tokenizer_name="a/b", device_map="auto")
     with pytest.raises(ConfigError, match=r"no temprature .*go into generation_kwargs.*did you mean temperature"):
         BlendLLM(engine=llm.engine, temprature=1.0)

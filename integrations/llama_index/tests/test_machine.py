@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import chromadb
 import pytest
-from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode, TransformComponent
 from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -27,6 +26,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, text_hash
 from cacheblend_rag.engine import GenerationResult
 from integrations.llama_index.tests.conftest import WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
+from tests.core.documents.test_machine import run_machine
 
 # No text is part of another one, so that it can be looked for in a prompt.
 LINES = ["Mara bakes bread.", "Otto paints ships.", "Lena dives deep.", "Ada counts stars.", "Ivo mends clocks."]
@@ -328,13 +328,5 @@ def test_no_answer_is_stale(
 ) -> None:
     # In a folder as well, since the keys of what is in RAM alone are its own.
     naive = Watched(model, tokenizer, tmp_path)
-    run_state_machine_as_test(
-        seed(part)(lambda: IndexMachine(model, tokenizer, naive, context)),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            database=None,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
-    )
+    run_machine(examples, steps, part, lambda: IndexMachine(model, tokenizer, naive, context), database=None)
     naive.engine.close()

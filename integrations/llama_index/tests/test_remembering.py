@@ -44,9 +44,7 @@ class Whole(BaseNodePostprocessor):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.full)])
-def test_more_right_answers_than_full_prefill_of_the_same_chunks(
-    llm: BlendLLM, chroma: ChromaVectorStore, count: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers(llm: BlendLLM, chroma: ChromaVectorStore, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     install()
     tokenizer = llm.engine.tokenizer

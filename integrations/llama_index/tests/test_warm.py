@@ -72,9 +72,7 @@ def test_every_node_hits_afterwards(index: VectorStoreIndex, llm: BlendLLM, back
     assert (again.nodes, again.encoded, again.unchanged, again.tokens) == (5, 0, 5, 0)
 
 
-def test_the_engine_is_that_of_the_store_or_of_the_settings(
-    index: VectorStoreIndex, llm: BlendLLM, make_llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whose_engine(index: VectorStoreIndex, llm: BlendLLM, make_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Settings, "_llm", None)
     with pytest.raises(ConfigError, match=r"engine=llm\.engine"):
         warm_index(index)

@@ -97,12 +97,8 @@ def test_the_example_of_the_paper() -> None:
 
 def test_new_text_takes_the_place_of_what_is_left_out() -> None:
     schema = '<schema name="s"><module name="a">aa</module><module name="b">bbbb</module><module name="c">cc</module></schema>'
-    assert shown(laid_out(schema, '<prompt schema="s"><a/>new<c/>end</prompt>')) == [
-        (1, "aa"),
-        (3, "new"),
-        (7, "cc"),
-        (9, "end"),
-    ]
+    found = laid_out(schema, '<prompt schema="s"><a/>new<c/>end</prompt>')
+    assert shown(found) == [(1, "aa"), (3, "new"), (7, "cc"), (9, "end")]
     with pytest.raises(PMLError, match=r"'longer' has 6 tokens, 2 more than the 4 .* free after module 'a'"):
         laid_out(schema, '<prompt schema="s"><a/>longer<c/></prompt>')
     with pytest.raises(PMLError, match=r"3 more than the 0 .* after module 'a' and before module 'b'"):

@@ -59,16 +59,8 @@ def trip(
 
 def test_a_function_says_the_same_as_a_schema() -> None:
     schema = Schema.from_template(trip)
-    assert list(schema.modules) == [
-        "trip",
-        "greeting",
-        "budget",
-        "style-calm",
-        "style-busy",
-        "not-budget",
-        "style-calm-2",
-        "no-style-calm",
-    ]
+    names = "trip greeting budget style-calm style-busy not-budget style-calm-2 no-style-calm"
+    assert " ".join(schema.modules) == names
     assert schema.unions == (("style-calm", "style-busy"), ("style-calm-2", "no-style-calm"))
     assert schema.parents["style-busy"] == "trip"
     for style, budget in product(["calm", "busy", "odd"], [True, False]):

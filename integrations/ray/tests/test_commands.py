@@ -116,9 +116,7 @@ def wait_for_server(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_both_frameworks_ask_what_two_commands_have_warmed_and_serve(
-    machine: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_both_frameworks_ask(machine: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_documents(tmp_path / "docs")
     warm, serve = commands()[-2:]
     subprocess.run(shlex.split(warm), env=machine, cwd=tmp_path, check=True)

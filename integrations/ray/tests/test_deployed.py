@@ -96,12 +96,7 @@ def head(folder: Path) -> Iterator[str]:
     """Start a cluster's head; yields the address of its dashboard."""
     dashboard = free_port()
     command = [str(BIN / "ray"), "start", "--head", "--block", f"--port={free_port()}", "--num-cpus=8"]
-    command += [
-        f"--dashboard-port={dashboard}",
-        f"--dashboard-agent-listen-port={free_port()}",
-        "--temp-dir",
-        str(folder),
-    ]
+    command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={folder}"]
     command += [f"--ray-client-server-port={free_port()}", "--disable-usage-stats"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
     try:

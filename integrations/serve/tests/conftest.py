@@ -48,14 +48,9 @@ def process_of(model: LlamaForCausalLM, folder: Path) -> ServerProcess:
 @contextmanager
 def serving(engine: BlendEngine, **settings: Any) -> Iterator[str]:
     config = ServeConfig(port=0, **settings)
+    app = make_app(EngineBackend(engine), config)
     server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(EngineBackend(engine), config),
-            host="127.0.0.1",
-            port=0,
-            log_level="error",
-            timeout_graceful_shutdown=5,
-        )
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5)
     )
     # Only the main thread may say what a signal does.
     thread = threading.Thread(target=server.run)

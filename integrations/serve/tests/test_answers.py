@@ -104,13 +104,9 @@ def test_completions_of_one_prompt_and_several(engine: BlendEngine, serve: Serve
     assert reply["choices"][0]["text"] == wanted[0]
     assert reply["usage"]["prompt_tokens"] == len(ids)
     engine.add([Chunk(CHUNKS["mara"], "mara")])
-    named = client.post(
-        "/v1/completions", json={"prompt": "Where?", "documents": ["mara"], "max_tokens": 2, "temperature": 0}
-    )
-    segments = [ChunkRef("mara"), "\n\n", "Where?"]
-    assert (
-        named.json()["choices"][0]["text"] == engine.generate(BlendPrompt(segments=segments), 2, do_sample=False).text
-    )
+    named = client.post("/v1/completions", json={"prompt": "Where?", "documents": ["mara"], **GREEDY}).json()
+    prompt = BlendPrompt(segments=[ChunkRef("mara"), "\n\n", "Where?"])
+    assert named["choices"][0]["text"] == engine.generate(prompt, 12, do_sample=False).text
 
 
 def test_stop_strings_and_lengths(serve: Serve) -> None:
@@ -128,11 +124,7 @@ def test_stop_strings_and_lengths(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("content", "headers", "said"),
     [
-        (
-            json.dumps({"messages": QUESTION, "document": ["a"]}),
-            {},
-            "document is not known here, did you mean documents?",
-        ),
+        (json.dumps({"messages": QUESTION, "document": ["a"]}), {}, "did you mean documents?"),
         (json.dumps({"messages": QUESTION, "temprature": 0.5}), {}, "did you mean temperature?"),
         ('{"messages": [{"role"', {}, "the request is not JSON"),
         (json.dumps({"messages": QUESTION}), {"Content-Type": "text/plain"}, "Content-Type: application/json"),
@@ -197,10 +189,8 @@ def test_answers_of_a_schema_and_calls_of_tools(engine: BlendEngine, serve: Serv
     (choice,) = ask(client, **body)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "weather" and json.loads(call["function"]["arguments"])["city"] in (
-        "Oslo",
-        "Rome",
-    )
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
     streamed = [event["choices"][0] for event in events(client, messages=QUESTION, temperature=0, **body)]
     (spoken,) = [each for choice in streamed for each in choice["delta"].get("tool_calls", [])]
     assert spoken["function"] == call["function"]
@@ -236,13 +226,3 @@ def test_openais_own_client(engine: BlendEngine, serve: Serve) -> None:
         nothing = dict.fromkeys(("stream", "stream_options", "tools", "n", "min_p", "ignore_eos"))
         reply = client.chat.completions.create(**(body | {"extra_body": nothing | body["extra_body"]}))
         assert reply.choices[0].message.content == wanted
-
-
-async def test_openais_asynchronous_client(engine: BlendEngine, serve: Serve) -> None:
-    wanted = direct(engine).text
-    async with openai.AsyncOpenAI(base_url=f"{serve(engine).base_url}/v1", api_key="none") as client:
-        body: Any = {"model": engine.model_name, "messages": QUESTION, **GREEDY}
-        reply = await client.chat.completions.create(**body)
-        assert reply.choices[0].message.content == wanted
-        pieces = await client.chat.completions.create(**body, stream=True)
-        assert "".join([piece.choices[0].delta.content or "" async for piece in pieces]) == wanted

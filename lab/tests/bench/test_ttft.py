@@ -142,14 +142,8 @@ def test_every_shape_is_a_model(name: str) -> None:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_config(config)
-    millions = {
-        "smollm2-360m": 362,
-        "qwen2-0.5b": 494,
-        "llama-3.2-1b": 1236,
-        "llama-3.2-3b": 3213,
-        "qwen2.5-7b": 7616,
-        "llama-3.1-8b": 8030,
-    }
+    millions = {"smollm2-360m": 362, "qwen2-0.5b": 494, "qwen2.5-7b": 7616}
+    millions |= {"llama-3.2-1b": 1236, "llama-3.2-3b": 3213, "llama-3.1-8b": 8030}
     if name in millions:
         assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions[name]
 
@@ -214,11 +208,7 @@ def test_the_command_tpot_writes_its_rows(tmp_path: Path) -> None:
         ),
         (TPOTSetting, {"output_tokens": 1}, "output_tokens=1 must be at least 2"),
         (TPOTSetting, {"methods": ("full", "half")}, "method 'half' is not measured; choose among full, blend"),
-        (
-            TTFTSetting,
-            {"tiers": ("ram", "tape")},
-            "'tape' is not measured here; give ram, disk, or a rate such as 200MB",
-        ),
+        (TTFTSetting, {"tiers": ("ram", "tape")}, "'tape' is not measured here"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(kind: Any, changes: dict[str, Any], message: str) -> None:

@@ -29,14 +29,8 @@ def tokens(text: str, counted_by: PreTrainedTokenizerFast | None = None) -> int:
 
 
 def one(subtask: str, context_tokens: int = 1024, chunk_tokens: int = 128, seed: int = 0) -> EvalContext:
-    task = ruler_task(
-        tokenizer(),
-        subtasks=[subtask],
-        num_questions=1,
-        context_tokens=context_tokens,
-        chunk_tokens=chunk_tokens,
-        seed=seed,
-    )
+    sizes = {"num_questions": 1, "context_tokens": context_tokens, "chunk_tokens": chunk_tokens}
+    task = ruler_task(tokenizer(), subtasks=[subtask], seed=seed, **sizes)
     (context,) = task.contexts
     return context
 
@@ -53,14 +47,8 @@ def text_of(context: EvalContext) -> str:
     seed=st.integers(0, 10**6),
 )
 def test_texts_are_full_and_hold_the_answers(subtask: str, context_tokens: int, chunk_tokens: int, seed: int) -> None:
-    task = ruler_task(
-        tokenizer(),
-        subtasks=[subtask],
-        num_questions=2,
-        context_tokens=context_tokens,
-        chunk_tokens=chunk_tokens,
-        seed=seed,
-    )
+    sizes = {"num_questions": 2, "context_tokens": context_tokens, "chunk_tokens": chunk_tokens}
+    task = ruler_task(tokenizer(), subtasks=[subtask], seed=seed, **sizes)
     assert task.chunked
     assert len({context.questions[0].id for context in task.contexts}) == 2
     for context in task.contexts:

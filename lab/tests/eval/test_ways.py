@@ -30,19 +30,17 @@ from lab.tests.eval.datasets.files import jsonl, longbench
 from tests.command import run
 from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
 
+TASK = replace(
+    reference_task(1, style=NOTES), head=f"{words(4, 1)} ", tail=f" {words(3, 2)} {{question}}", separator=" t7 "
+)
+
 
 @pytest.mark.parametrize(("family", "attention"), sampled(CASES))
 def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -> None:
     model, tokenizer = tiny_model(family, attention), tiny_tokenizer()
     with BlendEngine(model, tokenizer, **engine_settings(strict=True)) as engine:
-        task = replace(
-            reference_task(1, style=NOTES),
-            head=f"{words(4, 1)} ",
-            tail=f" {words(3, 2)} {{question}}",
-            separator=" t7 ",
-        )
         engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(3)])
-        inquiry = Inquiry(task, ("n0", "n1", "n2"), words(5, 9), 8)
+        inquiry = Inquiry(TASK, ("n0", "n1", "n2"), words(5, 9), 8)
         [full] = make_way(parse_method("full"), engine).answer([inquiry], [{}])
         [prefix] = make_way(parse_method("prefix"), engine).answer([inquiry], [{}])
         assert full is not None and prefix is not None
@@ -185,15 +183,9 @@ def test_a_grid_has_random_everywhere() -> None:
 
 def test_documents_are_modules_and_all_else_is_computed() -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(strict=True)) as engine:
-        task = replace(
-            reference_task(1, style=NOTES),
-            head=f"{words(4, 1)} ",
-            tail=f" {words(3, 2)} {{question}}",
-            separator=" t7 ",
-        )
         texts = tuple(words(20, seed) for seed in range(3))
         engine.add([Chunk(text, f"n{seed}") for seed, text in enumerate(texts)])
-        inquiry = Inquiry(task, ("n0", "n1", "n2"), words(5, 9), 4, texts)
+        inquiry = Inquiry(TASK, ("n0", "n1", "n2"), words(5, 9), 4, texts)
         way = make_way(parse_method("prompt_cache"), engine)
         assert isinstance(way, _PromptCache)
         layout = engine.prompt_layout(way._prompt(inquiry))

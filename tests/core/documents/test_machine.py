@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings, stateful
@@ -308,16 +309,11 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-def run_machine(
-    examples: int, steps: int, part: int = 0, machine: type[DocumentMachine] = DocumentMachine, **options: object
-) -> None:
+def run_machine(examples: int, steps: int, part: int = 0, machine: Any = DocumentMachine, **options: Any) -> None:
     stateful.run_state_machine_as_test(
         seed(part)(machine),
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            suppress_health_check=list(HealthCheck),
-            **options,  # type: ignore[arg-type]
+            max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck), **options
         ),
     )
 

@@ -68,9 +68,7 @@ def test_a_remote_tier_holds_what_was_encoded_in_its_document(tmp_path: Path, op
 
 
 @pytest.mark.parametrize("write_back_bytes", [0, 10**6])
-def test_misses_of_a_document_are_encoded_in_one_pass_and_written_in_the_background(
-    open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, write_back_bytes: int
-) -> None:
+def test_misses(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, write_back_bytes: int) -> None:
     engine = open_engine(write_back_bytes=write_back_bytes)
     engine.add(TEXT.chunks)
     hits = ask(engine, "d-3", "d-1", "d-2")
