@@ -85,14 +85,8 @@ def with_llama_index(engine: BlendEngine) -> tuple[set[str], set[str]]:
     store = llama_index_cacheblend.BlendVectorStore(SimpleVectorStore(), engine=llm)
     source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="a document")}
     nodes = [
-        TextNode(
-            id_=f"n{number}",
-            text=text,
-            start_char_idx=start,
-            relationships=source,
-            embedding=[1.0 * number] + [0.5] * 7,
-        )
-        for number, (text, start) in enumerate(zip(TEXTS, STARTS, strict=True))
+        TextNode(id_=f"n{n}", text=text, start_char_idx=start, relationships=source, embedding=[1.0 * n] + [0.5] * 7)
+        for n, (text, start) in enumerate(zip(TEXTS, STARTS, strict=True))
     ]
     made: list[VectorStoreIndex] = []
 

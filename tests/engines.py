@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,20 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
             return made.enter_context(BlendEngine(loaded, tiny_tokenizer(), **given, store=store))
 
         yield make
+
+
+def evict(engine: BlendEngine, *ids: str) -> None:
+    """Drop the KV of chunks, which keep their names."""
+    for record in engine.records(list(ids)):
+        assert record is not None
+        engine._store.discard(record.key)
+
+
+def damage(file: Path) -> None:
+    """Change a bit of a chunk file's last bytes, which are those of its last layer."""
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 0x10
+    file.write_bytes(content)
 
 
 @pytest.fixture

@@ -40,6 +40,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def wait_until(is_so: Callable[[], object], seconds: float = 180) -> None:
+    """Wait until something is so; fail if it takes longer than that."""
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def status_of_child(work: Callable[[], None]) -> int:
     """Run a function in a forked child, for 20 seconds at most, and return how it ended."""
     return end_of_child(work)[0]

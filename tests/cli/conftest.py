@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import Result
 
 from cacheblend_lab.reference.prompt import CHAT_TEMPLATE
+from cacheblend_rag.documents.library import open_chroma
 from tests.command import read_rows as read_rows
 from tests.command import run as run_command
 from tests.limits import one_thread as one_thread
@@ -65,3 +67,11 @@ def documents(tmp_path: Path) -> Path:
 def run() -> Command:
     """The command in this process."""
     return run_command
+
+
+def passages_of(store: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Text and metadata of everything in Chroma, by id."""
+    with open_chroma(store) as client:
+        found: Any = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
+    all_of_them = zip(found["ids"], found["documents"], found["metadatas"], strict=True)
+    return {id: (text, dict(about)) for id, text, about in all_of_them}

@@ -4,7 +4,6 @@ import io
 import itertools
 import json
 import math
-import time
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.cli import output
 from cacheblend_rag.errors import ConfigError
+from tests.limits import wait_until
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,5 @@ def test_a_line_comes_while_nothing_gets_done(monkeypatch: pytest.MonkeyPatch) -
     shown = io.StringIO()
     with redirect_stderr(shown), output.progress_bar("looking") as progress:
         progress(1, 2)
-        end = time.monotonic() + 10
-        while shown.getvalue().count("\n") < 3 and time.monotonic() < end:
-            time.sleep(0.01)
-    lines = shown.getvalue().splitlines()
-    assert len(lines) >= 3
-    assert all(line.startswith("looking: 1 of 2 after ") for line in lines)
+        wait_until(lambda: shown.getvalue().count("\n") >= 3)
+    assert all(line.startswith("looking: 1 of 2 after ") for line in shown.getvalue().splitlines())

@@ -14,10 +14,11 @@ import pytest
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.documents.library import open_chroma
 from cacheblend_rag.store import check_store, open_store
+from tests.cli.conftest import passages_of
 from tests.command import read_rows, run
-from tests.store.kit import add, key_of, make_kv, record
+from tests.engines import damage
+from tests.store.kit import add, files_of, key_of, make_kv, record
 
 
 @pytest.fixture
@@ -40,14 +41,7 @@ def warm(documents: Path, model_folder: Path, store: Path, tmp_path: Path) -> An
 
 def passages_in(store: Path) -> dict[str, tuple[str, int]]:
     """Text and position of everything in Chroma, by id."""
-    with open_chroma(store) as client:
-        found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
-    assert found["documents"] is not None
-    assert found["metadatas"] is not None
-    return {
-        id: (text, int(str(about["position"])))
-        for id, text, about in zip(found["ids"], found["documents"], found["metadatas"], strict=True)
-    }
+    return {id: (text, int(about["position"])) for id, (text, about) in passages_of(store).items()}
 
 
 def names_in(store: Path, tmp_path: Path) -> int:
@@ -116,12 +110,7 @@ def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: 
 
 def test_a_file_is_a_document(warm: Any, documents: Path, model_folder: Path, store: Path) -> None:
     tower = documents / "more" / "tower.md"
-    lines = [
-        "The light tower is old.",
-        "Nobody has lived in it since.",
-        "Its lamp was sold last year.",
-        "It is painted red now.",
-    ]
+    lines = ["The light tower is old.", "Nobody lives in it.", "Its lamp was sold last year.", "It is painted red now."]
     tower.write_text("\n\n".join(lines))
     warm()
 
@@ -251,10 +240,7 @@ def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Pat
 def test_check_finds_a_damaged_file_and_repair_mends_it(warm: Any, store: Path, tmp_path: Path) -> None:
     warm()
     assert "is clean" in run("store", "check", "--store", store).stdout
-    file = sorted((store / "kv" / "kv").rglob("*.safetensors"))[0]
-    damaged = bytearray(file.read_bytes())
-    damaged[-1] ^= 1
-    file.write_bytes(damaged)
+    damage(files_of(store / "kv")[0])
     assert "not clean" in run("store", "check", "--store", store, "--json", tmp_path / "check.json", code=1).stdout
     row = read_rows(tmp_path / "check.json")[0]
     assert (row["clean"], row["repaired"], len(row["problems"])) == (False, False, 1)

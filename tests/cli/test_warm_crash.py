@@ -16,7 +16,8 @@ import pytest
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.documents.library import kv_folder, open_chroma
+from cacheblend_rag.documents.library import kv_folder
+from tests.cli.conftest import passages_of
 from tests.command import read_rows, run
 
 KILLS = 20
@@ -40,9 +41,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("documents")
     rng = random.Random(0)
     for file in range(8):
-        lines = [
-            f"Mara {n} lives in town {rng.randrange(999)} and has a boat in {rng.randrange(99)}." for n in range(20)
-        ]
+        lines = [f"Mara {n} lives in town {rng.randrange(999)} with a boat in {rng.randrange(99)}." for n in range(20)]
         (folder / f"{file}.txt").write_text("\n\n".join(f"{line} Number {file}." for line in lines), encoding="utf-8")
     return folder
 
@@ -61,14 +60,7 @@ def start(arguments: list[str], store: Path) -> subprocess.Popen[bytes]:
 
 
 def state_of(store: Path, model_folder: Path, folder: Path) -> tuple[dict[str, tuple[str, Any]], set[str], list[str]]:
-    with open_chroma(store) as client:
-        found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
-    assert found["documents"] is not None
-    assert found["metadatas"] is not None
-    passages = {
-        id: (text, dict(about))
-        for id, text, about in zip(found["ids"], found["documents"], found["metadatas"], strict=True)
-    }
+    passages = passages_of(store)
     engine: BlendEngine
     with open_engine(str(model_folder), store=kv_folder(store)) as engine:
         names = set(engine.ids())

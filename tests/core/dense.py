@@ -7,6 +7,8 @@ from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 class RecordingCache(Cache):
     """transformers' own growing layers, all of them whole, whatever the model's windows are."""
@@ -16,9 +18,7 @@ class RecordingCache(Cache):
 
 
 @torch.no_grad()
-def own_kv(
-    model: PreTrainedModel, ids: Sequence[int], first_position: int = 0
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def own_kv(model: PreTrainedModel, ids: Sequence[int], first_position: int = 0) -> Pairs:
     """Return the model's own KV of `ids`, computed at positions from `first_position` on."""
     cache = RecordingCache()
     positions = torch.arange(len(ids))[None] + first_position
@@ -27,9 +27,7 @@ def own_kv(
 
 
 class _Substituting(RecordingCache):
-    def __init__(
-        self, stale: list[tuple[torch.Tensor, torch.Tensor]], chosen: torch.Tensor, checks: dict[int, int]
-    ) -> None:
+    def __init__(self, stale: Pairs, chosen: torch.Tensor, checks: dict[int, int]) -> None:
         super().__init__()
         self._stale = stale
         self._chunk_rows = chosen
@@ -62,7 +60,7 @@ def stale_kv(
     chunks: Sequence[tuple[int, int]],
     prefix: Sequence[int],
     reposition: bool = True,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> Pairs:
     """Return the KV of chunks encoded behind `prefix` alone, at their place in a prompt; zero elsewhere.
 
     Without `reposition` they are encoded at the positions that they are stored for.
@@ -116,9 +114,7 @@ def dense_blend(
 
 
 class _FixedRows(_Substituting):
-    def __init__(
-        self, stale: list[tuple[torch.Tensor, torch.Tensor]], chunk_rows: torch.Tensor, recomputed: torch.Tensor
-    ) -> None:
+    def __init__(self, stale: Pairs, chunk_rows: torch.Tensor, recomputed: torch.Tensor) -> None:
         super().__init__(stale, recomputed, {})
         self._chunk_rows = chunk_rows
 

@@ -231,14 +231,11 @@ def test_an_answer_may_ask_something_itself(engine: BlendEngine, pool: ThreadPoo
     assert asked == [answer(engine, PROMPTS[1], 2)().token_ids] * 6
 
 
+CALLS = st.tuples(st.integers(0, 6), st.integers(1, 12), st.sampled_from([1.0, 2.0]), st.booleans())
+
+
 @settings(max_examples=6)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 6), st.integers(1, 12), st.sampled_from([1.0, 2.0]), st.booleans()),
-        min_size=2,
-        max_size=10,
-    )
-)
+@given(st.lists(CALLS, min_size=2, max_size=10))
 def test_any_company_changes_no_answer(drawn: list[tuple[int, int, float, bool]]) -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False)) as engine:
         engine.add(CHUNKS[:3])

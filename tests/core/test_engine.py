@@ -19,7 +19,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError, PromptError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import open_store
-from tests.engines import MakeEngine
+from tests.engines import MakeEngine, damage
 from tests.families import tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
@@ -348,10 +348,7 @@ def test_a_miss_with_an_id_is_named_and_one_without_stays_in_ram(tmp_path: Path)
 def test_a_stream_over_damaged_kv_shows_the_answer_only(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(tmp_path / "kv", ram_bytes=0, selector="hkvd")
     engine.add(CHUNKS)
-    path = next((tmp_path / "kv").rglob("*.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 0x10
-    path.write_bytes(content)
+    damage(next((tmp_path / "kv").rglob("*.safetensors")))
     stream = engine.stream(_prompt(CHUNKS), 12, do_sample=False)
     assert "".join(stream) == stream.result().text
 

@@ -51,21 +51,12 @@ def ask(engine: BlendEngine, *chunks: Chunk | str, **values: bool) -> dict[str |
 
 @settings(max_examples=30)
 @given(
-    st.lists(
-        st.sampled_from(["added", "deleted", "never", "changed", "no id", "alien", "evicted"]), min_size=1, max_size=6
-    ),
+    st.lists(st.sampled_from([*"added deleted never changed alien evicted".split(), "no id"]), min_size=1, max_size=6),
     st.booleans(),
 )
 def test_each_miss_says_why_and_no_hit_does(kinds: list[str], enabled: bool) -> None:
-    wanted = {
-        "added": None,
-        "deleted": NEVER,
-        "never": NEVER,
-        "changed": OTHER,
-        "no id": NO_ID,
-        "alien": f"{NEVER}, and so was all else of its document 'unheard of'",
-        "evicted": EVICTED,
-    }
+    wanted = {"added": None, "deleted": NEVER, "never": NEVER, "changed": OTHER, "no id": NO_ID, "evicted": EVICTED}
+    wanted["alien"] = f"{NEVER}, and so was all else of its document 'unheard of'"
     with open_engine() as engine:
         chunks: list[Chunk] = []
         for number, kind in enumerate(kinds):

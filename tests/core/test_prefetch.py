@@ -1,7 +1,6 @@
 """Prefetching: what is named comes nearer, a prompt takes over what is not read yet, and damage is the prompt's business."""
 
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ChunkFile
-from tests.engines import MakeEngine
+from tests.engines import MakeEngine, damage
 from tests.families import words
+from tests.limits import wait_until
 
 CHUNKS = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
 NAMES = [str(chunk.id) for chunk in CHUNKS]
@@ -89,10 +89,7 @@ def test_a_prompt_waits_and_takes_the_rest_over(open_engine: MakeEngine, monkeyp
     asking = threading.Thread(target=lambda: found.extend(_tiers(engine)))
     asking.start()
     # The only thread that reads is held: it is the prompt that ends the wait for the others, when it takes them over.
-    until = time.monotonic() + 60
-    while not all(read.future.cancelled() for read in begun.reads[1:]) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert all(read.future.cancelled() for read in begun.reads[1:])
+    wait_until(lambda: all(read.future.cancelled() for read in begun.reads[1:]))
     assert not begun.wait(0)
     assert not found
     gate.open.set()
@@ -162,16 +159,11 @@ def test_closing_stops_it(open_engine: MakeEngine, monkeypatch: pytest.MonkeyPat
         engine.prefetch(NAMES)
 
 
-def test_damage_is_left_to_the_prompt(
-    open_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_left_to_prompts(open_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = open_engine()
     wanted = engine.prefill(PROMPT).logits
     again = open_engine()
-    file = next((tmp_path / "kv").rglob("*.safetensors"))
-    damaged = bytearray(file.read_bytes())
-    damaged[-5] ^= 1
-    file.write_bytes(damaged)
+    damage(next((tmp_path / "kv").rglob("*.safetensors")))
     assert again.prefetch(NAMES).wait(60)
     assert "could not be prefetched" in caplog.text
     assert (again.prefill(PROMPT).logits - wanted).abs().max() < 1e-4

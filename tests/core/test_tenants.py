@@ -83,9 +83,7 @@ def test_nobodys_chunks_stay(make_engine: MakeEngine, pair: tuple[BlendEngine, B
     assert nobody.namespace not in (one.namespace, pair[1].namespace)
 
 
-@pytest.mark.parametrize(
-    "name", ["../../etc", "/root", "..", "a/b", "C:\\x", "%2e%2e", "globex|()", "ü" * 200, "'; --"]
-)
+@pytest.mark.parametrize("name", ["../../etc", "/root", "..", "a/b", "C:\\", "%2e%2e", "globex|()", "ü" * 200, "'; --"])
 def test_a_tenants_name_leads_nowhere(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "deep" / "store"
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=folder, tenant=name) as engine:

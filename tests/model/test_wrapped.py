@@ -304,10 +304,7 @@ def test_an_adapter_that_is_only_loaded_is_not_refused() -> None:
 def test_an_adapter_cannot_be_chosen_by_call() -> None:
     model = adapter(tiny_model("llama"))
     model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    with (
-        BlendEngine(model, tiny_tokenizer(), **SETTINGS) as engine,
-        pytest.raises(ConfigError, match="adapter_names cannot"),
-    ):
+    with BlendEngine(model, tiny_tokenizer(), **SETTINGS) as engine, pytest.raises(ConfigError, match="adapter_name"):
         engine.generate(PROMPT, TOKENS, adapter_names=["other"])
 
 

@@ -15,6 +15,7 @@ from cacheblend_attachments import Repair, SnapKV, SourceAttention
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from tests.engines import damage
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
@@ -164,11 +165,7 @@ def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) 
         engine.attach(SnapKV(0.25))
         engine.add(CHUNKS)
         wanted = engine.generate(PROMPT, 8, do_sample=False)
-        file = files_of(tmp_path)[0]
-        data = bytearray(file.read_bytes())
-        # The last bytes of a file are those of its last layer.
-        data[-1] ^= 1
-        file.write_bytes(data)
+        damage(files_of(tmp_path)[0])
         again = engine.generate(PROMPT, 8, do_sample=False)
         assert again.token_ids == wanted.token_ids
         assert again.report.kv_bytes == wanted.report.kv_bytes

@@ -137,9 +137,7 @@ def test_inputs_are_runs(kind: Kind, asynchronous: bool, engine: BlendEngine, ca
 
 @KINDS
 @pytest.mark.parametrize(("limit", "sizes"), [(2, [2, 2, 1]), (1, [1] * 5), (9, [5])])
-def test_as_many_at_once(
-    kind: Kind, limit: int, sizes: list[int], engine: BlendEngine, calls: Calls, prompts: list[str]
-) -> None:
+def test_as_many_at_once(kind: Kind, limit: int, sizes: Any, engine: BlendEngine, calls: Calls, prompts: Any) -> None:
     llm = kind(engine=engine, max_tokens=2)
     llm.batch(prompts, {"max_concurrency": limit})
     assert sum(calls.sizes) == 5 and max(calls.sizes) == max(sizes)

@@ -183,9 +183,7 @@ def unfound(engine: BlendEngine) -> float | None:
 
 @KINDS
 @pytest.mark.parametrize("form", FORMS)
-def test_other_forms_are_said_once(
-    kind: Kind, form: str, engine: BlendEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_forms_are_said(kind: Kind, form: str, engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
     engine.add(Chunk(text, f"c{number}") for number, text in enumerate(STORED))
     llm = kind(engine=engine)
     prompt = f"Read this:\n{FORMS[form](STORED[0])}\nQuestion: what fell shut?"

@@ -44,19 +44,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.engine: BlendEngine | None = None
 
-    @initialize(
-        context_tokens=st.sampled_from([15, 200]), separator=st.sampled_from(["", "t3 t4"]), later=st.booleans()
-    )
+    @initialize(context_tokens=st.sampled_from([15, 99]), separator=st.sampled_from(["", "t3 t4"]), later=st.booleans())
     def make(self, context_tokens: int, separator: str, later: bool) -> None:
-        self.settings = engine_settings(
-            context_tokens=context_tokens,
-            separator=separator,
-            recompute_ratio=0.0,
-            selector="none",
-            self_check=False,
-            ram_bytes=20_000,
-            miss_tokens=30,
-        )
+        reuse = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "ram_bytes": 20000, "miss_tokens": 30}
+        self.settings = engine_settings(context_tokens=context_tokens, separator=separator, **reuse)
         self.inner = InMemoryVectorStore(LetterCounts())
         self.background = later
         self.open()

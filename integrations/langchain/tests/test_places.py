@@ -308,9 +308,7 @@ def test_parents_of_retrieved_pieces_are_served_from_these(store: BlendVectorSto
 
 @pytest.mark.parametrize("cleanup", [None, "incremental", "full", "scoped_full"])
 @pytest.mark.parametrize("start", [True, False], ids=["start_index", "in_order"])
-def test_index_leaves_no_trace(
-    store: BlendVectorStore, tiny: LlamaForCausalLM, tokenizer: Any, cleanup: Any, start: bool
-) -> None:
+def test_index_leaves_no_trace(store: BlendVectorStore, tiny: Any, tokenizer: Any, cleanup: Any, start: bool) -> None:
     engine, records = store.engine, InMemoryRecordManager("test")
 
     def run(**texts: str) -> None:

@@ -36,9 +36,7 @@ INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
         collection_name=f"test-{uuid.uuid4().hex}", embedding_function=embedding, client=chromadb.EphemeralClient()
     ),
     "in_memory": InMemoryVectorStore,
-    "faiss": lambda embedding: FAISS(
-        embedding, faiss.IndexFlatL2(len(embedding.embed_query(""))), InMemoryDocstore(), {}
-    ),
+    "faiss": lambda given: FAISS(given, faiss.IndexFlatL2(len(given.embed_query(""))), InMemoryDocstore(), {}),
 }
 
 
@@ -133,10 +131,9 @@ def test_every_way_of_searching_is_the_inner_stores(store: BlendVectorStore, chu
     ]:
         if name.endswith("relevance_scores") and isinstance(store.inner, InMemoryVectorStore):
             continue  # has none
+        inner, later = getattr(store.inner, name), getattr(store, f"a{name}")
         found = getattr(store, name)(argument, k=2)
-        assert (
-            found == getattr(store.inner, name)(argument, k=2) == asyncio.run(getattr(store, f"a{name}")(argument, k=2))
-        )
+        assert found == inner(argument, k=2) == asyncio.run(later(argument, k=2))
     for kind in ("similarity", "mmr"):
         retriever = store.as_retriever(search_type=kind, search_kwargs={"k": 2})
         assert len(retriever.invoke("goat")) == len(asyncio.run(retriever.ainvoke("goat"))) == 2
@@ -225,9 +222,7 @@ def test_two_objects_of_one_store(embedding: Embeddings, engine: BlendEngine, ca
     first, second = (
         BlendVectorStore(Chroma(name, embedding_function=embedding, client=client), engine=engine) for _ in range(2)
     )
-    first.add_documents(
-        [Document("A text.", id="a", metadata={"n": 1}), Document("Another.", id="b", metadata={"n": 2})]
-    )
+    first.add_documents([Document("A text.", id="a", metadata={"n": 1}), Document("Other.", id="b", metadata={"n": 2})])
     second.add_documents([Document("A text, changed.", id="a", metadata={"n": 1})])
     assert "another vector store" not in caplog.text
     second.delete(["a"])
@@ -284,9 +279,7 @@ async def test_live_kv_stays(store: BlendVectorStore, chunks: dict[str, str], cl
 
 def test_flushing_encodes_what_was_added(embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]) -> None:
     inner = InMemoryVectorStore(embedding)
-    store = BlendVectorStore.from_texts(
-        list(chunks.values()), ids=list(chunks), inner=inner, engine=engine, background=True
-    )
+    store = BlendVectorStore.from_texts([*chunks.values()], ids=[*chunks], inner=inner, engine=engine, background=True)
     first, second, *rest = chunks
     store.delete([first])
     store.add_texts(["another text"], ids=[second])

@@ -18,7 +18,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from pydantic import Field
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llama_index_cacheblend
 from cacheblend_lab.reference import load_tokenizer
@@ -26,6 +26,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from llama_index_cacheblend import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
+from tests.families import tiny_reader
 from tests.limits import one_thread as one_thread
 
 MakeLLM = Callable[..., BlendLLM]
@@ -67,29 +68,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., LlamaForCausalLM]:
+def make_model() -> Callable[..., LlamaForCausalLM]:
     def make(window: int = 1024) -> LlamaForCausalLM:
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=window,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=None,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        # Large weights, so that what is attended to changes what is answered.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim >= 2:
-                    parameter.normal_(std=0.2)
-        model.eval()
-        return model
+        return tiny_reader(max_position_embeddings=window, eos_token_id=None)
 
     return make
 

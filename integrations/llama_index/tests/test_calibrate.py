@@ -44,7 +44,7 @@ def test_right_answers_and_another_selector_are_passed_on(index: VectorStoreInde
     seen: list[str] = []
     plain = calibrate(query_engine, QUESTIONS, progress=seen.append, **ASKED)
     assert seen[0] == "asking question 1 of 3"
-    other = calibrate(query_engine, QUESTIONS, answers=["Oslo"] * 3, selector="random(seed=1)", **ASKED)
+    other = calibrate(query_engine, QUESTIONS, answers=["Lisbon"] * 3, selector="random(seed=1)", **ASKED)
     assert other.selector == "random" and other.full_loss != plain.full_loss
 
 

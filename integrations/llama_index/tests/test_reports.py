@@ -75,9 +75,7 @@ async def test_modes(
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("mode", [ChatMode.SIMPLE, ChatMode.CONTEXT, ChatMode.CONDENSE_QUESTION, ChatMode.BEST])
-async def test_chats(
-    index: VectorStoreIndex, llm: BlendLLM, mode: ChatMode, asynchronous: bool, streaming: bool
-) -> None:
+async def test_chats(index: VectorStoreIndex, llm: BlendLLM, mode: Any, asynchronous: bool, streaming: bool) -> None:
     memory = ChatMemoryBuffer.from_defaults()
     chat = index.as_chat_engine(chat_mode=mode, llm=llm, memory=memory, similarity_top_k=2, streaming=streaming)
     name = ("a" if asynchronous else "") + ("stream_chat" if streaming else "chat")

@@ -12,7 +12,7 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
@@ -25,9 +25,7 @@ QUESTION = "Where was Mara Lindell born?"
 
 
 @pytest.fixture
-def disk_llm(
-    tmp_path: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, nodes: Nodes
-) -> Iterator[BlendLLM]:
+def disk_llm(tmp_path: Path, model: LlamaForCausalLM, tokenizer: Any, nodes: Nodes) -> Iterator[BlendLLM]:
     """A model whose chunks are on disk, and nothing in RAM."""
     settings = engine_settings(recompute_ratio=0.15, self_check=False, selector="hkvd")
     with BlendEngine(model, tokenizer, store=tmp_path, **settings) as first:

@@ -230,21 +230,13 @@ VALUE = st.one_of(TEXT, st.integers(-(2**31), 2**31), FLOATS, st.none())
 @given(
     text=TEXT,
     metadata=st.dictionaries(st.text("abcdef", min_size=1, max_size=4), VALUE, max_size=3),
-    excluded=st.lists(st.text("abcdef", min_size=1, max_size=4), max_size=2),
-    template=st.sampled_from(["{metadata_str}\n\n{content}", "{content}", "<{content}> [{metadata_str}]"]),
-    line=st.sampled_from(["{key}: {value}", "{value}"]),
-    separator=st.sampled_from(["\n", "; "]),
+    excluded_llm_metadata_keys=st.lists(st.text("abcdef", min_size=1, max_size=4), max_size=2),
+    text_template=st.sampled_from(["{metadata_str}\n\n{content}", "{content}", "<{content}> [{metadata_str}]"]),
+    metadata_template=st.sampled_from(["{key}: {value}", "{value}"]),
+    metadata_separator=st.sampled_from(["\n", "; "]),
 )
 def test_what_is_encoded_is_what_is_retrieved(llm: BlendLLM, **parts: Any) -> None:
-    node = TextNode(
-        id_=IDS[0],
-        text=parts["text"],
-        metadata=parts["metadata"],
-        excluded_llm_metadata_keys=parts["excluded"],
-        text_template=parts["template"],
-        metadata_template=parts["line"],
-        metadata_separator=parts["separator"],
-    )
+    node = TextNode(id_=IDS[0], **parts)
     for kind in KINDS:
         store = BlendVectorStore(make_inner(kind, False), engine=llm.engine)
         index = VectorStoreIndex(

@@ -1,5 +1,5 @@
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -18,9 +18,7 @@ from integrations.llama_index.tests.conftest import FACTS, MakeLLM, WordEmbeddin
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
 
 
-def some_nodes(
-    embedding: WordEmbedding, texts: list[str] = FACTS, name: Callable[[int], str] = "n{}".format
-) -> list[TextNode]:
+def some_nodes(embedding: WordEmbedding, texts: list[str] = FACTS, name: Any = "n{}".format) -> list[TextNode]:
     """Nodes n0, n1, ... of which the even ones belong to document d0 and the odd ones to d1."""
     return [
         TextNode(

@@ -97,7 +97,7 @@ def refusal(markup: str) -> str:
         ("", "s.pml: schema 's' is empty"),
         (
             "<module name='a'>x</module>\n<module name='a'>y</module>",
-            "line 2, column 1: there is a module 'a' already, at line 1",
+            "line 2, column 1: there is a module 'a' already",
         ),
         ("<module name='a'><module name='a'>y</module></module>", "there is a module 'a' already"),
         ("<module name='a'/>", "module 'a' is empty"),

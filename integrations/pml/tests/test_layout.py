@@ -89,9 +89,7 @@ def test_many_prompts_take_the_positions_of_the_paper(data: st.DataObject) -> No
 
 def test_the_example_of_the_paper() -> None:
     """Two modules of 50 and 60 tokens: the third one starts at 110 (section 3.3)."""
-    modules = "".join(
-        f'<module name="{name}">{name * count}</module>' for name, count in zip("abc", (50, 60, 1), strict=True)
-    )
+    modules = "".join(f'<module name="{id}">{id * size}</module>' for id, size in zip("abc", (50, 60, 1), strict=True))
     assert layout_of(f'<schema name="s">{modules}</schema>', Tokens(naive.tokenize)).extents["c"].start == 110
 
 

@@ -1,6 +1,5 @@
 """Schemas in an engine: what is encoded, where it stands, what a prompt reuses, and what it gives."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.core.gapped import own_logits
 from tests.families import tiny_tokenizer, words
+from tests.limits import wait_until
 
 TOLERANCE = 1e-4
 # Behind the BOS alone, which every prompt begins with.
@@ -40,10 +40,7 @@ def module(name: str, count: int, *more: object) -> Module:
 def wait_for_ram(engine: BlendEngine, id: str) -> None:
     [record] = engine.records([id])
     assert record is not None
-    until = time.monotonic() + 60
-    while (reader := engine._store.open(record.key)) is None or reader.tier != "ram":
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: getattr(engine._store.open(record.key), "tier", None) == "ram")
 
 
 def trip() -> Schema:

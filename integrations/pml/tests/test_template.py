@@ -151,11 +151,7 @@ def calls_method(name: Annotated[str, MaxTokens(3)]) -> Any:
         (greeting, {"lengths": {"who": 3, "whom": 4}}, "unknown variable 'whom' in lengths"),
         ("{{ a }}", {"name": "s"}, "needs format=, one of 'jinja', 'f-string'"),
         ("{{ a }}", {"format": "jinja"}, "give the schema one: name="),
-        (
-            "a\n{{ a | upper }}",
-            {"name": "s", "format": "jinja"},
-            "template, line 2: a schema cannot say what Filter does",
-        ),
+        ("a\n{{ a | upper }}", {"name": "s", "format": "jinja"}, "line 2: a schema cannot say what Filter does"),
         ("{% for a in b %}{% endfor %}", {"name": "s", "format": "jinja"}, "line 1: a schema cannot say what For does"),
         ("{% if a %}", {"name": "s", "format": "jinja"}, "template, line 1: "),
         ("{a", {"name": "s", "format": "f-string"}, "write {{ for a brace that is text"),

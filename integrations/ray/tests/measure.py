@@ -81,13 +81,8 @@ def warming(shared: Shared, count: int, rounds: int) -> dict[str, Any]:
         shared.clear()
         rows["2 actors"].append(_warm_over_ray(documents, shared))
     best = {name: max(row["documents_per_s"] for row in found) for name, found in rows.items()}
-    return {
-        "documents": count,
-        "chunks": 6 * count,
-        "rows": rows,
-        "best_documents_per_s": best,
-        "ray_costs": 1 - best["2 actors"] / best["one process"],
-    }
+    costs = {"best_documents_per_s": best, "ray_costs": 1 - best["2 actors"] / best["one process"]}
+    return {"documents": count, "chunks": 6 * count, "rows": rows} | costs
 
 
 def _warm_here(documents: list[dict[str, Any]], shared: Shared) -> dict[str, float]:
@@ -136,12 +131,8 @@ def answering(shared: Shared, requests: int, rounds: int) -> dict[str, Any]:
         with replicas(shared, 2, num_cpus=CORES / 2) as address:
             rows["2 replicas"].append(_load(address, documents, requests))
     best = {name: max(row["requests_per_s"] for row in found) for name, found in rows.items()}
-    return {
-        "requests": requests,
-        "rows": rows,
-        "best_requests_per_s": best,
-        "ray_costs": 1 - best["2 replicas"] / best["one server"],
-    }
+    ray_costs = 1 - best["2 replicas"] / best["one server"]
+    return {"requests": requests, "rows": rows, "best_requests_per_s": best, "ray_costs": ray_costs}
 
 
 @contextmanager
@@ -204,15 +195,8 @@ def routing(shared: Shared, requests: int, corpus: int, share: float, zipf: floa
             rows[router] = _routed(address, documents, weights, requests, each, rng)
             print(router, rows[router], flush=True)
     near = {router: row["near_share"] for router, row in rows.items()}
-    return {
-        "requests": requests,
-        "documents": corpus,
-        "ram_share": share,
-        "zipf": zipf,
-        "documents_each": each,
-        "rows": rows,
-        "near_times": near["nearest"] / near["balanced"],
-    }
+    asked = {"requests": requests, "documents": corpus, "ram_share": share, "zipf": zipf, "documents_each": each}
+    return asked | {"rows": rows, "near_times": near["nearest"] / near["balanced"]}
 
 
 def _routed(

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from integrations.ray.tests.conftest import CHAT, SETTINGS, VARIABLES, documents_of, events, put, question
+from tests.limits import wait_until
 from tests.store.remote.conftest import RedisServer, free_port, needs_redis
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
@@ -69,7 +70,7 @@ class Deployed:
 
     def wait(self, replicas: int) -> None:
         """Wait until there are so many replicas, and all of them answer."""
-        until_true(lambda: self.has(replicas))
+        wait_until(lambda: self.has(replicas))
 
     def replicas_that_answer(self, client: httpx.Client, path: str, count: int) -> dict[str, Any]:
         """Return what each of so many replicas answers, by its name."""
@@ -80,15 +81,8 @@ class Deployed:
             found[reply.headers["x-cacheblend-replica"]] = reply.json()
             return len(found) == count
 
-        until_true(all_did)
+        wait_until(all_did)
         return found
-
-
-def until_true(is_so: Callable[[], bool], seconds: float = 180) -> None:
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -135,7 +129,7 @@ def deployed(
                 return False
             return True
 
-        until_true(is_up)
+        wait_until(is_up)
         deployed.wait(1)
         yield deployed
 
@@ -145,7 +139,7 @@ def client(deployed: Deployed) -> Iterator[httpx.Client]:
     deployed.deploy(1)
     deployed.wait(1)
     with httpx.Client(base_url=deployed.url, timeout=60) as client:
-        until_true(lambda: client.get("/readyz").is_success)
+        wait_until(lambda: client.get("/readyz").is_success)
         yield client
 
 
@@ -215,7 +209,7 @@ def test_an_update_cuts_no_answer_off(deployed: Deployed, client: httpx.Client) 
             before = deployed.replicas().keys()
             # Something that the replicas are given is another, so each is replaced.
             deployed.deploy(2, queue_bound=5 + update)
-            until_true(lambda before=before: deployed.has(2) and not before & deployed.replicas().keys())  # type: ignore[misc]
+            wait_until(lambda before=before: deployed.has(2) and not before & deployed.replicas().keys())  # type: ignore[misc]
     finally:
         is_over.set()
         for each in working:
@@ -283,7 +277,7 @@ def test_the_server_of_names_is_killed_again(deployed: Deployed, client: httpx.C
         for each in working:
             each.join()
     assert wrong == [], (len(wrong), wrong[:5])
-    until_true(lambda: client.get("/readyz").is_success)
+    wait_until(lambda: client.get("/readyz").is_success)
     for name, could in (item for mine in there for item in mine.items()):
         status = client.post(CHAT, json=question(name, tokens=2)).status_code
         assert status in {404 if each is None else 200 for each in could}, name

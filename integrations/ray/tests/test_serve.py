@@ -34,6 +34,7 @@ from integrations.ray.tests.conftest import (
     workers,
 )
 from integrations.serve.tests.conftest import serving
+from tests.limits import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +46,9 @@ def settings(redis_of_ray: RedisServer) -> dict[str, Any]:
 def client(
     cluster: None, model: str, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    args = {
-        "model": model,
-        "store": str(tmp_path_factory.mktemp("replicas")),
-        "settings": SETTINGS | {"drain_s": 5},
-        "min_replicas": 2,
-        "max_replicas": 2,
-        "num_cpus": 0.5,
-        "stats_s": 0.5,
-    }
+    store = str(tmp_path_factory.mktemp("replicas"))
+    args = {"model": model, "store": store, "settings": SETTINGS | {"drain_s": 5}}
+    args |= {"min_replicas": 2, "max_replicas": 2, "num_cpus": 0.5, "stats_s": 0.5}
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             # As settings are exported where `serve run` is called, of which the machines that answer know nothing.
@@ -198,9 +193,7 @@ def test_a_replica_that_is_killed_in_the_middle_of_a_stream(kills: int, client: 
         assert wrong == []
         assert len(cut) == 1 and cut[0]
         # Another takes its place, and knows what it knew.
-        until = time.monotonic() + 60
-        while len(workers("ray::ServeReplica:default:Replica")) < 2 and time.monotonic() < until:
-            time.sleep(0.2)
+        wait_until(lambda: len(workers("ray::ServeReplica:default:Replica")) >= 2)
         for number in range(4):
             assert client.post(CHAT, json=question(f"doc-{number}")).json()["choices"] == whole[number]
 

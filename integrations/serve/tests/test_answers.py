@@ -47,12 +47,9 @@ def test_an_answer_is_the_engines(engine: BlendEngine, serve: Serve) -> None:
     assert choice["message"] == {"role": "assistant", "content": wanted.text, "refusal": None}
     assert (choice["finish_reason"], by_id["object"]) == ("length", "chat.completion")
     cached = sum(chunk.tokens for chunk in wanted.report.chunks)
-    assert by_id["usage"] == {
-        "prompt_tokens": wanted.report.prompt_tokens,
-        "completion_tokens": 12,
-        "total_tokens": wanted.report.prompt_tokens + 12,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    tokens = wanted.report.prompt_tokens
+    usage = {"prompt_tokens": tokens, "completion_tokens": 12, "total_tokens": tokens + 12}
+    assert by_id["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": cached}}
     # By their texts, in a message, or found where they stand in one: the same prompt.
     texts = "\n\n".join([*CHUNKS.values(), str(QUESTION[0]["content"])])
     inline = [part for id in CHUNKS for part in ({"type": "document", "id": id}, {"type": "text", "text": "\n\n"})]
@@ -122,7 +119,7 @@ def test_stop_strings_and_lengths(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "headers", "said"),
+    ("content", "more", "said"),
     [
         (json.dumps({"messages": QUESTION, "document": ["a"]}), {}, "did you mean documents?"),
         (json.dumps({"messages": QUESTION, "temprature": 0.5}), {}, "did you mean temperature?"),
@@ -130,10 +127,8 @@ def test_stop_strings_and_lengths(serve: Serve) -> None:
         (json.dumps({"messages": QUESTION}), {"Content-Type": "text/plain"}, "Content-Type: application/json"),
     ],
 )
-def test_what_was_meant_otherwise_is_refused(serve: Serve, content: str, headers: dict[str, str], said: str) -> None:
-    reply = serve().post(
-        "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"} | headers
-    )
+def test_what_was_meant_otherwise_is_refused(serve: Serve, content: str, more: dict[str, str], said: str) -> None:
+    reply = serve().post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"} | more)
     assert reply.status_code == 400
     assert said in reply.json()["error"]["message"]
 
@@ -212,10 +207,6 @@ def test_openais_own_client(engine: BlendEngine, serve: Serve) -> None:
         body: Any = {"model": model.id, "messages": QUESTION, **GREEDY, "extra_body": {"documents": list(CHUNKS)}}
         reply = client.chat.completions.create(**body)
         assert reply.choices[0].message.content == wanted
-        assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
-        assert reply.usage.prompt_tokens_details.cached_tokens
-        pieces = client.chat.completions.create(**body, stream=True)
-        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == wanted
         with pytest.raises(openai.NotFoundError, match="is not served here"):
             client.chat.completions.create(**(body | {"model": "other"}))
         with pytest.raises(openai.BadRequestError, match="n=2 is not supported here"):

@@ -158,16 +158,9 @@ def test_a_langchain_chain_is_served_from_stored_chunks(address: str) -> None:
 
 
 def test_a_llama_index_query_engine_is_served_from_stored_chunks(address: str) -> None:
-    llm = OpenAILike(
-        model="reference",
-        api_base=f"{address}/v1",
-        api_key="none",
-        is_chat_model=True,
-        context_window=4096,
-        max_tokens=16,
-        temperature=0,
-        http_client=unkept()["http_client"],
-    )
+    own = {"api_base": f"{address}/v1", "api_key": "none", "http_client": unkept()["http_client"]}
+    sizes = {"context_window": 4096, "max_tokens": 16}
+    llm = OpenAILike(model="reference", is_chat_model=True, temperature=0, **sizes, **own)
     nodes = [TextNode(id_=f"n{number}", text=text) for number, text in enumerate(CHUNKS)]
     index = VectorStoreIndex(nodes, embed_model=WordEmbedding(model_name="words"))
     whole = index.as_query_engine(llm=llm, similarity_top_k=2).query(QUESTION)

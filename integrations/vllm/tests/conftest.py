@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from cacheblend_serve.completions import calls_for
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import ChatRequest
+from tests.limits import wait_until
 
 NUM_QUESTIONS = 48
 FORM = FORMATS[DEFAULT_FORMAT]
@@ -110,10 +110,7 @@ def engine_answer(engine: BlendEngine, body: dict[str, Any]) -> Answer:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    until = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.2)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 @pytest.fixture(scope="session")

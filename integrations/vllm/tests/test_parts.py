@@ -32,6 +32,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_serve.backend import Wanted
+from tests.engines import evict
 
 MARA = ["Mara Tolvin is a wood carver.\n", "She lives in Oakford.\n", "She keeps a grey goat.\n"]
 STARTS = (0, 30, 52)
@@ -158,9 +159,7 @@ def test_a_prefix_ends_where_kv_is_missing_which_is_encoded_for_the_next_time(en
     engine.add([Chunk("A new one.\n", "new")], background=True)
     segments = ["Read this.\n", ChunkRef("mara/0"), ChunkRef("new"), ChunkRef("mara/1"), "Who?"]
     engine.flush()
-    record = engine.records(["new"])[0]
-    assert record is not None
-    engine._store.discard(record.key)
+    evict(engine, "new")
     prefix = stored_prefix(engine, BlendPrompt(segments=segments))
     assert (len(prefix.pieces), prefix.ends) == (2, "the KV of chunk 'new' is not stored")
     engine.flush()
@@ -356,8 +355,7 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
         assert (prefix.token_ids, prefix.pieces, prefix.salt) == (expected.token_ids, expected.pieces, expected.salt)
         for piece in prefix.pieces:
             here, there = store.open(piece.key), engine._store.open(piece.key)
-            assert here is not None
-            assert there is not None
+            assert here is not None and there is not None
             for layer in range(here.num_layers):
                 for part, other in zip(here.layer(layer), there.layer(layer), strict=True):
                     torch.testing.assert_close(part, other.to(part.dtype), atol=1e-4, rtol=1e-4)

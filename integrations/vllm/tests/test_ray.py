@@ -46,15 +46,9 @@ def shared(redis_of_ray: RedisServer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def client(cluster: None, shared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    args = {
-        "backend": "vllm",
-        "arguments": LEAST[1:],
-        "store": str(tmp_path_factory.mktemp("replicas")),
-        "settings": shared,
-        "min_replicas": 2,
-        "max_replicas": 2,
-        "stats_s": 0.5,
-    }
+    store = str(tmp_path_factory.mktemp("replicas"))
+    args = {"backend": "vllm", "arguments": LEAST[1:], "store": store, "settings": shared}
+    args |= {"min_replicas": 2, "max_replicas": 2, "stats_s": 0.5}
     with served(args) as client:
         yield client
 

@@ -37,11 +37,8 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     arguments = "bench pml --shape tiny --modules 3 --module-tokens 20 --new-tokens 6 --argument-tokens 2 --repeats 1"
     run(arguments, "--selectors", "none,hkvd", "--tier", "disk", "--folder", tmp_path, "--json", file)
     whole = json.loads(file.read_text())
-    assert [(row["method"], row["selector"]) for row in whole["rows"]] == [
-        ("full", None),
-        ("cached", "none"),
-        ("cached", "hkvd"),
-    ]
+    methods = [("full", None), ("cached", "none"), ("cached", "hkvd")]
+    assert [(row["method"], row["selector"]) for row in whole["rows"]] == methods
     # Four layers of 58 tokens in float32.
     assert whole["rows"][1]["load_bytes"] == 4 * 58 * 2 * 32 * 4
     assert whole["setting"]["cached_tokens"] == 58

@@ -160,16 +160,8 @@ def subject_of(question: str) -> str:
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), depth=st.floats(0, 1), chunk_tokens=st.integers(40, 200))
 def test_a_fact_across_a_border_stands_behind_a_pronoun(seed: int, depth: float, chunk_tokens: int) -> None:
-    task = needle_task(
-        tokenizer(),
-        depths=[depth],
-        lengths=[500],
-        num_per_cell=1,
-        seed=seed,
-        chunk_tokens=chunk_tokens,
-        across=True,
-        hidden="fact",
-    )
+    sizes = {"depths": [depth], "lengths": [500], "num_per_cell": 1, "chunk_tokens": chunk_tokens}
+    task = needle_task(tokenizer(), seed=seed, across=True, hidden="fact", **sizes)
     (context,) = task.contexts
     (question,) = context.questions
     person = subject_of(question.text)

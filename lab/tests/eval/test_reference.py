@@ -28,9 +28,7 @@ def test_prompts_are_those_the_model_was_trained_on(engine: BlendEngine) -> None
         wanted = engine.tokenizer(form.prefix(), add_special_tokens=False)["input_ids"]
         for number, ids in enumerate(chunks):
             wanted = wanted + (separator if number else []) + ids
-        wanted = (
-            wanted + engine.tokenizer(form.suffix(example.questions[0].text), add_special_tokens=False)["input_ids"]
-        )
+        wanted += engine.tokenizer(form.suffix(example.questions[0].text), add_special_tokens=False)["input_ids"]
         [context, *_] = task.contexts
         inquiry = Inquiry(task, (), context.questions[0].text, 4)
         assert list(engine.prompt_ids(inquiry.over(context.texts))) == wanted
@@ -137,10 +135,7 @@ def test_what_has_no_meaning_is_refused(engine: BlendEngine) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "most", "questions"),
-    [
-        ("int4", 0.02, 8),
-        *(pytest.param(*each, 200, marks=pytest.mark.full) for each in (("int8", 0.01), ("int4", 0.02))),
-    ],
+    [("int4", 0.02, 8), *(pytest.param(*it, 200, marks=pytest.mark.full) for it in (("int8", 0.01), ("int4", 0.02)))],
 )
 def test_codecs_leave_the_answers_of_the_reference_model(codec: str, most: float, questions: int) -> None:
     setting = EvalSetting(methods=grid_methods(["hkvd"], [0.15], codecs=[codec]), resamples=10)

@@ -1,8 +1,8 @@
 """Conversations: streams, resets, budgets and times to live."""
 
 import gc
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,17 +81,9 @@ def test_turns_at_once_are_as_good_as_one_after_the_other(make_engine: MakeEngin
     conversation = engine.conversation()
     prompts = [chat_prompt(CHUNKS[:2], ids_of(words(9, seed % 3)), words(6, seed)) for seed in range(8)]
     wanted = [engine.generate(prompt, 5).token_ids for prompt in prompts]
-    found: dict[int, tuple[int, ...]] = {}
-
-    def ask(number: int) -> None:
-        found[number] = engine.generate(prompts[number], 5, conversation=conversation).token_ids
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(len(prompts))] == wanted
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = pool.map(lambda each: engine.generate(each, 5, conversation=conversation).token_ids, prompts)
+    assert list(found) == wanted
 
 
 def test_no_more_is_kept_than_the_budget(make_engine: MakeEngine) -> None:

@@ -19,7 +19,7 @@ from tests.core.conversations.conftest import (
     ids_of,
     second_turn,
 )
-from tests.engines import MakeEngine
+from tests.engines import MakeEngine, evict
 from tests.families import words
 
 
@@ -155,10 +155,7 @@ def test_what_the_conversation_has_is_a_hit_whatever_the_store_has(make_engine: 
     conversation = engine.conversation()
     # Exact, so that any turn takes it over.
     first_turn(engine, conversation, recompute_ratio=1.0)
-    for name in ("n1", "n2"):
-        record = engine.records([name])[0]
-        assert record is not None
-        engine._store.discard(record.key)
+    evict(engine, "n1", "n2")
     report = engine.prefill(chat_prompt(CHUNKS[:2], ids_of(words(5, 1)), words(6, 2)), conversation=conversation).report
     assert (report.hits, report.misses) == (2, 0)
     assert [(chunk.hit, chunk.tier, chunk.reason) for chunk in report.chunks] == [(True, "conversation", None)] * 2

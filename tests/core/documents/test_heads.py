@@ -1,7 +1,7 @@
 """Fixed text that prompts begin with: its KV is kept exactly, and like a chunk's."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache
 from itertools import pairwise
@@ -19,7 +19,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
 from cacheblend_rag.store import check_store
-from tests.engines import MakeEngine
+from tests.engines import MakeEngine, damage
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
@@ -428,9 +428,7 @@ def test_a_damaged_file_is_computed_anew(make_engine: MakeEngine, tmp_path: Path
     make_engine(store=tmp_path, ram_bytes=0).prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
     make_engine(store=tmp_path, ram_bytes=0).flush()
     [file] = files_of(tmp_path)
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 0xFF
-    file.write_bytes(bytes(data))
+    damage(file)
     engine = make_engine(store=tmp_path, ram_bytes=0)
     result = engine.prefill(asking())
     assert result.report.head_tokens == 0
@@ -470,13 +468,9 @@ def test_many_threads_with_one_head(make_engine: MakeEngine, tmp_path: Path) -> 
     engine = make_engine(store=tmp_path)
     engine.add(CHUNKS)
     wanted = engine.prefill(asking(fixed=False)).logits
-    found: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: found.append(engine.prefill(asking()).logits)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(same(logits, wanted) for logits in found) and len(found) == 6
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: engine.prefill(asking()).logits, range(6)))
+    assert all(same(logits, wanted) for logits in found)
     assert len(engine.heads()) == 1
 
 

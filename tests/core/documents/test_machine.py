@@ -93,16 +93,9 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         miss_tokens: int,
         write_back_bytes: int,
     ) -> None:
-        self.settings = engine_settings(
-            context_tokens=context_tokens,
-            separator=separator,
-            ttl_s=ttl_s,
-            miss_tokens=miss_tokens,
-            encode_batch_tokens=32,
-            recompute_ratio=0.0,
-            selector="none",
-            self_check=False,
-        )
+        given = {"context_tokens": context_tokens, "separator": separator, "ttl_s": ttl_s, "miss_tokens": miss_tokens}
+        reuse = {"encode_batch_tokens": 32, "recompute_ratio": 0.0, "selector": "none", "self_check": False}
+        self.settings = engine_settings(**given, **reuse)
         self.options = {"ram_bytes": ram_bytes, "disk_bytes": disk_bytes, "write_back_bytes": write_back_bytes}
         self.engines = [self.open(False), self.open(True)]
         rules = self.engines[0]._assembler.rules
@@ -310,12 +303,8 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
 
 
 def run_machine(examples: int, steps: int, part: int = 0, machine: Any = DocumentMachine, **options: Any) -> None:
-    stateful.run_state_machine_as_test(
-        seed(part)(machine),
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck), **options
-        ),
-    )
+    how = settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck), **options)
+    stateful.run_state_machine_as_test(seed(part)(machine), settings=how)
 
 
 def test_sampled() -> None:

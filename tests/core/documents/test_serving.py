@@ -9,7 +9,7 @@ import torch
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import check_store
 from tests.core.documents.texts import TOLERANCE, Text, distance
-from tests.engines import MakeEngine
+from tests.engines import MakeEngine, evict
 from tests.families import tiny_model, words
 from tests.store.kit import files_of
 
@@ -32,12 +32,6 @@ def held(engine: BlendEngine) -> list[bool]:
 def assert_right(engine: BlendEngine, numbers: list[int], there: list[int]) -> None:
     for number in numbers:
         assert distance(engine, f"d-{number}", TEXT.context(number, there)) < TOLERANCE
-
-
-def evict(engine: BlendEngine, *ids: str) -> None:
-    for record in engine.records(list(ids)):
-        assert record is not None
-        engine._store.discard(record.key)
 
 
 def ask(engine: BlendEngine, *ids: str, **values: Any) -> Any:

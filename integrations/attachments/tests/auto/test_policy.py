@@ -33,16 +33,8 @@ GB = 1_000_000_000
 def make_profile(
     *loads: LoadCost, fixed_s: float = 0.01, row_s: float = 1e-5, pair_s: float = 0.0, token_s: float = 1e-4
 ) -> Profile:
-    return Profile(
-        identity={},
-        num_layers=LAYERS,
-        prefill=PrefillCost(0.002, token_s, pair_s * LAYERS),
-        blend=BlendCost(fixed_s, 1e-7, row_s, pair_s),
-        prefill_points=(),
-        blend_points=(),
-        loads=loads,
-        measured_s=0.0,
-    )
+    costs = PrefillCost(0.002, token_s, pair_s * LAYERS), BlendCost(fixed_s, 1e-7, row_s, pair_s)
+    return Profile({}, LAYERS, *costs, prefill_points=(), blend_points=(), loads=loads, measured_s=0.0)
 
 
 def make_load(tier: str, bytes_per_s: float, overlap: float = 1.0, read_s: float = 1e-5) -> LoadCost:

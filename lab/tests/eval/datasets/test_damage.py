@@ -14,6 +14,11 @@ from cacheblend_lab.eval.datasets.records import read_records
 from cacheblend_rag.errors import DatasetError
 from lab.tests.eval.datasets.files import Fields, ctxs, jsonl, listed, longbench, musique, news, samsum, wiki
 
+
+def two(subtask: str) -> list[Fields]:
+    return [longbench(subtask), longbench(subtask, 1)]
+
+
 # For each data set: two good records, and the fields that it cannot do without.
 GOOD: dict[str, tuple[str, list[Fields], tuple[str, ...]]] = {
     "musique": ("musique", [musique(), musique(1)], ("id", "paragraphs", "question", "answer")),
@@ -21,18 +26,10 @@ GOOD: dict[str, tuple[str, list[Fields], tuple[str, ...]]] = {
     "ctxs": ("musique", [ctxs(), ctxs()], ("ctxs", "question", "answers")),
     "samsum": ("samsum", [samsum(), samsum(1)], ("id", "dialogue", "summary")),
     "multinews": ("multinews", [news(), news()], ("document", "summary")),
-    "longbench": (
-        "longbench",
-        [longbench("qasper"), longbench("qasper", 1)],
-        ("_id", "context", "input", "answers", "dataset"),
-    ),
-    "retrieval": (
-        "longbench",
-        [longbench("passage_retrieval_en"), longbench("passage_retrieval_en", 1)],
-        ("answers", "input"),
-    ),
-    "code": ("longbench", [longbench("lcc"), longbench("lcc", 1)], ("answers", "context", "input")),
-    "trec": ("longbench", [longbench("trec"), longbench("trec", 1)], ("answers", "all_classes")),
+    "longbench": ("longbench", two("qasper"), ("_id", "context", "input", "answers", "dataset")),
+    "retrieval": ("longbench", two("passage_retrieval_en"), ("answers", "input")),
+    "code": ("longbench", two("lcc"), ("answers", "context", "input")),
+    "trec": ("longbench", two("trec"), ("answers", "all_classes")),
 }
 NEEDED = [(case, field) for case, (_, _, fields) in GOOD.items() for field in fields]
 

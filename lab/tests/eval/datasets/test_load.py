@@ -76,9 +76,7 @@ def test_questions_of_ones_own_that_are_none(tmp_path: Path, record: object, mes
 
 
 def test_musique(tmp_path: Path) -> None:
-    task = load_task(
-        "musique", jsonl(tmp_path / "dev.jsonl", [musique(), musique(1, id="4hop3__1", answer_aliases=[])])
-    )
+    task = load_task("musique", jsonl(tmp_path / "d.jsonl", [musique(), musique(1, id="4hop3__1", answer_aliases=[])]))
     first, second = task.contexts
     assert first.texts == ("Vell\nVell is a port in Arn.", "Arn\nArn is ruled by Oda Rime.")
     (question,) = first.questions
