@@ -90,7 +90,7 @@ def test_a_deleted_chunk_leaves_nothing_behind_it(make_engine: MakeEngine, ratio
 
 
 def test_an_answer_that_knew_of_a_chunk_is_dropped_with_it_turns_later(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+    engine = make_engine(preamble="")
     conversation = engine.conversation()
     first = engine.generate(chat_prompt(CHUNKS[:1], [], words(9, 1)), 9, conversation=conversation)
     history = [*ids_of(words(9, 1)), *first.token_ids]
