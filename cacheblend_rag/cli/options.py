@@ -58,7 +58,7 @@ JsonOption = Annotated[
         writable=True,
         allow_dash=True,
         callback=_json_target,
-        help="Write the figures to FILE as JSON too; with - to standard output, and what else is said to standard error.",
+        help="Also write the figures to FILE as JSON; with -, write them to standard output and all else to standard error.",
     ),
 ]
 MarkdownOption = Annotated[Path | None, output_option("--markdown", "Write the tables to FILE as Markdown too.")]
@@ -82,7 +82,7 @@ _EMBEDDING = "A sentence-transformers model, id or folder; by default all-MiniLM
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", metavar="NAME", help=_EMBEDDING)]
 _SELECTOR = "Which tokens to recompute: hkvd, query, a3, boundary, random, none or full; by default as settings say."
 SelectorOption = Annotated[str | None, typer.Option("--selector", metavar="NAME", help=_SELECTOR)]
-AnswerTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of the answer.")]
+AnswerTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of the answer.")]
 CompareOption = Annotated[bool, typer.Option("--compare", help="Answer by full prefill too, and show both times.")]
 _STREAM = "Show the answer as it is written; by default on a terminal."
 _RATIO = "Share of the passages' tokens to recompute, 0 to 1."

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_TOKENS", "needs_documents", "passages_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
-"""Most tokens of a passage, unless the store or an option says otherwise."""
+"""Maximum tokens of a passage, unless the store or an option says otherwise."""
 
 
 def warm(
@@ -48,7 +48,7 @@ def warm(
     model: StoredModelOption = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Most tokens of a passage; by default the store's, or {CHUNK_TOKENS}.")
+        int | None, typer.Option(min=1, help=f"Maximum tokens of a passage; by default the store's, or {CHUNK_TOKENS}.")
     ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Say what it would take, in bytes and time, and stop.")

@@ -107,7 +107,9 @@ def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
             )
         return asked
     if num_layers < 2:
-        raise ConfigError("looking at attention needs a model of two layers or more; leave out what does")
+        raise ConfigError(
+            "looking at attention needs two layers, the model has one; leave out query, Repair and SourceAttention"
+        )
     first = min(round(_LOOK_FROM * num_layers), num_layers - 2)
     return tuple(range(first, max(first + 1, min(round(_LOOK_TO * num_layers), num_layers - 1))))
 

@@ -227,7 +227,9 @@ class Database:
             if self._path is None or self._opened["writer"] == _identity(self._path, self.read_only):
                 return connection
             connection.execute("ROLLBACK")
-        raise StoreError(f"index {self._path} is replaced whenever it is to be written; see who else writes there")
+        raise StoreError(
+            f"index {self._path} was replaced before each of {_ATTEMPTS} writes; stop the process that replaces it"
+        )
 
     def _open(self, kind: str) -> None:
         assert self.folder is not None and self._path is not None

@@ -130,7 +130,7 @@ def test_a_model_of_one_layer_is_not_asked_for_layers_that_repair_would_watch() 
         engine.add([Chunk(words(20, 0), "n0")])
         assert engine.generate(prompt, 3).report.selector == "none"
         repair = Repair(0.1)
-        with pytest.raises(ConfigError, match="two layers or more"):
+        with pytest.raises(ConfigError, match="needs two layers"):
             engine.attach(repair)
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings()) as other:
         # What one engine refuses another may take.

@@ -27,7 +27,7 @@ def warm_ray(
         typer.Option(metavar="DIR", file_okay=False, help="Where KV is kept besides what settings name as remote."),
     ] = None,
     model: ModelOption = "reference",
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a passage.")] = CHUNK_TOKENS,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a passage.")] = CHUNK_TOKENS,
     address: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="The cluster; by default the one here, or a new one.")
     ] = None,

@@ -485,7 +485,7 @@ class EncodeSetting(ModelSetting):
     overlap: Annotated[int, typer.Option(min=0, help="Tokens that chunks of a document share.")] = 0
     context_tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="Most tokens of a document that are read together; 0: all."),
+        typer.Option(min=0, help="Maximum tokens of a document that are read together; 0: all."),
         Written(lambda tokens: tokens or None, int, 0),
     ] = None
     singly: Annotated[

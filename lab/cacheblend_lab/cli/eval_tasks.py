@@ -149,7 +149,7 @@ def ruler(
     subtasks: Annotated[
         str | None, typer.Option(help="Subtasks, comma-separated; by default the eleven of A3's Table 5.")
     ] = None,
-    context_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the chunks of a text together.")] = 4096,
+    context_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of the chunks of a text together.")] = 4096,
 ) -> EvalTask:
     """RULER, generated: the share of the answers that are found. --questions counts those of each subtask."""
     from cacheblend_lab.eval.generated import RULER_SUBTASKS, ruler_task
@@ -166,7 +166,7 @@ def ruler(
 
 def needle(
     request: TaskRequest,
-    lengths: Annotated[str, typer.Option(help="Most tokens of a text's chunks together, comma-separated.")] = (
+    lengths: Annotated[str, typer.Option(help="Maximum tokens of a text's chunks together, comma-separated.")] = (
         "1024,2048,3072,4096"
     ),
     depths: Annotated[str, typer.Option(help="Where the needle stands, from 0 to 1, comma-separated.")] = (

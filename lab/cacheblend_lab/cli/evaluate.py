@@ -57,7 +57,7 @@ def _shared(
     ] = None,
     seed: DrawnSeedOption = 7,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer; by default the task's.")
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default the task's.")
     ] = None,
     chunk_tokens: CutTokensOption = 512,
     top_k: Annotated[

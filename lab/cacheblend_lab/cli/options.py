@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 CutTokensOption = Annotated[
-    int, typer.Option("--chunk-tokens", min=1, help="Most tokens of a chunk, where texts are cut or generated.")
+    int, typer.Option("--chunk-tokens", min=1, help="Maximum tokens of a chunk, where texts are cut or generated.")
 ]
 TopKOption = Annotated[int, typer.Option("--top-k", min=1, help="How many chunks are retrieved, where texts are cut.")]
 FinderOption = Annotated[

@@ -71,7 +71,7 @@ def calibrate(
     model: StoredModelOption = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Most tokens of a passage of PATH; by default {CHUNK_TOKENS}.")
+        int | None, typer.Option(min=1, help=f"Maximum tokens of a passage of PATH; by default {CHUNK_TOKENS}.")
     ] = None,
     top_k: Annotated[int, typer.Option(min=1, help="How many passages each question is answered from.")] = 6,
     selector: SelectorOption = None,
@@ -79,7 +79,7 @@ def calibrate(
     target: Annotated[
         float, typer.Option(help="Share of the gap between no documents (0) and full prefill (1) to be recovered.")
     ] = 0.95,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of full prefill's own answer.")] = 24,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of full prefill's own answer.")] = 24,
     write: Annotated[bool, typer.Option("--write/--no-write", help="Whether to write the settings.")] = True,
     disable: Annotated[
         bool,
