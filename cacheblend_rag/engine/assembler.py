@@ -447,4 +447,4 @@ def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: i
         )
     for begin, end in pairwise([start, *cuts, stop]):
         at = position if position is None or places is None else position + places[begin] - places[start]
-        yield _Piece(chunk.token_ids[begin:end], at, replace(chunk, first=begin))
+        yield _Piece(chunk.token_ids[begin:end], at, replace(chunk, first=begin) if begin else chunk)
