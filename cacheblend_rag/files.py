@@ -17,6 +17,7 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["load_yaml", "read_yaml_text", "replace_text"]
 
 _LONGEST_YAML_BYTES = 128 * 1024
+_DEEPEST_YAML = 20
 _SHOWN = 300
 
 
@@ -37,26 +38,22 @@ def load_yaml(text: str, name: str) -> Any:
     """Return what a YAML text holds, as `yaml.safe_load` does, without aliases; messages call it `name`."""
     try:
         return yaml.load(text, Loader=_PlainLoader)
-    # PyYAML raises all of these for values that are not what their tags say.
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except Exception as error:  # PyYAML raises what it meets: values that are not what their tags say
         raise ConfigError(f"settings file {name} cannot be read: {shorten(str(error), _SHOWN)}") from None
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuses aliases, by which a short text may stand for a very long one."""
+    """Refuses aliases, by which a short text may stand for a very long one, and what is nested more deeply than settings."""
+
+    depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has aliases; write each value out")
-        return super().compose_node(parent, index)
+        self.depth += 1
+        if self.check_event(yaml.AliasEvent) or self.depth > _DEEPEST_YAML:
+            raise ValueError(f"it has aliases, or more than {_DEEPEST_YAML} levels; write each value out")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:
