@@ -48,9 +48,11 @@ class _PlainLoader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has aliases; write each value out")
         self.depth += 1
-        if self.check_event(yaml.AliasEvent) or self.depth > _DEEPEST_YAML:
-            raise ValueError(f"it has aliases, or more than {_DEEPEST_YAML} levels; write each value out")
+        if self.depth > _DEEPEST_YAML:
+            raise ValueError(f"it is nested more than {_DEEPEST_YAML} levels deep")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node

@@ -158,8 +158,7 @@ class AnsweringLibrary(ChunkLibrary):
         ConfigError
             If an option cannot be combined with blending.
         """
-        options = checked_options(self.model, max_new_tokens, generation_kwargs)
-        patience = Patience.of(wait_s)
+        options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
         request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
         return self._finish(request, self._many.answer(request))
 
@@ -238,8 +237,7 @@ class AnsweringLibrary(ChunkLibrary):
         BlendStream
             An iterator over pieces of text; its `result` holds the report.
         """
-        options = checked_options(self.model, max_new_tokens, generation_kwargs)
-        patience = Patience.of(wait_s)
+        options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
         request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
 
         def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:

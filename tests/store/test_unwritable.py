@@ -13,7 +13,6 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store import KVStore
 from tests.store.kit import (
     add,
-    files_of,
     fill,
     key_of,
     make_kv,
@@ -42,13 +41,6 @@ def within(limit_s: float) -> Iterator[None]:
     started = time.monotonic()
     yield
     assert time.monotonic() - started < limit_s
-
-
-def eventually_written(folder: Path, count: int) -> None:
-    until = time.monotonic() + 20
-    while len(files_of(folder)) < count:
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("write_back_bytes", [0, 10**6])

@@ -118,19 +118,6 @@ def write_some(folder: Path, numbers: Sequence[int], gone: Sequence[str]) -> Non
     store.close()
 
 
-def write_as(user: int, folder: Path) -> None:
-    """Store a chunk and forget another, as another user."""
-    # What is imported when it is first needed, that user may not be able to read.
-    write_some(folder.with_name("root"), [1], ["n1"])
-    os.setgroups([])
-    os.setgid(user)
-    os.setuid(user)
-    write_some(folder, [2], ["n1"])
-    store = open_store(folder, 0)
-    assert store.names.ids("ns") == ["n2"]
-    store.close()
-
-
 def hold_open(connection: Connection, folder: Path) -> None:
     """Have a store open until told otherwise, having written to it."""
     store = open_store(folder, 0)
