@@ -83,12 +83,13 @@ def render_chat(
     *,
     tools: Sequence[dict[str, Any]] = (),
     documents: Sequence[Passage[Piece]] = (),
+    **variables: Any,
 ) -> list[str | Piece]:
     """Render a conversation by the tokenizer's chat template, up to where the answer begins, as text and chunks.
 
     Turns are messages as chat templates take them (`role`, `content`, `tool_calls`, ...), the content being a list of text
-    and chunks; tools are in OpenAI's form. Documents stand where the template shows documents, or else, where it knows
-    none, before the text of the last message of the user. `ConfigError` if the tokenizer has no chat template,
+    and chunks; tools are in OpenAI's form; `variables` are the template's own. Documents stand where the template shows
+    documents, or else before the text of the last message of the user. `ConfigError` if the tokenizer has no chat template,
     `PromptError` if that cannot show the conversation, its tools included.
     """
     if not getattr(tokenizer, "chat_template", None):
@@ -100,7 +101,7 @@ def render_chat(
             "a tool returned into a user message, or use a model that has learnt to call tools"
         )
     holes = Holes[Piece]()
-    variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    variables |= {"tools": list(tools)} if tools else {}
     if documents and _shows_probe(tokenizer, documents=[{"title": "", "text": _PROBE}]):
         variables["documents"] = [{"title": each.title, "text": holes.text([each.chunk])} for each in documents]
     elif documents:
@@ -123,9 +124,8 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
     refusal: Exception | None = None
     for change in (list, _one_system_turn, _without_system_turn):
         try:
-            return str(
-                tokenizer.apply_chat_template(change(turns), tokenize=False, add_generation_prompt=True, **variables)
-            )
+            given = {"add_generation_prompt": True, **variables}
+            return str(tokenizer.apply_chat_template(change(turns), tokenize=False, **given))
         except Exception as error:  # a template may raise what it likes, mostly about the order of roles
             refusal = refusal or error
     raise PromptError(
