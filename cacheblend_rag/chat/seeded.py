@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 __all__ = ["SeededSampling"]
 
@@ -17,14 +17,13 @@ class SeededSampling(LogitsProcessor):
 
     is_of_one_answer = True
 
-    def __init__(self, seed: int, temperature: float, top_k: int | None = None, top_p: float | None = None) -> None:
+    def __init__(self, seed: int, temperature: float, top_k: int = 0, top_p: float = 1, min_p: float = 0) -> None:
         self._seed = seed
         self._prompt_len: int | None = None
         self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
-        if top_k:
-            self._warpers.append(TopKLogitsWarper(top_k))
-        if top_p is not None and top_p < 1:
-            self._warpers.append(TopPLogitsWarper(top_p))
+        self._warpers += [TopKLogitsWarper(top_k)] if top_k else []
+        self._warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        self._warpers += [MinPLogitsWarper(min_p)] if min_p else []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores, ``(1, vocab)``, of which the greatest is the draw."""

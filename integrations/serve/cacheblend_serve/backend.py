@@ -81,7 +81,7 @@ class Asked:
         Most seconds of these that it may wait for the model.
     draws : bool or None
         Whether tokens are drawn rather than the likeliest taken; None leaves it to the model, unless there is a temperature.
-    temperature, top_p, top_k, seed
+    temperature, top_p, top_k, min_p, repetition_penalty, seed
         How tokens are drawn; None leaves it to the model.
     ignore_eos : bool
         Whether the answer goes on after the tokens that end one, up to the most tokens.
@@ -91,8 +91,8 @@ class Asked:
         Settings of `BlendConfig` that are others than the server's.
     tools : sequence of dict
         The tools that the answer may call.
-    must_call : bool
-        Whether it has to call one.
+    must_call, one_call : bool
+        Whether it has to call one, and whether it may call no more than one.
     """
 
     prompt: BlendPrompt
@@ -105,12 +105,15 @@ class Asked:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     ignore_eos: bool = False
     grammar: str | None = None
     blend: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[dict[str, Any]] = ()
     must_call: bool = False
+    one_call: bool = False
 
     def reply(self, answer: Answer) -> ToolReply | None:
         """Return what is read of an answer that may call tools; None where there are none."""
@@ -118,6 +121,7 @@ class Asked:
             return None
         is_cut = answer.finish_reason == "length"
         reply = parse_calls(answer.text, self.tools, is_cut=is_cut, must_call=self.must_call)
+        reply.calls = reply.calls[:1] if self.one_call else reply.calls
         # OpenAI's form has no place for calls that cannot be read: what was written is shown.
         return reply if not reply.invalid else ToolReply(answer.text)
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, aclosing
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
+from inspect import signature
 from typing import Any
 
 from fastapi import APIRouter, Response
+from jinja2 import Environment
+from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from starlette.exceptions import HTTPException
+from transformers import PreTrainedTokenizerBase
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.catalog import catalog_of
@@ -25,7 +32,7 @@ from cacheblend_serve.errors import explained
 from cacheblend_serve.responses import EventStream, Whole
 from cacheblend_serve.server import Asker, FromAsker, in_thread
 from cacheblend_serve.settings import ServeConfig
-from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies
+from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies, ToolChoice
 
 __all__ = ["router", "calls_for", "check_length"]
 
@@ -37,9 +44,26 @@ Keep = Callable[[list[Answer]], Awaitable[None]]
 
 @router.get("/v1/models", response_model=None)
 async def _models(asker: FromAsker) -> dict[str, Any]:
+    return {"object": "list", "data": [await _model(asker.server.backend.model_name, asker)]}
+
+
+@router.get("/v1/models/{name:path}", response_model=None)
+async def _model(name: str, asker: FromAsker) -> dict[str, Any]:
     library = await asker.library()
-    model = {"id": asker.server.backend.model_name, "object": "model", "created": 0, "owned_by": "cacheblend-rag"}
-    return {"object": "list", "data": [model | {"max_model_len": library.window}]}
+    _check_served(name, asker)
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "cacheblend-rag",
+        "max_model_len": library.window,
+    }
+
+
+def _check_served(name: str, asker: Asker) -> None:
+    served = asker.server.backend.model_name
+    if name != served:
+        raise HTTPException(404, f"the model {name!r:.60} is not served here, but {served!r} is")
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -54,9 +78,8 @@ async def _complete(request: CompletionRequest, asker: FromAsker) -> Response:
 
 async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Response:
     server = asker.server
-    served = server.backend.model_name
-    if request.model is not None and request.model != served:
-        raise HTTPException(404, f"the model {request.model!r:.60} is not served here, but {served!r} is")
+    if request.model is not None:
+        _check_served(request.model, asker)
     if request.keep:
         server.pages.check()
         if not server.backend.makes_pages:
@@ -69,7 +92,7 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
         entered.enter_context(server.gate.pass_through(prompts))
         library = await asker.library()
         calls = await in_thread(calls_for, library, request, server.config)
-        replies = Replies(served, request)
+        replies = Replies(server.backend.model_name, request)
         speak = partial(asker.answer, library)
         keep = partial(_keep, asker, library, request.keep, replies)
         leave, reader_s = entered.pop_all().close, server.config.reader_s
@@ -135,6 +158,8 @@ async def _keep(asker: Asker, library: ChunkLibrary, keep: bool, replies: Replie
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_FIELDS = {"role", "content", "name"}
+_FIELDS_OF = {"assistant": {"tool_calls", "refusal"}, "tool": {"tool_call_id"}}
 _Part = str | Chunk | ChunkRef
 
 
@@ -167,22 +192,54 @@ def check_length(library: ChunkLibrary, prompt: BlendPrompt, config: ServeConfig
 
 
 def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> Asked:
-    tools, must_call = chosen_tools(request.tools, request.tool_choice) if request.tools else ([], False)
+    choice: Any = request.tool_choice
+    choice = choice.model_dump() if isinstance(choice, ToolChoice) else choice
+    offered = [tool.model_dump(exclude_unset=True) for tool in request.tools]
+    tools, must_call = chosen_tools(offered, choice) if offered else ([], False)
     turns = [_turn(message, number) for number, message in enumerate(request.messages)]
     grammar: str | None = None
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        schema = requested_schema(request.response_format)
+    if request.response_format is not None and request.response_format.type != "text":
+        form = request.response_format.json_schema
+        schema = requested_schema(request.response_format.model_dump(by_alias=True))
         grammar = json_grammar(schema)
-        if request.response_format["type"] == "json_schema":
-            turns = around_question(turns, after=[schema_request(schema)]) or turns
-        must_call = False
+        if form is not None:
+            shown = schema if form.description is None else {"description": form.description} | schema
+            turns = around_question(turns, after=[schema_request(shown)]) or turns
     elif must_call and tools:
         grammar = call_grammar(tools, str(library.tokenizer.get_chat_template(tools=tools)))
     documents = _passages(library, request.documents)
-    parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents)
+    variables = _variables(str(library.tokenizer.chat_template), request) | {
+        "add_generation_prompt": request.add_generation_prompt and not request.continue_final_message,
+        "continue_final_message": request.continue_final_message,
+    }
+    parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents, **variables)
     asked = [part for part in turns[-1]["content"] if isinstance(part, str)] if turns[-1]["role"] == "user" else []
     prompt = catalog_of(library).prompt(library, parts, asked="".join(asked))
-    return _asked(prompt, request, config, grammar, tools, must_call)
+    asked = _asked(prompt, request, config, grammar)
+    return replace(asked, tools=tools, must_call=must_call, one_call=not request.parallel_tool_calls)
+
+
+# Which tokens count as the assistant's, for training: no part of Jinja.
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+# What a chat template is given in any case, and what its tokenizer takes for itself.
+_TEMPLATES = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+
+
+def _variables(template: str, request: ChatRequest) -> dict[str, Any]:
+    """Return the variables of the chat template that a request sets; `PromptError` for those that it does not read."""
+    given = dict(request.chat_template_kwargs)
+    if request.reasoning_effort is not None:
+        given["reasoning_effort"] = request.reasoning_effort
+    for name in given:
+        if name in _TEMPLATES or name not in _read_by(template):
+            raise PromptError(f"this model's chat template takes no {name!r:.60} from a request; leave it out")
+    return given
+
+
+@lru_cache(maxsize=8)
+def _read_by(template: str) -> set[str]:
+    """Return the variables that a chat template reads."""
+    return find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(_GENERATION.sub("", template)))
 
 
 def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
@@ -198,14 +255,7 @@ def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Seque
     return BlendPrompt(segments=[*before, prompt])
 
 
-def _asked(
-    prompt: BlendPrompt,
-    request: Decoding,
-    config: ServeConfig,
-    grammar: str | None = None,
-    tools: Sequence[dict[str, Any]] = (),
-    must_call: bool = False,
-) -> Asked:
+def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar: str | None = None) -> Asked:
     if request.ignore_eos and grammar is not None:
         raise PromptError(
             "ignore_eos is not possible where the answer has a form, which says where it ends; leave it out"
@@ -219,12 +269,12 @@ def _asked(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         grammar=grammar,
         blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
-        tools=tools,
-        must_call=must_call,
     )
 
 
@@ -258,16 +308,27 @@ def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise PromptError(f"message {number} has the role {message.get('role')!r:.40}; give one of {', '.join(_ROLES)}")
-    turn: dict[str, Any] = {"role": role, "content": _content(message.get("content"), number)}
+    _check_fields(message, _FIELDS | _FIELDS_OF.get(role, set()), f"message {number}")
+    content = [message.get("content"), message.get("refusal")]
+    turn: dict[str, Any] = {"role": role, "content": [part for each in content for part in _content(each, number)]}
     for name in ("name", "tool_call_id"):
-        if isinstance(message.get(name), str):
-            turn[name] = message[name]
+        if (value := message.get(name)) is not None:
+            if not isinstance(value, str):
+                raise PromptError(f"message {number} has {name}={value!r:.40}, which is no text; give a string")
+            turn[name] = value
     calls = message.get("tool_calls")
-    if calls and role == "assistant":
+    if calls:
         if not isinstance(calls, list):
             raise PromptError(f"message {number} has tool_calls={calls!r:.40}, which is no list; give a list of calls")
         turn["tool_calls"] = [_call(call, number) for call in calls]
     return turn
+
+
+def _check_fields(given: dict[str, Any], known: Collection[str], what: str) -> None:
+    """Raise `PromptError` if an object says more than is read of it; null and an empty list say nothing."""
+    for name, value in given.items():
+        if name not in known and value not in (None, []):
+            raise PromptError(f"{what} has the field {name!r:.60}, which is not read here; leave it out")
 
 
 def _content(content: Any, number: int) -> list[_Part]:
@@ -280,8 +341,10 @@ def _content(content: Any, number: int) -> list[_Part]:
         kind = part.get("type") if isinstance(part, dict) else None
         text, id = (part.get("text"), part.get("id")) if isinstance(part, dict) else (None, None)
         if kind == "text" and isinstance(text, str):
+            _check_fields(part, ("type", "text"), f"a text of message {number}")
             parts.append(text)
         elif kind == "document" and isinstance(text, str | None) and isinstance(id, str | None) and (text or id):
+            _check_fields(part, ("type", "id", "text"), f"a document of message {number}")
             parts.append(_stored(id, text))
         else:
             raise PromptError(
@@ -293,12 +356,15 @@ def _content(content: Any, number: int) -> list[_Part]:
 
 def _call(call: Any, number: int) -> dict[str, Any]:
     try:
+        # The place of a call among those of a stream is there in what clients put together of it.
+        _check_fields(call, ("id", "type", "function", "index"), f"a tool call of message {number}")
         function = call["function"]
+        _check_fields(function, ("name", "arguments"), f"a tool call of message {number}")
         arguments = function["arguments"]
         # Templates write arguments themselves, from objects.
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return {"type": "function", "id": call["id"], "function": {"name": function["name"], "arguments": arguments}}
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PromptError(
             f"message {number} has a tool call that cannot be read ({type(error).__name__}: {error}); give id, function.name "
             "and function.arguments, which is JSON"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -63,9 +65,9 @@ class Overload(Exception):
         self.is_rate = is_rate
 
 
-def error_body(message: str, kind: str = _SENDERS, code: str | None = None) -> dict[str, Any]:
+def error_body(message: str, kind: str = _SENDERS, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """Return an error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def explained(error: Exception) -> JSONResponse:
@@ -81,7 +83,8 @@ def explained(error: Exception) -> JSONResponse:
     if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
         return JSONResponse(error_body("the request is nested too deeply; send JSON with fewer levels"), 400)
     if isinstance(error, RequestValidationError):
-        return JSONResponse(error_body(_said(error), code="invalid_option"), 400)
+        param = _place(error.errors()[0]).partition(".")[0] or None
+        return JSONResponse(error_body(_said(error), code="invalid_option", param=param), 400)
     if isinstance(error, HTTPException):
         return JSONResponse(error_body(str(error.detail)), error.status_code, error.headers)
     for kind, status, code in _KNOWN:
@@ -118,9 +121,20 @@ def _said(error: RequestValidationError) -> str:
         if item["type"] == "json_invalid":
             said.append(f"the request is not JSON: {item['ctx']['error']} at character {item['loc'][-1]}")
             continue
-        place = ".".join(str(part) for part in item["loc"] if part != "body")
+        place = _place(item)
         if not place and item["type"] in ("dict_type", "model_attributes_type"):
             said.append("the request must be a JSON object, with Content-Type: application/json")
             continue
-        said.append(f"{place or 'the request'}: {item['msg'].removeprefix('Value error, ')}"[:_PROBLEM_CHARS])
+        told = f"{place or 'the request'}: {item['msg'].removeprefix('Value error, ')}"
+        # An error of pydantic's own says what should have been, and not what there was.
+        is_own = item["type"] not in ("missing", "value_error", "unknown_field")
+        said.append(f"{told}, not {reprlib.repr(item['input'])}"[:_PROBLEM_CHARS] if is_own else told[:_PROBLEM_CHARS])
     return "; ".join(said)
+
+
+def _place(item: Mapping[str, Any]) -> str:
+    """Return which field of a request an error is about."""
+    if item["type"] == "json_invalid":
+        return ""
+    field = item["ctx"]["field"] if item["type"] == "unknown_field" else None
+    return ".".join(str(part) for part in (*item["loc"], field) if part not in ("body", None))

@@ -22,6 +22,9 @@ __all__ = ["EngineBackend", "command", "open_backend"]
 
 # Most tokens of an answer where neither the request nor the model's own settings say.
 _ANSWER_TOKENS = 256
+_DRAWN = ("temperature", "top_p", "top_k", "min_p")
+# The temperature from which the likeliest token is as good as certain, and less would make scores infinite.
+_LIKELIEST = 1e-5
 
 
 class EngineBackend(Backend):
@@ -100,19 +103,20 @@ def _stream(engine: BlendEngine, asked: Asked, ending: Ending) -> Any:
     if asked.ignore_eos:
         options["eos_token_id"] = []
     processors: list[Any] = [] if asked.grammar is None else [Guide(engine, asked.grammar)]
-    # transformers writes 0 where OpenAI's clients may write -1: all tokens.
-    top_k = None if asked.top_k is None else max(asked.top_k, 0)
+    if asked.repetition_penalty is not None:
+        options["repetition_penalty"] = asked.repetition_penalty
+    drawn = {name: given for name in _DRAWN if (given := getattr(asked, name)) is not None}
+    if "top_k" in drawn:
+        # transformers writes 0 where OpenAI's clients may write -1: all tokens.
+        drawn["top_k"] = max(drawn["top_k"], 0)
     draws = own.do_sample or asked.temperature is not None if asked.draws is None else asked.draws
-    if not draws or asked.temperature == 0:
-        options["do_sample"] = False
-    elif asked.seed is not None:
-        temperature = asked.temperature or own.temperature or 1.0
-        processors.append(SeededSampling(asked.seed, temperature, top_k, asked.top_p))
-        options["do_sample"] = False
-    else:
-        drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": top_k}
-        options |= {name: value for name, value in drawn.items() if value is not None}
-        options["do_sample"] = True
+    options["do_sample"] = False
+    if draws and drawn.get("temperature", 1) > _LIKELIEST:
+        if asked.seed is None:
+            options |= drawn | {"do_sample": True}
+        else:
+            owns = {name: given for name in _DRAWN if (given := getattr(own, name)) is not None}
+            processors.append(SeededSampling(asked.seed, **{"temperature": 1.0} | owns | drawn))
     if processors:
         options["logits_processor"] = processors
     if asked.blend:

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from cacheblend_attachments import AutoRatio, Guard
 from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner
@@ -154,6 +155,11 @@ class Asker:
 
 
 async def _asker(request: Request) -> Asker:
+    known = [each.alias for each in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            hint = did_you_mean(name, known) or "; leave it out"
+            raise HTTPException(400, f"the parameter {name!r:.60} of the address is not supported here{hint}")
     return Asker(request.app.state.server, request.state.owner, request)
 
 

@@ -6,13 +6,13 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.tools import ToolReply
-from cacheblend_rag.config import did_you_mean
+from cacheblend_serve.client.wire import Item
 
 __all__ = [
     "AddRequest",
@@ -26,46 +26,24 @@ __all__ = [
     "Replies",
 ]
 
-# What would be given to others' answers, or changes what is looked up for them.
-_REFUSED = ("cache_salt", "kv_transfer_params")
-# From how alike to a field's name an unknown one is taken to be misspelt: more than OpenAI's own are to each other.
-_ALIKE = 0.86
 # Of one request.
 _MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000
-# What another value than these asks for is not done, and leaving it out silently would give another answer than was asked for.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
+# Fields that are taken with the value that asks for what is done anyway, and refused with any other.
+_Zero = Annotated[float, Field(ge=0, le=0)]
+_One = Annotated[float, Field(ge=1, le=1)]
+_NoList = Annotated[list[Any], Field(max_length=0)]
+_Tokens = Annotated[list[int], Field(min_length=1)]
+_NoObject = Annotated[dict[str, Any], Field(max_length=0)]
 
 
-class DocumentItem(BaseModel):
+class _Sent(Item):
+    """An object of a request, whose values are of the types that are asked for."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class DocumentItem(_Sent):
     """A document beside a conversation: a stored chunk by its id, or its text, or both."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: str | None = Field(default=None, min_length=1)
     text: str | None = Field(default=None, min_length=1)
@@ -78,24 +56,57 @@ class DocumentItem(BaseModel):
         return self
 
 
-class Decoding(BaseModel):
+class StreamOptions(_Sent):
+    """What a stream has beside the pieces of its answer."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class Bookkeeping(_Sent):
+    """Fields that say who asks and why; no answer depends on them."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] = Field(default={})
+
+
+class DoneAnyway(_Sent):
+    """Fields of OpenAI and of other servers, each with the one value that it may have."""
+
+    bad_words: _NoList = Field(default=[])
+    best_of: _One = 1
+    echo: Literal[False] = False
+    frequency_penalty: _Zero = 0
+    include_stop_str_in_output: Literal[False] = False
+    length_penalty: _One = 1
+    logit_bias: _NoObject = Field(default={})
+    min_tokens: _Zero = 0
+    n: _One = 1
+    presence_penalty: _Zero = 0
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+    stop_token_ids: _NoList = Field(default=[])
+    store: Literal[False] = False
+    use_beam_search: Literal[False] = False
+
+
+class Decoding(Bookkeeping, DoneAnyway):
     """Fields of both kinds of requests that say how the answer is written."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _said(cls, given: Any) -> Any:
-        """Leave out what is null, as many clients say of what they do not say."""
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     model: str | None = None
     documents: list[Annotated[str, Field(min_length=1)] | DocumentItem] = Field(default=[], max_length=_MOST_DOCUMENTS)
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -105,18 +116,11 @@ class Decoding(BaseModel):
     keep: bool = False
 
     @model_validator(mode="after")
-    def _is_done(self) -> Decoding:
-        for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED:
-                raise ValueError(f"{name} is the server's own; leave it out")
-            if name in _NEUTRAL and value not in _NEUTRAL[name]:
-                raise ValueError(f"{name}={value!r:.40} is not supported here; leave it out")
-            # Others' fields are let through; what is meant to be one of these is not left out silently.
-            if name not in _NEUTRAL and (hint := did_you_mean(name, type(self).model_fields, _ALIKE)):
-                raise ValueError(f"{name} is not known here{hint}")
-        for each in self.stop_strings:
-            if not each:
-                raise ValueError("a stop string is empty; every text begins with it")
+    def _fits(self) -> Decoding:
+        if not all(self.stop_strings):
+            raise ValueError("a stop string is empty; every text begins with it")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are for streams; leave them out, or ask for stream")
         return self
 
     @property
@@ -127,7 +131,7 @@ class Decoding(BaseModel):
     @property
     def tells_usage(self) -> bool:
         """Whether a stream ends with how many tokens were used."""
-        return bool(self.stream_options.get("include_usage"))
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def most_tokens(self) -> int | None:
@@ -135,28 +139,99 @@ class Decoding(BaseModel):
         return self.max_tokens
 
 
+class FunctionItem(_Sent):
+    """A function that may be called."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolItem(_Sent):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionItem
+
+
+class FunctionName(_Sent):
+    """The function that has to be called."""
+
+    name: str = Field(min_length=1)
+
+
+class ToolChoice(_Sent):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class SchemaItem(_Sent):
+    """The JSON schema of an answer."""
+
+    name: str
+    description: str | None = None
+    shape: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Sent):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaItem | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(
+                f"type={self.type!r} and json_schema do not fit; give a json_schema with this type, and with no other"
+            )
+        return self
+
+
 class ChatRequest(Decoding):
     """A request of ``/v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] = []
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    tools: list[ToolItem] = Field(default=[])
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    logprobs: Literal[False] = False
+    modalities: list[Literal["text"]] = Field(default=[])
+    top_logprobs: _Zero = 0
+    verbosity: Literal["medium"] | None = None
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of the answer, under its newer name or its older one."""
-        return self.max_completion_tokens or self.max_tokens
+        """Most tokens of the answer, under its newer name and its older one."""
+        return min((each for each in (self.max_completion_tokens, self.max_tokens) if each is not None), default=None)
 
     @model_validator(mode="after")
-    def _functions(self) -> ChatRequest:
-        for each in self.tools:
-            function = each.get("function")
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-                raise ValueError(f"the tool {each!r:.80} is not a function with a name")
-            if not isinstance(function.get("parameters", {}), dict | None):
-                raise ValueError(f"the parameters of the tool {function['name']!r:.40} are no JSON schema")
+    def _agrees(self) -> ChatRequest:
+        if self.tool_choice not in (None, "auto", "none"):
+            if not self.tools:
+                raise ValueError(
+                    f"tool_choice={self.tool_choice!r:.80} asks for a call, and there are no tools; give tools"
+                )
+            if self.response_format is not None and self.response_format.type != "text":
+                raise ValueError(
+                    "tool_choice asks for a call and response_format for JSON, and an answer is one of them; leave one out"
+                )
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other; leave one out")
         return self
 
 
@@ -166,22 +241,21 @@ class CompletionRequest(Decoding):
     prompt: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
-        | Annotated[list[int], Field(min_length=1)]
+        | _Tokens
+        | Annotated[list[_Tokens], Field(min_length=1, max_length=_MOST_PROMPTS)]
     )
+    suffix: Literal[""] = ""
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one of which is what most requests have."""
-        if isinstance(self.prompt, str):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
-        numbers = [each for each in self.prompt if isinstance(each, int)]
-        return [numbers] if numbers else [each for each in self.prompt if isinstance(each, str)]
+        return [*self.prompt]
 
 
-class ChunkItem(BaseModel):
+class ChunkItem(_Sent):
     """A chunk that is to be stored; the fields are those of `cacheblend_rag.Chunk`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: str = Field(min_length=1)
     text: str = Field(min_length=1)
@@ -191,10 +265,8 @@ class ChunkItem(BaseModel):
     source: str | None = None
 
 
-class AddRequest(BaseModel):
+class AddRequest(_Sent):
     """A request to store chunks."""
-
-    model_config = ConfigDict(extra="forbid")
 
     chunks: list[ChunkItem] = Field(min_length=1, max_length=_MOST_CHUNKS)
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -202,10 +274,8 @@ class AddRequest(BaseModel):
     stream: bool = False
 
 
-class DocumentRequest(BaseModel):
+class DocumentRequest(_Sent):
     """A request to store a document, or to replace it: its text, which is cut, or its chunks in the order of reading."""
-
-    model_config = ConfigDict(extra="forbid")
 
     text: str | None = Field(default=None, min_length=1)
     chunks: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
@@ -223,10 +293,8 @@ class DocumentRequest(BaseModel):
         return self
 
 
-class IdsRequest(BaseModel):
+class IdsRequest(_Sent):
     """A request about stored chunks: to forget them, or to read their KV ahead."""
-
-    model_config = ConfigDict(extra="forbid")
 
     ids: list[str] = Field(min_length=1, max_length=_MOST_CHUNKS)
 

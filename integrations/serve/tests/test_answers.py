@@ -1,17 +1,21 @@
 """Answers over HTTP are the engine's, whole and in pieces, with what was asked of them."""
 
 import json
+import re
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.render import render_chat
+from cacheblend_serve.wire import ChatRequest, CompletionRequest
 from integrations.langchain.tests.asking import TOOL_TEMPLATE
 from integrations.serve.tests.conftest import CHUNKS, Serve
+from tests.ceilings import ROOT
 
 QUESTION = [{"role": "user", "content": "Where was Mara born?"}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -96,10 +100,13 @@ def test_completions_of_one_prompt_and_several(engine: BlendEngine, serve: Serve
             (choice,) = event["choices"]
             spoken[choice["index"]] += choice["text"]
         assert spoken == texts
-    ids = list(engine.prompt_ids(BlendPrompt(prompts[0])))
-    reply = client.post("/v1/completions", json={"prompt": ids, "temperature": 0, "max_tokens": 8}).json()
-    assert reply["choices"][0]["text"] == wanted[0]
-    assert reply["usage"]["prompt_tokens"] == len(ids)
+    # As evaluation harnesses send them.
+    ids = [list(engine.prompt_ids(BlendPrompt(prompt))) for prompt in prompts]
+    for given, texts in ((ids[0], wanted[:1]), (ids[:1], wanted[:1]), (ids, wanted)):
+        harness = {"prompt": given, "temperature": 0, "max_tokens": 8, "stop": [], "seed": 1234, "echo": False}
+        reply = client.post("/v1/completions", json=harness).json()
+        assert [choice["text"] for choice in reply["choices"]] == texts
+        assert reply["usage"]["prompt_tokens"] == sum(map(len, ids[: len(texts)]))
     engine.add([Chunk(CHUNKS["mara"], "mara")])
     named = client.post("/v1/completions", json={"prompt": "Where?", "documents": ["mara"], **GREEDY}).json()
     prompt = BlendPrompt(segments=[ChunkRef("mara"), "\n\n", "Where?"])
@@ -116,6 +123,92 @@ def test_stop_strings_and_lengths(serve: Serve) -> None:
     limited = serve(output_tokens=3)
     assert ask(limited, max_tokens=30)["usage"]["completion_tokens"] == 3
     assert ask(limited, max_tokens=None, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_how_tokens_are_drawn(engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = serve(engine)
+
+    def drawn(**body: Any) -> str:
+        return str(
+            ask(client, **{"temperature": 1.0, "seed": 0, "max_tokens": 16} | body)["choices"][0]["message"]["content"]
+        )
+
+    likeliest = drawn(temperature=0)
+    assert drawn(temperature=1e-300, seed=None) == drawn(temperature=1e-300) == likeliest
+    assert drawn(min_p=1.0) == drawn(min_p=1.0, seed=None) == drawn(top_p=1e-9) == likeliest
+    assert drawn() == drawn(min_p=0, top_k=0, top_p=1, repetition_penalty=1) != likeliest
+    monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
+    assert drawn(temperature=0) != drawn(temperature=0, repetition_penalty=1) == likeliest
+    # What the model draws with where it is not said holds with a seed too.
+    monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", None)
+    monkeypatch.setattr(engine.model.generation_config, "top_k", 1)
+    assert drawn() == likeliest != drawn(top_k=0)
+
+
+def test_variables_of_the_chat_template(engine: BlendEngine, serve: Serve) -> None:
+    said = "{% generation %}{% endgeneration %}{% if enable_thinking is defined and not enable_thinking %}No thoughts.{% endif %}"
+    engine.tokenizer.chat_template += said + "{{ reasoning_effort or '' }}"
+    client = serve(engine)
+
+    def ids(**body: Any) -> int:
+        return int(ask(client, **body)["usage"]["prompt_tokens"])
+
+    plain = ids()
+    assert (
+        ids(chat_template_kwargs={"enable_thinking": False})
+        > ids(chat_template_kwargs={"enable_thinking": True})
+        == plain
+    )
+    assert ids(reasoning_effort="low") > plain > ids(add_generation_prompt=False)
+    begun = [*QUESTION, {"role": "assistant", "content": "She was born in"}]
+    prompt = engine.tokenizer.apply_chat_template(begun, tokenize=False, continue_final_message=True)
+    wanted = engine.generate(BlendPrompt(prompt), 12, do_sample=False).text
+    assert ask(client, messages=begun, continue_final_message=True)["choices"][0]["message"]["content"] == wanted
+
+
+def test_messages_as_clients_keep_them(serve: Serve) -> None:
+    client = serve()
+    said = [*QUESTION, {"role": "assistant", "content": "In Oslo."}, *QUESTION]
+    parts = [{"type": "text", "text": "In "}, {"type": "text", "text": "Oslo."}]
+    nothing = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
+    wanted = ask(client, messages=said)
+    for answer in (
+        {"content": "In Oslo.", "annotations": [], **nothing},
+        {"content": parts, "name": "guide"},
+        {"content": None, "refusal": "In Oslo."},
+    ):
+        reply = ask(client, messages=[QUESTION[0] | {"name": "mara"}, {"role": "assistant", **answer}, *QUESTION])
+        assert reply["choices"] == wanted["choices"]
+
+
+def test_a_model_by_its_name(engine: BlendEngine, serve: Serve) -> None:
+    engine.model_name = "harbour/tiny-0.1"
+    client = serve(engine)
+    [model] = client.get("/v1/models").json()["data"]
+    assert (
+        client.get("/v1/models/harbour/tiny-0.1").json() == client.get("/v1/models/harbour%2Ftiny-0.1").json() == model
+    )
+    assert client.get("/v1/models/harbour").status_code == 404
+
+
+ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (chats|completions|both) \| (?:only `(.+)`)?", re.MULTILINE)
+
+
+def test_the_guide_has_every_field() -> None:
+    told: dict[str, set[str]] = {"chats": set(), "completions": set(), "both": set()}
+    for names, where, only in ROW.findall((ROOT / "docs/serve.md").read_text(encoding="utf-8")):
+        fields = re.findall(r"\w+", names)
+        told[where] |= set(fields)
+        for field in fields if only else ():
+            kind = CompletionRequest if where == "completions" else ChatRequest
+            least = {"prompt": "x"} if where == "completions" else {"messages": QUESTION}
+            assert kind.model_validate(least | {field: json.loads(only)}), field
+            with pytest.raises(ValueError, match=field):
+                kind.model_validate(least | {field: "another"})
+    assert told["chats"] | told["both"] == set(ChatRequest.model_fields)
+    assert told["completions"] | told["both"] == set(CompletionRequest.model_fields)
+    # OpenAI's own that are not there are refused.
+    assert set(CompletionCreateParamsBase.__annotations__) - set(CompletionRequest.model_fields) == {"logprobs"}
 
 
 @pytest.mark.parametrize(
@@ -209,11 +302,10 @@ def test_openais_own_client(engine: BlendEngine, serve: Serve) -> None:
         assert reply.choices[0].message.content == wanted
         with pytest.raises(openai.NotFoundError, match="is not served here"):
             client.chat.completions.create(**(body | {"model": "other"}))
-        with pytest.raises(openai.BadRequestError, match="n=2 is not supported here"):
+        with pytest.raises(openai.BadRequestError, match="n: Input should be less than") as refused:
             client.chat.completions.create(**body, n=2)
-        with pytest.raises(openai.BadRequestError, match=r"min_p=0\.1 is not supported here"):
-            client.chat.completions.create(**(body | {"extra_body": {"min_p": 0.1}}))
+        assert (refused.value.param, refused.value.code) == ("n", "invalid_option")
         # As many clients say that they say nothing.
-        nothing = dict.fromkeys(("stream", "stream_options", "tools", "n", "min_p", "ignore_eos"))
+        nothing = dict.fromkeys(("stream", "stream_options", "tools", "n", "guided_json", "ignore_eos"))
         reply = client.chat.completions.create(**(body | {"extra_body": nothing | body["extra_body"]}))
         assert reply.choices[0].message.content == wanted

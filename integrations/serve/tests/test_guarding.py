@@ -41,6 +41,8 @@ MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
 SHORT = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3}
 LONG = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500}
 TOOL = {"type": "function", "function": {"name": "weather"}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CALL = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 JSON = {"Content-Type": "application/json"}
 
 
@@ -61,22 +63,53 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content of the type 'image_url'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "has a tool call that cannot be read"),
         ({"messages": [{"role": "assistant", "tool_calls": {"id": "x"}}]}, 400, "which is no list"),
-        (SHORT | {"tools": [TOOL], "tool_choice": {"function": "x"}}, 400, "names none of the tools weather"),
+        (
+            SHORT | {"tools": [TOOL], "tool_choice": {"function": "x"}},
+            400,
+            "tool_choice.ToolChoice.type: Field required",
+        ),
         (SHORT | {"stop": ["x"] * 17}, 400, "at most 16 items"),
         (SHORT | {"documents": ["x"] * 1001}, 400, "at most 1000 items"),
-        (SHORT | {"n": 2}, 400, "n=2 is not supported here"),
-        (SHORT | {"logprobs": True}, 400, "logprobs=True is not supported here"),
-        (SHORT | {"cache_salt": "x"}, 400, "cache_salt is the server's own"),
-        (SHORT | {"kv_transfer_params": {}}, 400, "kv_transfer_params is the server's own"),
+        (SHORT | {"n": 2}, 400, "n: Input should be less than or equal to 1, not 2"),
+        (SHORT | {"logprobs": True}, 400, "logprobs: Input should be False, not True"),
+        (SHORT | {"cache_salt": "x"}, 400, "cache_salt: not supported here; leave it out"),
+        (SHORT | {"kv_transfer_params": {}}, 400, "kv_transfer_params: not supported here"),
         (SHORT | {"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
         (SHORT | {"stop": [""]}, 400, "a stop string is empty"),
         (SHORT | {"documents": [{}]}, 400, "a document has neither id nor text"),
         (SHORT | {"documents": ["nobody"]}, 404, "nobody"),
         (SHORT | {"model": "other"}, 404, "the model 'other' is not served here"),
         (SHORT | {"recompute_ratio": 2.0}, 400, "recompute_ratio: Input should be less than or equal to 1"),
-        (SHORT | {"response_format": {"type": "poem"}}, 400, "is not known"),
-        (SHORT | {"tools": [{"type": "code_interpreter"}]}, 400, "is not a function with a name"),
+        (SHORT | {"response_format": {"type": "poem"}}, 400, "response_format.type: Input should be 'text'"),
+        (SHORT | {"tools": [{"type": "code_interpreter"}]}, 400, "tools.0.type: Input should be 'function'"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "tokens"),
+        # What is not known, wherever it stands.
+        (SHORT | {"grammar": 'root ::= "yes"'}, 400, "grammar: not supported here"),
+        (SHORT | {"num_beams": False}, 400, "num_beams: not supported here"),
+        (SHORT | {"documents": [{"text": "x", "txt": 0}]}, 400, "txt: not supported here, did you mean text?"),
+        (SHORT | {"messages": [{"role": "user", "content": "x", "nam": 0}]}, 400, "message 0 has the field 'nam'"),
+        (SHORT | {"messages": [{"role": "user", "tool_calls": [0]}]}, 400, "message 0 has the field 'tool_calls'"),
+        (SHORT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "a": 0}]}]}, 400, "field 'a'"),
+        (SHORT | {"messages": [{"role": "assistant", "tool_calls": [CALL | {"a": 0}]}]}, 400, "field 'a'"),
+        (SHORT | {"tools": [TOOL | {"cache": 0}]}, 400, "tools.0.cache: not supported here"),
+        (SHORT | {"tools": [TOOL], "tool_choice": NAMED | {"mode": 0}}, 400, "mode: not supported here"),
+        (SHORT | {"response_format": {"type": "json_object", "schema": {}}}, 400, "schema: not supported here"),
+        (SHORT | {"stream_options": {"include_usag": 0}}, 400, "include_usag: not supported here"),
+        (SHORT | {"chat_template_kwargs": {"enable_thinking": False}}, 400, "takes no 'enable_thinking'"),
+        (SHORT | {"chat_template_kwargs": {"messages": []}}, 400, "takes no 'messages'"),
+        (SHORT | {"reasoning_effort": "none"}, 400, "takes no 'reasoning_effort'"),
+        # Nothing is taken for not given but null.
+        (SHORT | {"n": 0}, 400, "n: Input should be greater than or equal to 1, not 0"),
+        (SHORT | {"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+        (SHORT | {"top_p": 0}, 400, "top_p: Input should be greater than 0"),
+        (SHORT | {"max_tokens": "3"}, 400, "max_tokens: Input should be a valid integer, not '3'"),
+        (SHORT | {"tool_choice": "required"}, 400, "there are no tools"),
+        (
+            SHORT | {"tools": [TOOL], "tool_choice": NAMED, "response_format": {"type": "json_object"}},
+            400,
+            "leave one out",
+        ),
+        (SHORT | {"continue_final_message": True, "add_generation_prompt": True}, 400, "exclude each other"),
     ],
 )
 def test_what_cannot_be_answered_is_said(tiny_client: httpx.Client, body: Any, status: int, said: str) -> None:
@@ -87,6 +120,24 @@ def test_what_cannot_be_answered_is_said(tiny_client: httpx.Client, body: Any, s
 
 def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
     error(tiny_client.get("/v1/nothing"), 404)
+    assert "did you mean limit?" in error(tiny_client.get("/v1/chunks?limt=3"), 400)["message"]
+    assert (
+        "stream_options are for streams"
+        in error(tiny_client.post(CHAT, json=SHORT | {"stream_options": {}}), 400)["message"]
+    )
+    for said in (
+        {"echo": True},
+        {"logprobs": 0},
+        {"suffix": "x"},
+        {"best_of": 2},
+        {"messages": MESSAGES},
+        {"tools": []},
+    ):
+        [name] = said
+        assert error(tiny_client.post("/v1/completions", json={"prompt": "x", **said}), 400)["param"] == name
+    chunk = {"text": "She sings.", "id": "a", "sourc": "x"}
+    assert "sourc" in error(tiny_client.post("/v1/engine/add", json={"chunks": [chunk]}), 400)["message"]
+    assert "sourc" in error(tiny_client.post("/v1/chunks", json={"chunks": [chunk]}), 400)["message"]
     error(tiny_client.get(CHAT), 405)
     error(tiny_client.post(CHAT, content=b"{not json"), 400)
     error(tiny_client.post("/v1/completions", json={"prompt": [-1, 3]}), 400)

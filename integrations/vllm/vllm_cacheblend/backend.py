@@ -27,6 +27,8 @@ __all__ = ["VLLMBackend"]
 
 # Settings of blending that ask for what vLLM does anyway.
 _AS_IT_IS: dict[str, tuple[Any, ...]] = {"enabled": (True,), "recompute_ratio": (0,)}
+# What vLLM is told as it is asked.
+_GIVEN = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
 class VLLMBackend(Backend):
@@ -98,8 +100,7 @@ class VLLMBackend(Backend):
             "stop": list(asked.stop),
             "ignore_eos": asked.ignore_eos,
         }
-        drawn = {"top_p": asked.top_p, "top_k": asked.top_k, "seed": asked.seed}
-        body |= {name: value for name, value in drawn.items() if value is not None}
+        body |= {name: value for name in _GIVEN if (value := getattr(asked, name)) is not None}
         if asked.temperature is not None and asked.draws is not False:
             body["temperature"] = asked.temperature
         elif not (own.do_sample if asked.draws is None else asked.draws):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from cacheblend_rag.chat.answer import Deadline, EndWhenSet
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, FixedText, Segment, check_text
+from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine.generation import StopStrings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport, ChunkReport
@@ -20,9 +23,11 @@ __all__ = [
     "ChunksCall",
     "Decoding",
     "IdsCall",
+    "Item",
     "PromptItem",
     "SegmentItem",
     "asked_decoding",
+    "known_fields",
     "read_report",
 ]
 
@@ -32,16 +37,38 @@ _MOST_SEGMENTS = 20_000
 _MOST_TOKENS = 2_000_000
 
 
-class _Item(BaseModel):
+class Item(BaseModel):
+    """An object of a request. Only its fields may be given; null says that one is not."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        return known_fields(given, [field.alias or name for name, field in cls.model_fields.items()])
 
-class SegmentItem(_Item):
+
+def known_fields(given: Any, known: Collection[str]) -> Any:
+    """Return an object without what is null; `PydanticCustomError` if it has a field that is not known."""
+    if not isinstance(given, Mapping):
+        return given
+    said = {name: value for name, value in given.items() if value is not None}
+    for name in said:
+        if name not in known:
+            words = {"field": name, "hint": did_you_mean(name, known) or "; leave it out"}
+            raise PydanticCustomError("unknown_field", "not supported here{hint}", words)
+    return said
+
+
+_Chunk = Annotated[Chunk, BeforeValidator(partial(known_fields, known=[each.name for each in fields(Chunk)]))]
+
+
+class SegmentItem(Item):
     """A segment that is neither plain text nor token ids: fixed text, the id of a stored chunk, or a chunk."""
 
     fixed: str | None = None
     ref: str | None = None
-    chunk: Chunk | None = None
+    chunk: _Chunk | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> SegmentItem:
@@ -59,7 +86,7 @@ class SegmentItem(_Item):
         return self.chunk
 
 
-class PromptItem(_Item):
+class PromptItem(Item):
     """A prompt, as `BlendPrompt` has it."""
 
     segments: list[str | Annotated[list[int], Field(max_length=_MOST_TOKENS)] | SegmentItem] = Field(
@@ -94,7 +121,7 @@ class PromptItem(_Item):
         return BlendPrompt(segments=segments, skip_unknown=self.skip_unknown)
 
 
-class AnswerCall(_Item):
+class AnswerCall(Item):
     """A prompt and how it is answered.
 
     Attributes
@@ -118,7 +145,7 @@ class AnswerCall(_Item):
     blend: dict[str, Any] = Field(default={}, max_length=50)
 
 
-class ChunksCall(_Item):
+class ChunksCall(Item):
     """Chunks that are to be stored, or whose costs are to be told.
 
     Attributes
@@ -129,14 +156,14 @@ class ChunksCall(_Item):
         Whether they are all that their documents have.
     """
 
-    chunks: list[Chunk] = Field(max_length=_MOST_CHUNKS)
+    chunks: list[_Chunk] = Field(max_length=_MOST_CHUNKS)
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     leave_out: bool = False
     background: bool = False
     whole: bool = False
 
 
-class IdsCall(_Item):
+class IdsCall(Item):
     """Ids of chunks, and what some were made of."""
 
     ids: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
