@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from transformers import LogitsProcessor
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Guide", "check_grammar", "json_grammar", "requested_schema", "schema_request"]
+__all__ = ["Guide", "check_grammar", "framed_json_grammar", "json_grammar", "requested_schema", "schema_request"]
 
 
 def requested_schema(response_format: Any) -> dict[str, Any]:
@@ -39,17 +42,25 @@ def schema_request(schema: dict[str, Any]) -> str:
     return f"\n\nAnswer with JSON of this schema and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"
 
 
-def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
-    """Return the grammar, in llguidance's form of Lark, of the JSON texts that fit a schema, `before` and `after` around them.
+def json_grammar(schema: dict[str, Any]) -> str:
+    """Return the grammar, in llguidance's form of Lark, of the JSON texts that fit a schema.
 
     `ConfigError` if the schema holds what cannot be enforced.
     """
+    return framed_json_grammar([("", schema, "")])
+
+
+def framed_json_grammar(frames: Iterable[tuple[str, dict[str, Any], str]]) -> str:
+    """Return the grammar of one of several JSON texts, each of a schema, whose references are its own, between two texts."""
     # Compact but for one blank after separators, as models write JSON; endless whitespace would be JSON too.
-    schema = _closed(schema) | {
-        "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    }
-    around = [json.dumps(text) if text else "" for text in (before, after)]
-    grammar = f"start: {around[0]} json {around[1]}\njson: %json {json.dumps(schema)}"
+    form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    rules = []
+    for before, schema, after in frames:
+        # What is malformed is for llguidance to refuse.
+        with suppress(AttributeError, TypeError, RecursionError):
+            schema = _closed(schema)
+        rules.append(f"{json.dumps(before)} %json {json.dumps(schema | {'x-guidance': form})} {json.dumps(after)}")
+    grammar = f"start: {' | '.join(rules)}"
     problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
     if problem:
         raise ConfigError(f"this JSON schema cannot be enforced: {problem}; leave that part out of the schema")
@@ -102,22 +113,61 @@ class Guide(LogitsProcessor):
         return scores.masked_fill(~mask.to(scores.device), -torch.inf)
 
 
-def _closed(schema: Any) -> Any:
-    """Return a JSON schema whose objects have no other properties than those it names, unless it says that they may."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {
-        # Below these stand names of the user, and values.
-        name: {key: _closed(value) for key, value in each.items()}
-        if name in ("properties", "$defs", "definitions") and isinstance(each, dict)
-        else each
-        if name in ("const", "enum", "default", "examples")
-        else _closed(each)
-        for name, each in schema.items()
-    }
-    return {"additionalProperties": False} | closed if "properties" in schema else closed
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema whose objects have no other properties than those it names, unless it says that they may.
+
+    So its authors mean it, and so answers end. An object that has to fit several schemas may have the properties of all.
+    """
+    schema = copy.deepcopy(schema)
+    nodes = list(_subschemas(schema))
+    parts = {id(each): _parts(each, schema, {}) for each in nodes if _is_joined(each)}
+    shared = {place for found in parts.values() for place in found}
+    for each in nodes:
+        joined = [each, *parts.get(id(each), {}).values()]
+        says_more = any(part.keys() & {"additionalProperties", "patternProperties"} for part in joined)
+        if id(each) not in shared and not says_more and (len(joined) > 1 or "properties" in each):
+            names = [name for part in joined for name in (*part.get("properties", ()), *part.get("required", ()))]
+            each["properties"] = dict.fromkeys(names, True) | each.get("properties", {})
+            each["additionalProperties"] = False
+    return schema
+
+
+def _is_joined(schema: dict[str, Any]) -> bool:
+    """Return whether a value has to fit several schemas at once."""
+    beside = sum(name in schema for name in ("anyOf", "oneOf", "$ref")) + bool(
+        schema.keys() & {"properties", "required"}
+    )
+    return beside + len(schema.get("allOf", ())) > 1
+
+
+def _parts(schema: dict[str, Any], root: dict[str, Any], found: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return by their places the schemas that the same value has to fit, those of references included."""
+    parts = [each for name in ("allOf", "anyOf", "oneOf") for each in schema.get(name, ()) if isinstance(each, dict)]
+    if "$ref" in schema:
+        target: Any = root
+        for name in schema["$ref"].split("/")[1:]:
+            target = target.get(name) if isinstance(target, dict) else None
+        # What is not found may name any property.
+        parts.append(target if isinstance(target, dict) else {"additionalProperties": True})
+    for each in parts:
+        if id(each) not in found:
+            found[id(each)] = each
+            _parts(each, root, found)
+    return found
+
+
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a JSON schema and all schemas in it."""
+    if isinstance(schema, dict):
+        yield schema
+        named = [
+            each
+            for name in ("properties", "patternProperties", "$defs", "definitions")
+            for each in schema.get(name, {}).values()
+        ]
+        listed = [each for name in ("allOf", "anyOf", "oneOf", "prefixItems") for each in schema.get(name, ())]
+        for each in (*named, *listed, schema.get("items"), schema.get("additionalProperties")):
+            yield from _subschemas(each)
 
 
 # Taking a vocabulary of 150,000 tokens apart takes about a second, so it is done once for each engine.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_rag.chat.grammar import json_grammar
+from cacheblend_rag.chat.grammar import framed_json_grammar
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["ToolCall", "ToolGate", "ToolReply", "UnreadCall", "call_grammar", "chosen_tools", "parse_calls"]
@@ -76,20 +76,13 @@ def chosen_tools(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[list[dic
 def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
     """Return the grammar of one call of one of the tools, in the form that a chat template shows calls in."""
     arguments = "parameters" if _OPEN not in template and '"parameters"' in template else "arguments"
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                arguments: tool["function"].get("parameters") or {"type": "object", "properties": {}},
-            },
-            "required": ["name", arguments],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    around = (f"{_OPEN}\n", f"\n{_CLOSE}") if _OPEN in template else ("", "")
-    return json_grammar({"anyOf": calls}, *around)
+    before, after = (f"{_OPEN}\n", f"}}\n{_CLOSE}") if _OPEN in template else ("", "}")
+    frames = []
+    for tool in tools:
+        function = tool["function"]
+        begun = f'{before}{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{arguments}": '
+        frames.append((begun, function.get("parameters") or {"type": "object", "properties": {}}, after))
+    return framed_json_grammar(frames)
 
 
 def parse_calls(

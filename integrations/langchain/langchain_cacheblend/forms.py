@@ -36,7 +36,12 @@ class AnswerForm:
     def json_schema(self) -> dict[str, Any]:
         """Return the form as a JSON schema."""
         if self._object is None:
-            return convert_to_json_schema(self.schema)
+            given = self.schema
+            if isinstance(given, dict) and isinstance(given.get("schema"), dict):
+                given = given["schema"]
+            # LangChain would leave out what is no property, as allOf.
+            is_schema = isinstance(given, dict) and not given.keys() & {"function", "input_schema", "parameters"}
+            return dict(given) if is_schema else convert_to_json_schema(given)
         schema: dict[str, Any] = (
             self._object.model_json_schema() if issubclass(self._object, BaseModel) else self._object.schema()
         )
@@ -87,7 +92,10 @@ def _unfenced(text: str) -> str:
 def as_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return tools in OpenAI's form; `ConfigError` if one is not a function but run by a provider of models itself."""
     shown = [convert_to_openai_tool(tool) for tool in tools]
-    for each in shown:
+    for tool, each in zip(tools, shown, strict=True):
+        if isinstance(tool, dict) and "title" in tool and "properties" not in tool:
+            # A JSON schema of which LangChain would leave out what is no property, as allOf.
+            each["function"]["parameters"] = {n: tool[n] for n in tool if n not in ("title", "description")}
         if not isinstance(each.get("function"), dict):
             raise ConfigError(
                 f"the tool {each!r:.80} is not a function: it runs where models are served, but this model runs here; give a "

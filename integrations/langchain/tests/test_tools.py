@@ -18,7 +18,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError
 from integrations.langchain.tests.asking import TOOL_TEMPLATE, chunk_ids
 from langchain_cacheblend import BlendVectorStore, ChatBlend
-from langchain_cacheblend.forms import AnswerForm
+from langchain_cacheblend.forms import AnswerForm, as_functions
 
 
 @pytest.fixture
@@ -186,6 +186,10 @@ async def test_a_random_model_writes_what_the_schema_says(llm: ChatBlend, temper
         value = llm.with_structured_output(schema).invoke("Who?")
         assert list(value) == ["tall"]
         assert isinstance(value["tall"], bool)
+    parts = [{"type": "object", "properties": {n: {"type": "boolean"}}, "required": [n]} for n in ("tall", "old")]
+    joined = {"title": "T", "allOf": [{"$ref": "#/$defs/A"}, parts[1]], "$defs": {"A": parts[0]}}
+    assert llm.with_structured_output(joined).invoke("Who?").keys() == {"tall", "old"}
+    assert as_functions([joined])[0]["function"]["parameters"].keys() == {"allOf", "$defs"}
 
 
 def test_the_model_is_told_the_schema(llm: ChatBlend) -> None:

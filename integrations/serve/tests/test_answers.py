@@ -272,7 +272,8 @@ def test_answers_of_a_schema_and_calls_of_tools(engine: BlendEngine, serve: Serv
     asked = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}}
     said = json.loads(ask(client, response_format=asked, max_tokens=60)["choices"][0]["message"]["content"])
     assert said["city"] in ("Oslo", "Rome") and 1 <= said["days"] <= 9
-    tool = {"type": "function", "function": {"name": "weather", "description": "Say it.", "parameters": schema}}
+    parameters = {"$ref": "#/$defs/Trip", "$defs": {"Trip": schema}}
+    tool = {"type": "function", "function": {"name": "weather", "description": "Say it.", "parameters": parameters}}
     body = {"tools": [tool], "tool_choice": "required", "max_tokens": 80}
     (choice,) = ask(client, **body)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
