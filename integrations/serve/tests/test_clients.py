@@ -5,9 +5,12 @@ vLLM has an environment of its own; ``VLLM_PYTHON``, which ``make check-vllm`` s
 
 import asyncio
 import gc
+import http.client
+import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -138,6 +141,79 @@ def test_openai_is_answered(address: str) -> None:
             return (await client.chat.completions.create(**asked)).choices[0].message.content
 
     assert asyncio.run(cancelled()) == whole
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "temperature": 0}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+HALF = json.dumps(ASKED | {"documents": [{"text": "half of \ud83d"}]}).encode()
+POISONS: list[tuple[str, bytes | dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": [3, 10**9]}),
+    (COMPLETIONS, {"prompt": [[5], [-1]]}),
+    (COMPLETIONS, {"prompt": [1, "x"]}),
+    (COMPLETIONS, {"prompt": "word " * 20_000, "max_tokens": 8}),
+    (COMPLETIONS, {"prompt": ""}),
+    (CHAT, ASKED | {"messages": "hello"}),
+    (CHAT, ASKED | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+    (CHAT, ASKED | {"max_tokens": -1}),
+    (CHAT, ASKED | {"temperature": "warm", "seed": [1]}),
+    (CHAT, ASKED | {"response_format": SCHEMA}),
+    (CHAT, ASKED | {"grammar": 'root ::= "yes"'}),
+    (CHAT, ASKED | {"tools": [{"type": "function"}], "tool_choice": {"type": "nothing"}}),
+    (CHAT, ASKED | {"top_k": 10**30}),
+    (CHAT, b'{"messages": [{'),
+    (CHAT, DEEP),
+    (CHAT, HALF),
+]
+
+
+def _poison(client: httpx.Client, number: int) -> bool:
+    """Ask for what nobody should have, or leave while it is answered; return whether that was refused for what it is."""
+    kinds = len(POISONS) + 3
+    kind = number % kinds
+    if kind < len(POISONS):
+        path, body = POISONS[kind]
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        reply = client.post(path, content=content, headers={"Content-Type": "application/json"})
+        error = openai.types.ErrorObject.model_validate(reply.json()["error"])
+        return reply.status_code == 400 and bool(error.message)
+    if kind == kinds - 1:
+        # The server says so before it has read all of it.
+        with closing(http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=60)) as connection:
+            connection.putrequest("POST", CHAT)
+            connection.putheader("Content-Length", str(10**9))
+            connection.endheaders()
+            return connection.getresponse().status == 413
+    with suppress(httpx.ReadTimeout):
+        # One leaves a stream that has begun, the other an answer that has not.
+        long = ASKED | {"max_tokens": 400, "stream": kind == kinds - 2}
+        with client.stream("POST", CHAT, json=long, timeout=0.3) as reply:
+            next(reply.iter_lines())
+    return True
+
+
+@pytest.mark.parametrize("count", [160, pytest.param(1000, marks=pytest.mark.full)])
+def test_what_one_caller_sends_hurts_no_other(address: str, count: int) -> None:
+    asked = [
+        ASKED,
+        ASKED | {"documents": ["c0", "c1"]},
+        ASKED | {"documents": [{"id": "n", "text": "Nuria Vale has a red boat."}]},
+        ASKED | {"temperature": 1, "seed": 7},
+    ]
+    with httpx.Client(base_url=address, timeout=120) as client:
+
+        def answer(number: int) -> Any:
+            reply = client.post(CHAT, json=asked[number % len(asked)])
+            return openai.types.chat.ChatCompletion.model_validate(reply.json()).choices[0].message.content
+
+        alone = [answer(number) for number in range(len(asked))]
+        with ThreadPoolExecutor(16) as pool:
+            # One in eight is poisoned.
+            done = pool.map(lambda n: answer(n) if n % 8 else _poison(client, n // 8), range(count))
+            wrong = [n for n, got in enumerate(done) if got != (alone[n % len(asked)] if n % 8 else True)]
+        assert wrong == []
+        assert client.get("/readyz").status_code == 200
 
 
 def test_a_langchain_chain_is_served_from_stored_chunks(address: str) -> None:
