@@ -24,7 +24,7 @@ from cacheblend_rag.engine.many import Many, options_of_each
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduler import GaveWayError, Patience, aside
-from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import (
     Decoder,
@@ -171,6 +171,7 @@ class AnsweringLibrary(ChunkLibrary):
         blend: BlendConfig | None = None,
         wait_s: float | None = None,
         stop: threading.Event | None = None,
+        on_failed: Callable[[int, Exception], None] | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
         """Answer many prompts, which is faster than one after the other; return the answers in their order.
@@ -193,6 +194,9 @@ class AnsweringLibrary(ChunkLibrary):
             Maximum prompts that are decoded together; by default as many as memory is meant to allow.
         stop : threading.Event, optional
             Ends all answers at the next token once it is set.
+        on_failed : callable, optional
+            Called with the number of each prompt that cannot be answered, and why, instead of the error being raised; the others
+            are answered.
         max_new_tokens, blend, wait_s, **generation_kwargs
             As for `generate`, which also says what is raised.
         """
@@ -203,16 +207,26 @@ class AnsweringLibrary(ChunkLibrary):
         if not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         stop = stop or threading.Event()
-        requests = [
-            self._begin(prompt, blend, patience=patience, started=started, max_new_tokens=max_new_tokens, options=own)
-            for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
-        ]
-        for request in requests:
-            request.stop = stop
+        requests: dict[int, Request] = {}
+        begin = partial(self._begin, blend=blend, patience=patience, started=started, max_new_tokens=max_new_tokens)
+        for number, (prompt, own) in enumerate(zip(prompts, options_of_each(options, len(prompts)), strict=True)):
+            try:
+                requests[number] = begin(prompt, options=own)
+                requests[number].stop = stop
+            except CacheBlendError as error:
+                if on_failed is None:
+                    raise
+                on_failed(number, error)
         results: dict[int, GenerationResult] = {}
-        for index, result in self._many.answer_all(requests, batch_size, stop):
-            results[index] = self._finish(requests[index], result)
-        return [results[index] for index in sorted(results)]
+        numbers = list(requests)
+        for index, result in self._many.answer_all(list(requests.values()), batch_size, stop):
+            if not isinstance(result, Exception):
+                results[numbers[index]] = self._finish(requests[numbers[index]], result)
+            elif on_failed is None:
+                raise result
+            else:
+                on_failed(numbers[index], result)
+        return [results[number] for number in sorted(results)]
 
     async def agenerate_many(
         self, prompts: Sequence[BlendPrompt], max_new_tokens: int | None = None, **options: Any

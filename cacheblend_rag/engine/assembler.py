@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, takewhile
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -74,8 +75,10 @@ class Assembler:
         window: int | None,
         form: Decoder | ModelCard | None,
         config: EngineConfig,
+        num_embeddings: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._num_embeddings = len(tokenizer) if num_embeddings is None else num_embeddings
         self._store = store
         self._window = window
         # Otherwise a chunk's KV serves only where it was encoded, right after the preamble.
@@ -107,10 +110,13 @@ class Assembler:
         return self._with_bos(self.tokenize(wanted or ""))
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the ids of `text` on its own, without special tokens added; `PromptError` if it holds half a character."""
+        """Return the ids of `text` on its own, without special tokens added.
+
+        `PromptError` if it holds half a character, or a token that the model has no embedding of.
+        """
         check_text(text)
         # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
-        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._checked(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
         """Return the store key of the KV of a chunk that is encoded alone; see `chunk_key`."""
@@ -175,7 +181,7 @@ class Assembler:
             check_text(chunk.text)
             options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": True}
             encoding = self.tokenizer(chunk.text, **options)
-            ids, stops = tuple(encoding["input_ids"]), [stop for _, stop in encoding["offset_mapping"]]
+            ids, stops = self._checked(encoding["input_ids"]), [stop for _, stop in encoding["offset_mapping"]]
         else:
             ids = self.tokenize(chunk.text)
             stops = [len(self.tokenizer.decode(ids[: count + 1])) for count in range(len(ids))]
@@ -410,11 +416,22 @@ class Assembler:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
-        size = len(self.tokenizer)
-        for token in ids:
-            if not 0 <= int(token) < size:
-                raise ConfigError(f"token id {token} is outside the tokenizer's vocabulary of {size}")
-        return tuple(int(token) for token in ids)
+        """Return ids as the model takes them, or raise the `PromptError` that names one that it does not take."""
+        try:
+            known = tuple(map(index, ids))
+        except TypeError:
+            raise PromptError(
+                f"token ids are whole numbers, and {ids!r:.80} holds something else; give integers"
+            ) from None
+        # On a GPU, an index beyond the embedding ends the process.
+        if known and not 0 <= min(known) <= max(known) < self._num_embeddings:
+            wrong = next(each for each in known if not 0 <= each < self._num_embeddings)
+            text = self.tokenizer.decode([wrong]) if 0 <= wrong < len(self.tokenizer) else ""
+            raise PromptError(
+                f"token {wrong}{text and f', {text!r},'} is none of the {self._num_embeddings} that the model has embeddings of; "
+                "leave it out, or give the model more by resize_token_embeddings(len(tokenizer))"
+            )
+        return known
 
 
 def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:

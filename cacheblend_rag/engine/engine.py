@@ -42,6 +42,7 @@ from cacheblend_rag.model import (
     model_fingerprint,
     model_window,
     num_decoder_layers,
+    unwrapped,
 )
 from cacheblend_rag.model.checkpoint import load_pretrained
 from cacheblend_rag.selection import make_selector
@@ -140,6 +141,7 @@ class BlendEngine(AnsweringLibrary):
                 self._encoder,
                 num_decoder_layers(model) if self.decoder is None else self.decoder.num_kv_layers,
                 scheduler_of(model),
+                unwrapped(model).get_input_embeddings().weight.shape[0],
             )
             self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
             self._runner = Runner(

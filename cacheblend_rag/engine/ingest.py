@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from cacheblend_rag.chunk import Chunk
@@ -18,7 +18,7 @@ from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, Jobs
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from cacheblend_rag.errors import BackendError, ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.report import AddResult, WarmEstimate
@@ -71,6 +71,9 @@ class _Todo:
     unchanged: int
     # Counts the chunks given, and those of their documents that are encoded again.
     job: AddJob
+    # The chunks given, by their ids, and why some of them, or texts, are left out.
+    chunks: dict[object, Chunk] = field(default_factory=dict)
+    refusals: list[Exception] = field(default_factory=list)
 
 
 class _Naming:
@@ -87,6 +90,10 @@ class _Naming:
         self._waits.subtract(unit for text in stored for unit in text.units)
         units = [unit for unit in self._names if not self._waits[unit]]
         return [record for unit in units for record in self._names.pop(unit)]
+
+    def left(self) -> list[str]:
+        """Return the ids that could not be named."""
+        return [record.id for records in self._names.values() for record in records if record.id]
 
 
 def _unit(target: NamedTarget) -> tuple[str, str]:
@@ -137,6 +144,14 @@ class Ingest:
         result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s, whole=whole))
         # No name that follows a change made by another process since then is valid by now.
         self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
+        if todo.refusals:
+            left = naming.left()
+            if on_refused is None or not left:
+                raise todo.refusals[0]
+            self._store.forget(self._namespace, left)
+            why = f"it, or another of its document, could not be encoded: {todo.refusals[0]}"
+            for id in left:
+                on_refused(todo.chunks[id], PromptError(f"chunk {id!r} is left out: {why}"))
         return result
 
     def add_later(
@@ -156,7 +171,11 @@ class Ingest:
         todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
         self._prolong(todo.held)
         self._name([target.record for target in todo.names], ttl_s, whole)
-        return self.jobs.submit(todo.job, partial(self._encode, todo, self._store_late))
+        refusals, todo.refusals = todo.refusals, []
+        job = self.jobs.submit(todo.job, partial(self._encode_late, todo, self._store_late))
+        if refusals:
+            raise refusals[0]
+        return job
 
     def encode_later(self, ids: Sequence[str]) -> None:
         """Have chunks that are named encoded in the background, as far as their KV is still missing then.
@@ -167,7 +186,7 @@ class Ingest:
             targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
             texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
             todo = _Todo([], texts, [], 0, len(targets), AddJob(0, len(texts)))
-            self.jobs.submit(todo.job, partial(self._encode, todo, self._store_missed))
+            self.jobs.submit(todo.job, partial(self._encode_late, todo, self._store_missed))
         except (ConfigError, StoreError) as error:
             logger.debug("not encoded in the background: %s", error)
 
@@ -224,14 +243,17 @@ class Ingest:
         records: list[NodeRecord] = []
         positions: dict[str, tuple[int, ...] | None] = {}
         refused: list[str] = []
+        refusals: list[Exception] = []
         # Chunks without an id are all kept; of several with one id the last counts.
-        for chunk in {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values():
+        each: dict[object, Chunk] = {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}
+        for chunk in each.values():
             try:
                 records.append(self._assembler.record(chunk))
                 positions[records[-1].key] = self._assembler.places(chunk)
             except PromptError as error:
                 if on_refused is None:
-                    raise
+                    refusals.append(error)
+                    continue
                 on_refused(chunk, error)
                 refused += [] if chunk.id is None else [chunk.id]
         if refused and not is_trial:
@@ -261,6 +283,8 @@ class Ingest:
             len(given) - unchanged,
             unchanged,
             AddJob(ready, ready + sum(map(len, missing.values())), progress),
+            each,
+            refusals,
         )
 
     def _encode(
@@ -303,6 +327,15 @@ class Ingest:
             self._tell(encoded, tokens, time.perf_counter() - started)
         return AddResult(encoded, todo.changed, todo.unchanged, tokens)
 
+    def _encode_late(
+        self, todo: _Todo, store: Callable[[Batch], None], given_up: Callable[[], bool] | None = None
+    ) -> AddResult:
+        """Encode in the background; what failed is raised when the rest is stored."""
+        result = self._encode(todo, store, given_up)
+        if todo.refusals:
+            raise todo.refusals[0]
+        return result
+
     def _tell(self, encoded: int, tokens: int, seconds: float) -> None:
         """Log what encoding cost."""
         held, folder = self._store.stats(), self._store.path
@@ -327,9 +360,14 @@ class Ingest:
                 todo.job.advance(sum(len(text.names) for text in texts if text not in wanted))
                 texts = wanted
             # Planned again, what is left of one batch is one batch, or a few.
-            for part in self._supply.encode([text.target for text in texts], patient=given_up is not None):
-                yield [(texts[index], kv) for index, kv in part]
-                del part
+            try:
+                for part in self._supply.encode([text.target for text in texts], patient=given_up is not None):
+                    yield [(texts[index], kv) for index, kv in part]
+                    del part
+            except BackendError:
+                raise
+            except Exception as error:  # of one text: the others are encoded
+                todo.refusals.append(error)
 
     def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None, whole: bool) -> None:
         for text, kv in batch:

@@ -71,6 +71,7 @@ class ChunkLibrary(ABC):
         make_encoder: Callable[[tuple[int, ...]], ChunkEncoder | None],
         num_kv_layers: int,
         scheduler: Scheduler,
+        num_embeddings: int | None = None,
     ) -> None:
         self._process = os.getpid()
         self.tokenizer = tokenizer
@@ -79,7 +80,7 @@ class ChunkLibrary(ABC):
         self._form = form
         self._store = store
         self._answering = answering = AnsweringStore(store)
-        self._assembler = Assembler(tokenizer, answering, identity, window, form, config)
+        self._assembler = Assembler(tokenizer, answering, identity, window, form, config, num_embeddings)
         self.namespace: str = self._assembler.namespace
         self.store = TenantStore(store, config.tenant or "", self.namespace)
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
@@ -120,7 +121,8 @@ class ChunkLibrary(ABC):
         """Encode chunks and store their KV.
 
         The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked
-        before the first is encoded, and every stored batch is kept even if the process dies in the next one.
+        before the first is encoded, and every stored batch is kept even if the process dies in the next one. What cannot be
+        served or encoded is left out, and the first such error raised when all else is stored.
 
         In the background, the chunks are checked and named before this returns, and then encoded call by call, one
         batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
@@ -141,8 +143,8 @@ class ChunkLibrary(ABC):
             Seconds that their KV lives, instead of ``config.ttl_s``. Adding a chunk again makes it live that long from then on,
             if that is longer than it would have lived otherwise.
         on_refused : callable, optional
-            Called with each chunk that cannot be served, and why, instead of the error being raised. The chunk is left out, and
-            what its id stood for is deleted.
+            Called with each chunk that cannot be served or encoded, and why, instead of the error being raised. The chunk is left
+            out, and what its id stood for is deleted.
         background : bool
             Whether to return before the chunks are encoded.
         whole : bool
@@ -160,6 +162,8 @@ class ChunkLibrary(ABC):
             If a chunk's text has no tokens.
         PromptTooLongError
             If a chunk does not fit the model's window.
+        PromptError
+            If a chunk has a token that the model has no embedding of.
         ConfigError
             If `ttl_s` is not a positive number.
         StoreError

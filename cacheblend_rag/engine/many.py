@@ -19,7 +19,7 @@ from cacheblend_rag.engine.decode import RowEnds, RowProcessor, complete_options
 from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
-from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.fuse.selfcheck import check_batching
 from cacheblend_rag.model import Decoder, PaddedBatch, model_window, takes_positions, text_decoder
@@ -183,7 +183,10 @@ class Many:
             return
         extent = self.extent(request)
         for other in waiting:
-            if other.is_given_up or not _agree(request, other) or self._solo_reason(other) is not None:
+            try:
+                if other.is_given_up or not _agree(request, other) or self._solo_reason(other) is not None:
+                    continue
+            except Exception:  # of its own options; it is told when its turn comes
                 continue
             joined = extent.joined(self.extent(other))
             # It may have left the line meanwhile.
@@ -201,11 +204,11 @@ class Many:
 
     def answer_all(
         self, requests: Sequence[Request], batch_size: int | None, stop: threading.Event
-    ) -> Iterator[tuple[int, GenerationResult]]:
+    ) -> Iterator[tuple[int, GenerationResult | Exception]]:
         """Answer prompts whose options differ in objects only (`options_of_each`); yield the index of each, and its answer.
 
-        At most `batch_size` are decoded together. `stop` ends the generation at the next token; prompts whose turn has not
-        come are left out.
+        One that fails has its error instead. At most `batch_size` are decoded together. `stop` ends the generation at the next
+        token; prompts whose turn has not come are left out.
         """
         reasons = (self.alone_reason(request) for request in requests) if len(requests) > 1 and batch_size != 1 else ()
         reason = next((each for each in reasons if each is not None), None)
@@ -221,19 +224,18 @@ class Many:
                 # Of a group that was stopped before its first token there are no answers.
                 if stop.is_set() and not any(isinstance(each, GenerationResult) and each.token_ids for each in answers):
                     return
-                for index, answer in zip(group, answers, strict=True):
-                    if isinstance(answer, BaseException):
-                        raise answer
-                    yield index, answer
+                yield from zip(group, answers, strict=True)
                 continue
             self._runner.encode_misses([requests[index] for index in group])
             for index in group:
                 if not stop.is_set():
                     request = requests[index]
                     request.figures["alone_reason"] = reason
-                    result = self.alone(request)
+                    try:
+                        yield index, self.alone(request)
+                    except Exception as error:  # handed to who asked for this row
+                        yield index, error
                     request.encoded.clear()
-                    yield index, result
 
     def _limit(self, request: Request) -> int:
         """Return how many tokens an answer may have: what was asked, else the model's own setting or 256, within its window."""
@@ -253,23 +255,29 @@ class Many:
         return extent.tokens <= self._batch_tokens and (window is None or extent.end + extent.limit <= window)
 
     def together(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
-        """Answer prompts in one batch, whose options differ in objects and limits only; one by one if there is no memory for it.
+        """Answer prompts in one batch, whose options differ in objects and limits only; one by one if that fails.
 
         Of none of them `alone_reason` says why not. One that was given up gets an answer without tokens, one that failed
         its error.
         """
-        answers: list[GenerationResult | Exception | None]
+        failure: Exception | None = None
+        answers: Sequence[GenerationResult | Exception | None] = [None] * len(requests)
         try:
-            answers = [*self._together(requests)]
-        except torch.OutOfMemoryError:
-            answers = [None] * len(requests)
+            answers = self._together(requests)
+        except AnswerTimeoutError:
+            raise
+        except Exception as error:  # whose fault it is, they find out one by one
+            failure = error
         # The errors hold what the batch held, and must be gone before anything else is computed.
-        answers = [None if isinstance(each, torch.OutOfMemoryError) else each for each in answers]
-        if None in answers:
+        failure, begun = failure and failure.with_traceback(None), list[GenerationResult | Exception]()
+        lacking = [isinstance(failure or each, torch.OutOfMemoryError) for each in answers]
+        answers = [None if lacks else each for each, lacks in zip(answers, lacking, strict=True)]
+        for request, answer in zip(requests, answers, strict=True):
+            begun.append(self._begun_anew(request, failure) if answer is None else answer)
+        # What lacks memory alone as well is not too many prompts.
+        if any(lacks and isinstance(each, GenerationResult) for each, lacks in zip(begun, lacking, strict=True)):
             self._take_less(requests)
-        return [
-            self._begun_anew(each) if answer is None else answer for each, answer in zip(requests, answers, strict=True)
-        ]
+        return begun
 
     def alone(self, request: Request) -> GenerationResult:
         """Answer a prompt by itself: the first forward of the model's ``generate`` is the blended prefill."""
@@ -313,10 +321,10 @@ class Many:
             tokens,
         )
 
-    def _begun_anew(self, request: Request) -> GenerationResult | Exception:
+    def _begun_anew(self, request: Request, failure: Exception | None) -> GenerationResult | Exception:
         if request.has_shown:
             # What was read of it cannot be begun anew.
-            return torch.OutOfMemoryError("there was no memory to end an answer that had begun; ask again")
+            return CacheBlendError(f"an answer that had begun broke off: {failure or 'there was no memory'}; ask again")
         try:
             return self.alone(request)
         except Exception as error:  # handed to who asked for it

@@ -14,8 +14,8 @@ from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.request import Request, why_missed
-from cacheblend_rag.engine.scheduler import Patience, Scheduler
-from cacheblend_rag.errors import ChunkReadError
+from cacheblend_rag.engine.scheduler import GaveWayError, Patience, Scheduler
+from cacheblend_rag.errors import AnswerTimeoutError, BackendError, ChunkReadError
 from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prompt import PromptChunk, PromptHead
@@ -83,21 +83,40 @@ class KVSupply:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
 
         If `patient`, all prompts that wait go first, rather than those that came first. The first batch waits for the model
-        as long as `patience` says.
+        as long as `patience` says. What fails together is halved until it is known which chunk's fault it is; once the others
+        are encoded, the first such error is raised.
         """
         assert self._encoder is not None
         patience = patience or Patience()
-        batches = self._encoder.encode(targets)
-        while True:
-            with self.scheduler.after_others() if patient else self.scheduler.within(patience):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
-            del batch
+        waiting = self._encoder.plan(targets)
+        failures: list[Exception] = []
+        while waiting:
+            planned = waiting.pop(0)
+            left = dict(enumerate(planned))
+            batches = self._encoder.encode([targets[index] for index in planned])
+            while left:
+                with self.scheduler.after_others() if patient else self.scheduler.within(patience):
+                    try:
+                        batch = [(left.pop(number), kv) for number, kv in next(batches)]
+                    except (BackendError, GaveWayError):
+                        raise
+                    except Exception as error:  # whatever a model raises, or a device without memory
+                        # Its frames hold what the batch held, which is to be gone before anything else is computed.
+                        failures += [error.with_traceback(None)] if len(left) == 1 else []
+                        break
+                yield batch
+                del batch
+            rest = list(left.values())
+            if len(rest) > 1:
+                waiting[:0] = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        if failures:
+            raise failures[0]
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
-        """Encode in one go the missing chunks of prompts to be blended, each once, and hand the KV to those prompts."""
+        """Encode in one go the missing chunks of prompts to be blended, each once, and hand the KV to those prompts.
+
+        What cannot be encoded stays a miss, so that it fails the prompts that have it, and no other.
+        """
         missing: dict[str, list[tuple[Request, PromptChunk]]] = {}
         for request in requests:
             keys = [chunk.key for chunk in request.prompt.chunks]
@@ -113,9 +132,14 @@ class KVSupply:
         contexts = {key: target for request in requests for key, target in request.contexts.items()}
         # Those of one call share it, and where several calls are answered together, the model is had already.
         patience = requests[0].patience if requests else None
-        for key, kv in self._encode_missing(chunks_of, contexts, patience):
-            for request, _ in missing[key]:
-                request.encoded[key] = kv
+        try:
+            for key, kv in self._encode_missing(chunks_of, contexts, patience):
+                for request, _ in missing[key]:
+                    request.encoded[key] = kv
+        except AnswerTimeoutError:
+            raise
+        except Exception as error:  # each prompt that lacks it finds out for itself
+            logger.debug("not all misses were encoded together: %s", error)
         elapsed = time.perf_counter() - started
         tokens = sum(len(chunk.token_ids) for wanted in missing.values() for _, chunk in wanted)
         for request, chunk in (each for wanted in missing.values() for each in wanted):

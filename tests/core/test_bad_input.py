@@ -68,13 +68,15 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     (ConfigError, "segments holds 1, a int", lambda _: BlendPrompt(segments=[1, 2])),  # type: ignore[list-item]
     (ConfigError, "a int; give ids, Chunk or ChunkRef", lambda _: ask(1)),
     (ConfigError, "the prompt is a str; give a BlendPrompt", lambda engine: engine.generate("a question")),
-    (ConfigError, "token id 97 is outside", lambda engine: engine.prefill(BlendPrompt(segments=[[1, 97], "t5"]))),
-    (ConfigError, "token id 99999 is outside", lambda engine: engine_on(engine, preamble=(99999,))),
+    (PromptError, "token 97 is none of the 97", lambda engine: engine.prefill(BlendPrompt(segments=[[1, 97], "t5"]))),
+    (PromptError, "token -1 is none", lambda engine: engine.add([Chunk("t5", "a", token_ids=[3, -1])])),
+    (PromptError, "token 99999 is none", lambda engine: engine_on(engine, preamble=(99999,))),
+    (PromptError, "whole numbers", lambda engine: engine.prefill(BlendPrompt(segments=[[1, 2.5], "t5"]))),  # type: ignore[list-item]
     (EmptyChunkError, "'x' has no text", lambda _: Chunk("", "x")),
     (ConfigError, "empty string", lambda _: Chunk("t5", "")),
     (ConfigError, "a chunk's text and id are strings", lambda _: Chunk("t3", 5)),  # type: ignore[arg-type]
     (ConfigError, "a chunk's text and id are strings", lambda _: Chunk(5, "n1")),  # type: ignore[arg-type]
-    (EmptyChunkError, "has no tokens", lambda engine: engine.add([Chunk("t7", "a"), Chunk("   ", "blank")])),
+    (EmptyChunkError, "has no tokens", lambda engine: engine.add([Chunk("   ", "blank")])),
     (ConfigError, "is a str; give Chunk objects", lambda engine: engine.add(["text"])),
     (ConfigError, "a single Chunk", lambda engine: engine.add(Chunk("t3", "n1"))),
     *((ConfigError, "ttl_s=", partial(BlendEngine.add, chunks=[GOOD], ttl_s=ttl)) for ttl in ("60", 0, -1, math.nan)),
@@ -85,7 +87,7 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     *(
         (PromptError, "half of a UTF-16 pair", case)
         for case in (
-            lambda engine: engine.add([Chunk("fine", "a"), Chunk("not \ud800 fine", "b")]),
+            lambda engine: engine.add([Chunk("not \ud800 fine", "b")]),
             lambda engine: engine.generate(BlendPrompt("\udc00?"), 1),
             lambda engine: engine.generate(ask(Chunk("not \ud800 fine")), 1),
         )
@@ -400,10 +402,11 @@ def test_what_would_be_refused_is_said_chunk_by_chunk(engine: BlendEngine) -> No
     window = engine.window
     assert window is not None
     chunks = [Chunk(words(5, seed=0), "good"), Chunk(words(window + 1, seed=1), "long")]
+    engine.add([Chunk("t3", "long")])
     with pytest.raises(PromptTooLongError) as raised:
         engine.add(chunks)
-    assert engine.ids() == []
-    engine.add([Chunk("t3", "long")])
+    # What an error is raised of is left as it was.
+    assert sorted(engine.ids()) == ["good", "long"]
     refused: list[tuple[str | None, str]] = []
     for background in (False, True):
         engine.add(chunks, on_refused=lambda each, error: refused.append((each.id, str(error))), background=background)

@@ -16,7 +16,8 @@ from transformers import StoppingCriteria
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, PromptError
+from tests import poison
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -215,6 +216,50 @@ def test_a_batch_that_fails_is_begun_anew_without_its_first(
         made[0].result(timeout=60)
     assert [each.result(timeout=60).token_ids for each in made[1:]] == [call().token_ids for call in calls[1:]]
     assert step != "together" or len(asked[0]) == 4
+
+
+def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine) -> None:
+    engine = make_engine(self_check=False)
+    poison.spare_token(engine.tokenizer)
+    engine.add(CHUNKS)
+    # Each has a chunk of its own beside, so that misses are encoded together.
+    fine = [
+        BlendPrompt(segments=[*prompt.segments[:-1], Chunk(words(9, 20 + n)), prompt.segments[-1]])
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    wanted = [answer(engine, prompt)().token_ids for prompt in fine]
+    bad = list(poison.prompts(engine.model.config.vocab_size).values())
+    read = {each for prompt in fine for each in engine.prompt_ids(prompt)}
+    large = next(each for each in range(3, 97) if each not in read)
+    bad.append((BlendPrompt("t5", [Chunk(f"t3 t{large}")], "t6"), {}))
+    calls: list[Callable[[], Any]] = []
+    for number in range(240):
+        prompt, options = bad[number // 8 % len(bad)] if number % 8 == 3 else (fine[number % len(fine)], {})
+        if number % 8 == 4:
+            # Closed before it was read.
+            calls.append(lambda prompt=prompt: engine.stream(prompt, 9, do_sample=False).close())
+        elif number % 8 == 5:
+            calls.append(lambda prompt=prompt: engine.stream(prompt, 9, do_sample=False).result())
+        else:
+            calls.append(answer(engine, prompt, **options))
+    engine.store.clear()
+    with poison.failing_on(engine.model, large):
+        made = poison.outcomes(calls)
+        failed: dict[int, Exception] = {}
+        answers = engine.generate_many(
+            [*fine[:2], BlendPrompt(poison.BEYOND), bad[-1][0], *fine[2:]],
+            9,
+            do_sample=False,
+            on_failed=failed.__setitem__,
+        )
+    assert [each.token_ids for each in answers] == wanted
+    assert {number: type(error) for number, error in failed.items()} == {2: PromptError, 3: torch.OutOfMemoryError}
+    for number, each in enumerate(made):
+        if number % 8 == 3:
+            assert isinstance(each, Exception), number
+        elif number % 8 != 4:
+            assert isinstance(each, GenerationResult), (number, each)
+            assert each.token_ids == wanted[number % len(fine)]
 
 
 def test_an_answer_may_ask_something_itself(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:

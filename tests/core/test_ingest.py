@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,9 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.engine import AddJob
 from cacheblend_rag.engine.scheduler import Scheduler
-from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
+from cacheblend_rag.errors import BackendError, ConfigError, EmptyChunkError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
+from tests import poison
 from tests.families import tiny_model, tiny_tokenizer, words
 
 MODEL = tiny_model("llama")
@@ -63,11 +65,31 @@ def test_a_job_tells_how_far_it_is_and_what_it_did(engine: BlendEngine) -> None:
     engine.flush()
 
 
-def test_bad_chunks_are_refused_at_once_and_none_is_named(engine: BlendEngine) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_bad_chunks_are_refused_at_once_and_the_others_stored(engine: BlendEngine, background: bool) -> None:
     with pytest.raises(EmptyChunkError):
-        engine.add([*CHUNKS, Chunk(" ", "blank")], background=True)
-    assert engine.ids() == []
+        engine.add([*CHUNKS, Chunk(" ", "blank")], background=background)
     engine.flush()
+    assert held(engine) == {f"n{n}": True for n in range(6)}
+
+
+@pytest.mark.parametrize("asked", ["error", "told", "background"])
+def test_what_cannot_be_encoded_is_left_out_alone(asked: str) -> None:
+    large = next(number for number in range(3, 97) if not any(f"t{number}" in chunk.text for chunk in CHUNKS))
+    chunks = [*CHUNKS[:3], Chunk(f"t5 t{large} t5", "large"), *CHUNKS[3:]]
+    refused: list[tuple[Any, str]] = []
+    # All of them are one batch.
+    with make(encode_batch_tokens=2048) as engine, poison.failing_on(engine.model, large):
+        if asked == "told":
+            engine.add(chunks, on_refused=lambda chunk, error: refused.append((chunk.id, str(error))))
+        else:
+            job = engine.add(chunks, background=True) if asked == "background" else None
+            with pytest.raises(torch.OutOfMemoryError, match="no room for this one"):
+                job.result() if job else engine.add(chunks)
+        assert refused == ([("large", refused[0][1])] if asked == "told" else [])
+        stored = {f"n{n}": True for n in range(6)}
+        # In the background the names come first, and what has no KV is a miss.
+        assert held(engine) == (stored | {"large": False} if asked == "background" else stored)
 
 
 def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> None:
@@ -313,14 +335,14 @@ def test_no_error_lost(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, cap
 
     def encode_one(targets: Any, **options: Any) -> Any:
         yield from encode(targets[:1], **options)
-        raise KeyError
+        raise BackendError
 
     monkeypatch.setattr(engine._store, "put", fail)
     for count in (1, 2):
         with pytest.raises(StoreFullError, match="late"):
             engine.add(CHUNKS[:count])
     monkeypatch.setattr(engine._supply, "encode", encode_one)
-    with caplog.at_level(logging.WARNING, logger="cacheblend_rag"), pytest.raises(KeyError):
+    with caplog.at_level(logging.WARNING, logger="cacheblend_rag"), pytest.raises(BackendError):
         engine.add(CHUNKS[:1])
     assert any("late" in record.message for record in caplog.records)
 

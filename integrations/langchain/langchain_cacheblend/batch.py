@@ -33,12 +33,13 @@ class Meeting(Generic[Ask, Reply]):
     """Gathers what the runs of a batch ask, until all that can be there are, and answers that in its own thread.
 
     Every run takes part, whether it comes to ask or not: its answer may be found in a cache, or its prompt may be wrong. `answer`
-    is given what was gathered and an event, which is set when all who asked have cancelled. `members` are the runs of the batch,
+    is given what was gathered and an event, which is set when all who asked have cancelled; of what fails it returns the error.
+    `members` are the runs of the batch,
     `at_once` those that are under way at the same time, at most.
     """
 
     def __init__(
-        self, answer: Callable[[list[Ask], threading.Event], Sequence[Reply]], members: int, at_once: int
+        self, answer: Callable[[list[Ask], threading.Event], Sequence[Reply | Exception]], members: int, at_once: int
     ) -> None:
         self._answer = answer
         self._left = members
@@ -88,19 +89,18 @@ class Meeting(Generic[Ask, Reply]):
 
         for _, reply in gathered:
             reply.add_done_callback(note)
-        error: BaseException | None = None
-        replies: Sequence[Any] = [None] * len(gathered)
+        replies: Sequence[Reply | BaseException]
         try:
             replies = self._answer([ask for ask, _ in gathered], unwanted)
-        except BaseException as raised:  # handed to all who asked
-            error = raised
+        except BaseException as error:  # handed to all who asked
+            replies = [error] * len(gathered)
         for (_, reply), value in zip(gathered, replies, strict=True):
             if not reply.set_running_or_notify_cancel():
                 continue
-            if error is None:
-                reply.set_result(value)
+            if isinstance(value, BaseException):
+                reply.set_exception(value)
             else:
-                reply.set_exception(error)
+                reply.set_result(value)
 
 
 _CallMeeting = Meeting[Call, GenerationResult]
@@ -202,11 +202,14 @@ class AnswersTogether:
     def _meeting(self, members: int, at_once: int) -> Iterator[_CallMeeting]:
         """Have the runs that begin within a ``with`` block meet, where there are several."""
 
-        def answer(calls: list[Call], unwanted: threading.Event) -> list[GenerationResult]:
+        def answer(calls: list[Call], unwanted: threading.Event) -> list[GenerationResult | Exception]:
             options = options_of_all(calls)
             ends = EndWhenSet(unwanted)
             options["stopping_criteria"] = [[*each, ends] for each in options["stopping_criteria"]]
-            return self.engine.generate_many([call.prompt for call in calls], **options)
+            failed: dict[int, Exception] = {}
+            options["on_failed"] = failed.__setitem__
+            answers = iter(self.engine.generate_many([call.prompt for call in calls], **options))
+            return [failed.get(number) or next(answers) for number in range(len(calls))]
 
         meeting: _CallMeeting = Meeting(answer, members, at_once)
         token = _joining.set(meeting if members > 1 else None)

@@ -15,11 +15,15 @@ from llama_index.core.llms import ChatMessage, ImageBlock, MessageRole, TextBloc
 from llama_index.core.prompts import PromptTemplate
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, Chunk
+from cacheblend_lab.reference import load_tokenizer
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, CacheBlendError, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
 from integrations.llama_index.tests.conftest import MakeLLM, own_answer
 from llama_index_cacheblend import BlendLLM
 from llama_index_cacheblend.messages import render_messages
+from tests import poison
+from tests.families import tiny_reader
 
 MESSAGES = [ChatMessage("Be brief.", role="system"), ChatMessage("Where was Mara born?")]
 
@@ -333,3 +337,27 @@ def test_predict_and_settings(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) ->
     assert Settings.llm is llm
     text = llm.predict(PromptTemplate("Where was {name} born?"), name="Mara")
     assert text == llm.chat([ChatMessage("Where was Mara born?")]).message.content
+
+
+async def test_nobody_is_hurt_by_what_another_asks() -> None:
+    with BlendEngine(
+        tiny_reader(), poison.spare_token(load_tokenizer()), **engine_settings(self_check=False)
+    ) as engine:
+        llm = BlendLLM(engine=engine, max_new_tokens=6)
+        questions = ["Where was Mara born?", "What does she do?", "Who paints ships?"]
+        wanted = {each: llm.chat([ChatMessage(each)]).message.content for each in questions}
+        bad = [*poison.TEXTS.values(), "Why # of all?"]
+        asked = [bad[n // 8 % 4] if n % 8 == 3 else questions[n % 3] for n in range(48)]
+        with poison.failing_on(engine.model, engine.tokenizer("#")["input_ids"][-1]):
+            calls = [llm.achat([ChatMessage(each)]) for each in asked]
+            given_up = [asyncio.create_task(llm.achat([ChatMessage(questions[0])])) for _ in range(4)]
+            made = asyncio.gather(*calls, return_exceptions=True)
+            await asyncio.sleep(0.05)
+            for each in given_up:
+                each.cancel()
+            answers = await made
+        for text, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, BaseException):
+                assert text in bad, answer
+            else:
+                assert answer.message.content == wanted[text]

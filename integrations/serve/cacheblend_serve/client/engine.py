@@ -287,16 +287,24 @@ class ServedEngine:
         *,
         batch_size: int | None = None,
         stop: threading.Event | None = None,
+        on_failed: Callable[[int, Exception], None] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
         end = stop or threading.Event()
-        calls = [
-            self._call(prompt, max_new_tokens, **own)
-            for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
-        ]
-        with ThreadPoolExecutor(min(len(calls) or 1, batch_size or _AT_ONCE)) as pool:
+
+        def ask(number: int, own: dict[str, Any]) -> GenerationResult | None:
             try:
-                return list(pool.map(lambda call: call(None, end), calls))
+                return self._call(prompts[number], max_new_tokens, **own)(None, end)
+            except Exception as error:
+                if on_failed is None:
+                    raise
+                on_failed(number, error)
+                return None
+
+        each = options_of_each(options, len(prompts))
+        with ThreadPoolExecutor(min(len(prompts) or 1, batch_size or _AT_ONCE)) as pool:
+            try:
+                return [result for result in pool.map(ask, range(len(prompts)), each) if result is not None]
             except BaseException:
                 # The others are not waited for.
                 end.set()
