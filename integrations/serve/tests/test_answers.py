@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types import Completion, ErrorObject, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
@@ -310,3 +312,31 @@ def test_openais_own_client(engine: BlendEngine, serve: Serve) -> None:
         nothing = dict.fromkeys(("stream", "stream_options", "tools", "n", "guided_json", "ignore_eos"))
         reply = client.chat.completions.create(**(body | {"extra_body": nothing | body["extra_body"]}))
         assert reply.choices[0].message.content == wanted
+
+
+def test_openais_types_parse_every_reply(engine: BlendEngine, serve: Serve) -> None:
+    engine.tokenizer.chat_template = TOOL_TEMPLATE
+    client = serve(engine)
+    [model] = client.get("/v1/models").json()["data"]
+    assert Model.model_validate(model) == Model.model_validate(client.get(f"/v1/models/{model['id']}").json())
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    for more in ({}, {"report": True}, {"tools": [tool], "tool_choice": "required", "max_tokens": 60}):
+        reply = ChatCompletion.model_validate(ask(client, **more))
+        body = {"messages": QUESTION, **GREEDY, **more, "stream_options": {"include_usage": True}}
+        *pieces, end, usage = [ChatCompletionChunk.model_validate(event) for event in events(client, **body)]
+        assert usage.usage == reply.usage
+        assert end.choices[0].finish_reason == reply.choices[0].finish_reason
+        calls = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or []]
+        assert [call.function and call.function.name for call in calls] == ["weather"] * ("tools" in more)
+    body = {"prompt": ["Who?", "Where?"], **GREEDY}
+    whole = Completion.model_validate(client.post("/v1/completions", json=body).json())
+    ends = [event for event in events(client, "/v1/completions", **body) if event["choices"][0]["finish_reason"]]
+    assert [Completion.model_validate(each).choices[0].index for each in ends] == [each.index for each in whole.choices]
+    for path, body in (
+        ("chat/completions", {"n": 0}),
+        ("completions", {"prompt": [-1]}),
+        ("models", {}),
+        ("chunks", {}),
+    ):
+        error = ErrorObject.model_validate(client.post(f"/v1/{path}", json=body).json()["error"])
+        assert error.message and error.type == "invalid_request_error"
