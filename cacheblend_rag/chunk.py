@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
@@ -13,6 +13,8 @@ from cacheblend_rag.keys import HEAD_PREFIX
 
 __all__ = [
     "BLANK_LINE",
+    "CATEGORY",
+    "MOST_RECORDS",
     "BlendPrompt",
     "Chunk",
     "ChunkPart",
@@ -20,9 +22,11 @@ __all__ = [
     "FixedText",
     "PROMPT_KEY",
     "Segment",
+    "are_records",
     "carried_prompt",
     "check_text",
     "chunk_list",
+    "document_name",
     "id_list",
     "is_part",
     "text_hash",
@@ -33,6 +37,17 @@ BLANK_LINE = "\n\n"
 
 # More than any text has, and its end is still a number that the store's index can hold.
 _MOST_CHARACTERS = 2**62
+CATEGORY = (
+    "%.200s is taken for a category, not for a document: more than %d short texts bear it, and none says where it begins. They "
+    "are encoded alone; if they are pieces of one document, say where each begins (start, or add_start_index=True of a splitter)"
+)
+"""Warning of a name that `are_records` denies, with how many may bear it."""
+MOST_RECORDS = 32
+"""So many short lines under one name may be a document, wherever in it they stand."""
+# Characters of a record at most: splitters cut longer pieces.
+_LINE = 300
+# What Python, JSON and tables write in place of a value that is missing.
+_MISSING = frozenset(("", "nan", "nat", "<na>", "none", "null"))
 
 
 def text_hash(text: str) -> str:
@@ -40,6 +55,19 @@ def text_hash(text: str) -> str:
     bits).
     """
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def document_name(value: object) -> str | None:
+    """Return the name of a document or a source; None for what names none: a blank, NaN, a truth value, a collection."""
+    is_collection = isinstance(value, Collection) and not isinstance(value, str)
+    name = "" if isinstance(value, bool) or is_collection else str(value)
+    return None if name.strip().casefold() in _MISSING else name
+
+
+def are_records(texts: Sequence[str]) -> bool:
+    """Return whether texts under one name that say nothing of their places are records of a category: many short lines."""
+    lines = sum(len(text) <= _LINE and "\n" not in text.strip() for text in texts)
+    return len(texts) > MOST_RECORDS and lines >= 0.9 * len(texts)
 
 
 def check_text(text: str) -> None:
@@ -71,7 +99,8 @@ class Chunk:
         preamble, without gaps. If KV can be moved, only the gaps count; otherwise it serves at these positions alone.
     document : str, optional
         The name of the document that the chunk is a piece of. Its KV is then computed after the chunks that precede it in
-        that document, its context; a chunk of no document is encoded alone. Only a chunk with an id can belong to a document.
+        that document, its context; a chunk of no document is encoded alone. Only a chunk with an id can belong to a document. A
+        blank or NaN names none.
     start : int, optional
         Where the chunk's body begins in the document, in characters. Chunks are ordered by it, and if two overlap, the first
         counts up to where the second begins. Without it, two chunks overlap if the end of one is the beginning of the other, for
@@ -132,6 +161,11 @@ class Chunk:
                 )
             if places[0] < 0 or any(after <= before for before, after in pairwise(places)):
                 raise ConfigError(f"the positions of chunk {self.id!r} must ascend from 0 or more; they are {places}")
+        if self.source is not None:
+            object.__setattr__(self, "source", document_name(self.source))
+        if self.document is not None and document_name(self.document) is None:
+            for name in ("document", "start", "previous", "body"):
+                object.__setattr__(self, name, None)
         if self.document is not None:
             self._check_place()
         elif self.start is not None or self.previous is not None or self.body is not None:
@@ -141,8 +175,8 @@ class Chunk:
             )
 
     def _check_place(self) -> None:
-        if not isinstance(self.document, str) or not self.document:
-            raise ConfigError(f"the document of chunk {self.id!r} is {self.document!r:.40}; give a non-empty name")
+        if not isinstance(self.document, str):
+            raise ConfigError(f"the document of chunk {self.id!r} is {self.document!r:.40}; give its name, a string")
         if self.id is None:
             raise ConfigError(
                 f"a chunk of document {self.document!r:.40} has no id; give it one, to be found and deleted by"

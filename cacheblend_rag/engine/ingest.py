@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.chunk import CATEGORY, MOST_RECORDS, Chunk
 from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
@@ -125,6 +125,7 @@ class Ingest:
         # Of a model without blending no KV is ever missing.
         self._encodes = form is not None
         self._has_told = False
+        self._categories: set[str] = set()
         self.jobs = Jobs()
 
     def add(
@@ -261,6 +262,12 @@ class Ingest:
         rules = self._assembler.rules
         targets = self._store.names.rehearse(self._namespace, records, rules=rules, ttl_s=ttl_s, whole=whole)
         given = targets[: len(records)]
+        for number, (target, record) in enumerate(zip(given, records, strict=True)):
+            if record.place is not None and target.document is None:
+                records[number] = target.record
+                if record.place.document not in self._categories:
+                    self._categories.add(record.place.document)
+                    logger.warning(CATEGORY, record.place.document, MOST_RECORDS)
         keys = [target.record.key for target in targets]
         there = self._store.holds(keys, durable=True) if self._encodes else [True] * len(keys)
         missing: dict[str, list[NamedTarget]] = {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
+from cacheblend_rag.chunk import are_records
 from cacheblend_rag.keys import chunk_key, context_digests
 from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked, whole_text
 from cacheblend_rag.store.base import NamedTarget, NodeRecord, earliest, latest
@@ -107,6 +108,21 @@ class Drafts:
             name = record.text_hash, key, expires_at, True, rules.separator
             draft.pieces[record.id] = _Piece(member, *name, draft.arrivals, record.source, record.indexed)
             self._of[record.id] = place.document
+
+    def apart(self, records: Sequence[NodeRecord]) -> list[NodeRecord]:
+        """Return records, without place and source those whose document is a category (`are_records`)."""
+        given: dict[str, dict[str, Place]] = {}
+        for record in records:
+            if record.id and record.place is not None:
+                given.setdefault(record.place.document, {})[record.id] = record.place
+        apart = set()
+        for name, places in given.items():
+            draft = self.load(name)
+            held = {} if draft is None else {id: piece.member.place for id, piece in draft.pieces.items()}
+            every = (held | places).values()
+            if all(each.start is None and each.previous is None for each in every):
+                apart |= places.keys() if are_records([each.text for each in every]) else set()
+        return [replace(each, place=None, source=None) if each.id in apart else each for each in records]
 
     def remove(self, ids: Iterable[str]) -> None:
         """Take chunks out of their documents."""

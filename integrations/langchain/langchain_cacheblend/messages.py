@@ -21,7 +21,7 @@ from cacheblend_rag import Chunk
 from cacheblend_rag.chat.render import Holes, Passage
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.errors import ConfigError, PromptError
-from langchain_cacheblend.places import source_of
+from langchain_cacheblend.places import DOCUMENT_KEYS
 
 __all__ = ["as_chunks", "chunk_block", "documents_to_blocks", "parts_of", "passages", "render_text", "turns_of"]
 
@@ -160,7 +160,7 @@ def render_text(messages: Sequence[BaseMessage]) -> list[str | Chunk]:
 
 
 def _chunk(document: Document) -> Chunk:
-    return Chunk(document.page_content, document.id or None, source=source_of(document.metadata))
+    return Chunk(document.page_content, document.id or None, source=document.metadata.get(DOCUMENT_KEYS[0]))
 
 
 def _block_parts(block: dict[str, Any]) -> list[str | Chunk]:

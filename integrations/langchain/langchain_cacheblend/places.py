@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -11,14 +12,16 @@ from typing import Any
 from langchain_core.documents import Document
 
 from cacheblend_rag import Chunk
-from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.chunk import CATEGORY, MOST_RECORDS, are_records, document_name, text_hash
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["ALONE", "DOCUMENT_KEYS", "DocumentPlaces", "overlap", "source_of"]
+__all__ = ["ALONE", "DOCUMENT_KEYS", "DocumentPlaces", "overlap"]
 
 DOCUMENT_KEYS = ("source", "page")
 """Metadata by which loaders say what a text was taken from; without the first a text is encoded alone."""
+
+logger = logging.getLogger(__name__)
 
 ALONE = "cacheblend_context"
 """Metadata of a text that is to be encoded alone, whatever store it is added to: ``{"cacheblend_context": "none"}``."""
@@ -26,6 +29,8 @@ ALONE = "cacheblend_context"
 # A row of a table, as CSVLoader numbers them: those beside it are about something else.
 _ROW = "row"
 _LEAST_OVERLAP = 16
+# Characters of a token, about.
+_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,17 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Source:
-    """State of one source: its last piece, how the text begins that bears its name, and whether it has others."""
+    """State of one source: its last piece, how the text begins that bears its name, and whether it has others.
+
+    `lines` are some of its texts so far, of about their lengths, unless they say where they begin; None before it is known which
+    the engine has.
+    """
 
     last: _Piece | None = None
     begins: str = ""
     has_several: bool = False
+    lines: list[str] | None = None
+    is_category: bool = False
 
 
 class DocumentPlaces:
@@ -86,17 +97,19 @@ class DocumentPlaces:
     def chunks(self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]) -> list[Chunk]:
         """Return a chunk for each text, none of which is empty; of several with one id for the last."""
         pieces: dict[str, tuple[str, str | None, int | None]] = {}
-        made_of = {id: source_of(metadata) for id, metadata in zip(ids, metadatas, strict=True)}
+        made_of = {id: metadata.get(DOCUMENT_KEYS[0]) for id, metadata in zip(ids, metadatas, strict=True)}
         for id, text, metadata in zip(ids, texts, metadatas, strict=True):
             pieces.pop(id, None)
             pieces[id] = (text, self._source(metadata), _start_index(metadata))
         known = dict(zip(pieces, self._engine.places(list(pieces)), strict=True)) if self._remembers else {}
+        self._find_categories(pieces.values())
         stood: dict[str, dict[str, str | None]] = {}
         before: dict[str, _Piece] = {}
         chunks = []
         for id, (text, source, start) in pieces.items():
-            if source is None:
+            if source is None or (source in self._sources and self._sources[source].is_category):
                 chunks.append(Chunk(text, id))
+                made_of[id] = made_of[id] if source is None else None
                 continue
             last = before.get(source)
             if last is None or (start is not None and last.start is not None and start <= last.start):
@@ -145,13 +158,29 @@ class DocumentPlaces:
                     documents[number] = document
         return documents
 
+    def _find_categories(self, pieces: Iterable[tuple[str, str | None, int | None]]) -> None:
+        """Note which sources are categories, whose texts are records of their own (`are_records`)."""
+        unplaced: dict[str, list[str]] = {}
+        for text, source, start in pieces:
+            if source is not None and start is None:
+                unplaced.setdefault(source, []).append(text)
+        for name, texts in unplaced.items():
+            state = self._sources.setdefault(name, _Source())
+            if state.lines is None:
+                records = self._engine.records(self._engine.document(name))
+                state.lines = ["x" * _TOKEN * len(record.token_ids) for record in records if record is not None]
+            state.lines = [*state.lines, *texts][-2 * MOST_RECORDS :]
+            if not state.is_category and are_records(state.lines):
+                state.is_category = True
+                logger.warning(CATEGORY, name, MOST_RECORDS)
+
     def _source(self, metadata: Mapping[str, Any]) -> str | None:
         """Return a name for what a text was taken from, or None for a text that stands alone."""
         if not self._remembers or metadata.get(ALONE) == "none":
             return None
-        if metadata.get(self._keys[0]) is None or metadata.get(_ROW) is not None:
+        values = {key: metadata[key] for key in self._keys if document_name(metadata.get(key)) is not None}
+        if self._keys[0] not in values or metadata.get(_ROW) is not None:
             return None
-        values = {key: metadata[key] for key in self._keys if metadata.get(key) is not None}
         values |= {key: metadata.get(key) for key in self._boundary}
         return json.dumps([self._store, values], default=str)
 
@@ -173,12 +202,6 @@ class DocumentPlaces:
             return source
         earlier.has_several = True
         return f"{source}#{begins}"
-
-
-def source_of(metadata: Mapping[str, Any]) -> str | None:
-    """Return what a text was made of, as loaders say it; None where they do not."""
-    value = metadata.get(DOCUMENT_KEYS[0])
-    return None if value is None or value == "" else str(value)
 
 
 def overlap(before: str, after: str) -> int:

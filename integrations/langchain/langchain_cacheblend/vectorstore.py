@@ -14,12 +14,12 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag import Chunk
-from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.chunk import document_name, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, Engine
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.calls import chosen_engine
 from langchain_cacheblend.inventory import Inventory, Siblings
-from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces, source_of
+from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 
@@ -269,7 +269,8 @@ class BlendVectorStore(SearchesInner):
         given = [metadata or {} for _, metadata in zip(ids, chain(metadatas or (), repeat(None)), strict=False)]
         self._siblings.warn_of(ids, texts)
         # What was deleted behind our back, or given other ids since a process was killed, is no context of these texts.
-        self._collection.sync({source for metadata in given if (source := source_of(metadata))}, ids)
+        sources = {document_name(metadata.get(DOCUMENT_KEYS[0])) for metadata in given}
+        self._collection.sync({source for source in sources if source is not None}, ids)
         rows = [row for row in zip(ids, texts, given, strict=True) if row[1].strip()]
         chunks = self.places.chunks(*zip(*rows, strict=True)) if rows else []
         if len(rows) < len(ids):

@@ -14,7 +14,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, No
 from llama_index.core.storage.docstore.types import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilters
 
-from cacheblend_rag.chunk import Chunk, text_hash
+from cacheblend_rag.chunk import Chunk, document_name, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate
 from cacheblend_rag.errors import BackendError, ConfigError, PromptError, StoreError
 
@@ -83,7 +83,7 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
                 f"object of type {type(text).__name__}"
             )
         if text and text.strip():
-            chunks.append(Chunk(text.strip(), node.node_id, source=node.ref_doc_id or None))
+            chunks.append(Chunk(text.strip(), node.node_id, source=node.ref_doc_id))
     return chunks
 
 
@@ -144,8 +144,9 @@ class Boundary:
         """
         parent = node.relationships.get(NodeRelationship.PARENT)
         parent_id = parent.node_id if isinstance(parent, RelatedNodeInfo) else None
-        if not node.ref_doc_id or (parent_id is None and not self._keys):
-            return node.ref_doc_id or None
+        name = document_name(node.ref_doc_id)
+        if name is None or (parent_id is None and not self._keys):
+            return name
         values = [node.metadata.get(key) for key in self._keys]
         return json.dumps([node.ref_doc_id, parent_id, *values], default=str)
 
