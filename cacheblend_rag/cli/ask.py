@@ -18,7 +18,15 @@ from cacheblend_rag.cli.options import (
     StreamOption,
     TopKOption,
 )
-from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import (
+    ONLY_ITS_WORLD,
+    console,
+    print_answer,
+    say_same,
+    say_seconds,
+    show_table,
+    write_json,
+)
 from cacheblend_rag.cli.warm import warmed
 
 if TYPE_CHECKING:
@@ -48,8 +56,7 @@ def ask(
     _show(found, *results)
     if name == "reference":
         console().print(
-            "[dim]the reference model reads the sentences of its own corpus only; for files of yours: "
-            "cacheblend-rag warm PATH --model NAME[/dim]"
+            f"[dim]{ONLY_ITS_WORLD}; for answers from your files: cacheblend-rag warm PATH --model NAME[/dim]"
         )
     sources = [
         {

@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_rag.cli.options import JsonOption, StoreOption
 from cacheblend_rag.cli.output import say_bytes, show_table, write_json
+from cacheblend_rag.documents.settings import LibrarySettings, is_library, kv_folder
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["kv_folder_of", "store_app"]
@@ -28,19 +29,16 @@ _Pinned = Annotated[str | None, typer.Option("--tenant", help="Only chunks of th
 
 def kv_folder_of(store: Path | None) -> Path | None:
     """Return the folder of KV in what ``warm`` made, or the folder itself where it is one."""
-    from cacheblend_rag.documents.library import kv_folder
-
     return store if store is None or not _is_store(kv_folder(store)) else kv_folder(store)
 
 
 @store_app.command()
 def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
     """Show what the store holds, and what of it is whose."""
+    kv = _kv(store)
     from cacheblend_rag.config import EngineConfig
-    from cacheblend_rag.documents.library import LibrarySettings
     from cacheblend_rag.store import open_store
 
-    kv = _kv(store)
     with closing(open_store(kv, ram_bytes=0, names=EngineConfig().names_url)) as opened:
         figures = opened.stats()
         tenants = opened.tenants()
@@ -82,9 +80,9 @@ def check(
     json_file: JsonOption = None,
 ) -> None:
     """Verify every file against the index and its checksums. Exit code 1 if something is wrong and was not repaired."""
+    kv = _kv(store)
     from cacheblend_rag.store import check_store
 
-    kv = _kv(store)
     report = check_store(kv, repair=repair)
     for problem in report.problems:
         typer.echo(problem, err=True)
@@ -112,9 +110,9 @@ def gc(
     json_file: JsonOption = None,
 ) -> None:
     """Remove what has expired, belongs to nothing or was left by killed processes. The store may be in use."""
+    kv = _kv(store)
     from cacheblend_rag.store import collect_garbage
 
-    kv = _kv(store)
     report = collect_garbage(kv, None if unnamed_days is None else unnamed_days * 86400)
     typer.echo(
         f"{kv}: removed {report.expired} expired chunks, {report.unnamed} without a name and {report.orphans} stray files, "
@@ -136,9 +134,9 @@ def unpin(ids: _Ids, store: StoreOption = _DEFAULT, tenant: _Pinned = None, json
 
 
 def _pin(ids: list[str], store: Path, tenant: str | None, pinned: bool, json_file: Path | None) -> None:
+    kv = _kv(store)
     from cacheblend_rag.store import pin_chunks
 
-    kv = _kv(store)
     ids = list(dict.fromkeys(ids))
     pinned_bytes = pin_chunks(kv, ids, pinned=pinned, tenant=tenant)
     verb = "pin" if pinned else "unpin"
@@ -155,9 +153,9 @@ def clear(
     json_file: JsonOption = None,
 ) -> None:
     """Remove everything that was warmed: the passages in Chroma, and all KV. Of one tenant, its KV and names."""
-    from cacheblend_rag.documents.library import clear_library, is_library, open_to_clear
-
     kv = _kv(store)
+    from cacheblend_rag.documents.library import clear_library, open_to_clear
+
     whole_library = tenant is None and is_library(store)
     with closing(open_to_clear(kv)) as opened:
         figures = opened.stats(tenant)

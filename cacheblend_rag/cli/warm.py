@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ import typer
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
 from cacheblend_rag.cli.output import (
+    ONLY_ITS_WORLD,
     make_quiet,
     on_interrupt,
     parse_bytes,
@@ -24,16 +25,17 @@ from cacheblend_rag.cli.output import (
     show_table,
     write_json,
 )
+from cacheblend_rag.documents.settings import LibrarySettings, is_library, kv_folder
+from cacheblend_rag.documents.splitter import SUFFIXES, Passage, cut, read_files
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig, EngineConfig
     from cacheblend_rag.documents.library import Library
-    from cacheblend_rag.documents.splitter import Passage
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["CHUNK_TOKENS", "needs_documents", "passages_of", "warm", "warmed"]
+__all__ = ["CHUNK_TOKENS", "needs_documents", "passages_of", "texts_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
 """Maximum tokens of a passage, unless the store or an option says otherwise."""
@@ -42,7 +44,7 @@ CHUNK_TOKENS = 256
 def warm(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", exists=True, help="Files, and folders of .txt, .md and .rst files."),
+        typer.Argument(metavar="PATH...", exists=True, help="Files, and folders: text, Markdown, PDF, DOCX and HTML."),
     ],
     store: StoreOption = Path(".cacheblend"),
     model: StoredModelOption = None,
@@ -65,10 +67,11 @@ def warm(
     stopped, in whatever way, is finished by the next one.
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
-    from cacheblend_rag.documents.embedding import Embedding
-    from cacheblend_rag.documents.library import LibrarySettings, kv_folder, open_library, passage_config
-
     known = LibrarySettings.load(store)
+    texts, left_out = texts_of(paths, may_be_none=known is not None)
+    from cacheblend_rag.documents.embedding import Embedding
+    from cacheblend_rag.documents.library import open_library, passage_config
+
     finder = Embedding(embedding or (known.embedding if known else None))
     settings = LibrarySettings(
         model or (known.model if known else "reference"),
@@ -86,7 +89,9 @@ def warm(
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
         if engine.store.path is None and not estimate:
             raise StoreError(f"what is warmed would be lost: the store in {folder} cannot be written; the log says why")
-        passages = passages_of(paths, engine, settings.chunk_tokens)
+        passages = passages_of(texts, engine, settings.chunk_tokens)
+        if settings.model == "reference":
+            typer.echo(f"{ONLY_ITS_WORLD}; for answers from your files: --model NAME", err=True)
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)
         if estimate:
@@ -110,11 +115,15 @@ def warm(
                 reached = max(reached, min(done, total))
                 progress(done, total)
 
-            result = library.warm(passages, paths, budget_bytes=budget_bytes, progress=advance)
+            read = [path for path in paths if path not in left_out]
+            result = library.warm(passages, read, budget_bytes=budget_bytes, progress=advance)
         seconds = time.perf_counter() - started
+    if not passages and not result.removed:
+        raise _no_text(paths)
     files = len({passage.source for passage in passages})
     typer.echo(
-        f"{len(passages)} passages of {files} files: {result.encoded} encoded, {result.unchanged} unchanged, "
+        f"{len(passages)} passage{'' if len(passages) == 1 else 's'} of {files} file{'' if files == 1 else 's'}: "
+        f"{result.encoded} encoded, {result.unchanged} unchanged, "
         f"{result.removed} removed; {say_bytes(result.kv_bytes)} of KV in {store}; {say_seconds(seconds)}"
     )
     row = {"files": files, "passages": len(passages), "seconds": seconds, **asdict(result)}
@@ -126,6 +135,7 @@ def warm(
             "give a larger --budget and warm again",
             err=True,
         )
+    if result.left_out or left_out.keys() & set(paths):
         raise typer.Exit(1)
 
 
@@ -136,20 +146,28 @@ def needs_documents() -> None:
         import sentence_transformers  # noqa: F401
 
 
-def passages_of(paths: Sequence[Path], engine: BlendEngine, chunk_tokens: int) -> list[Passage]:
-    """Read files, measured in the tokens of an engine's model, and say what was left out."""
-    from cacheblend_rag.documents.splitter import read_passages
+def texts_of(paths: Sequence[Path], *, may_be_none: bool = False) -> tuple[dict[str, str], dict[Path, str]]:
+    """Read files; return their texts, and which were left out and why. `ConfigError` where there is no text."""
+    texts, left_out = read_files(paths)
+    for file, reason in left_out.items():
+        typer.echo(f"{file} is left out: {reason}", err=True)
+    if not any(map(str.strip, texts.values())) and not may_be_none:
+        raise _no_text(paths)
+    return texts, left_out
+
+
+def _no_text(paths: Sequence[Path]) -> ConfigError:
+    return ConfigError(f"there is no text in {', '.join(map(str, paths))}; in folders {', '.join(SUFFIXES)} are read")
+
+
+def passages_of(texts: Mapping[str, str], engine: BlendEngine, chunk_tokens: int) -> list[Passage]:
+    """Cut texts into passages, measured in the tokens of an engine's model."""
 
     def count(text: str) -> int:
         # Long texts are meant to be counted here, so no warning that one exceeds the model's window.
         return len(engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    passages, skipped = read_passages(paths, count, chunk_tokens)
-    for note in skipped:
-        typer.echo(note, err=True)
-    if not passages:
-        typer.echo(f"no text was found in {', '.join(map(str, paths))}: .txt, .md and .rst files are read", err=True)
-    return passages
+    return cut(texts, count, chunk_tokens)
 
 
 @contextmanager
@@ -165,12 +183,12 @@ def warmed(
 
     Models that are not named are those that it was warmed with; `changes` are settings of `blend`, as `open_engine` takes them.
     """
-    from cacheblend_rag.documents.embedding import Embedding
-    from cacheblend_rag.documents.library import LibrarySettings, is_library, kv_folder, open_library, passage_config
-
     known = LibrarySettings.load(store)
     if known is None or not is_library(store):
         raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --store {store}")
+    from cacheblend_rag.documents.embedding import Embedding
+    from cacheblend_rag.documents.library import open_library, passage_config
+
     needs_documents()
     name = model or known.model
     with (

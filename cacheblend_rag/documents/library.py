@@ -1,21 +1,12 @@
-"""Passages in Chroma, and their KV in the engine's store, kept in step in one folder.
-
-::
-
-    library.json      the model, the embedding model and the length of passages it was warmed with
-    warm.lock         held while a process changes the library
-    chroma/           the passages and their vectors
-    kv/               the engine's store
-"""
+"""Passages in Chroma, and their KV in the engine's store, kept in step in one folder."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -24,11 +15,11 @@ from cacheblend_rag.chat.render import around_context
 from cacheblend_rag.chunk import BlendPrompt, Chunk, is_part
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.embedding import Embedding
+from cacheblend_rag.documents.settings import kv_folder, make_private
 from cacheblend_rag.documents.splitter import Passage
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
-from cacheblend_rag.files import replace_text
 from cacheblend_rag.store import KVStore, open_store
 
 if TYPE_CHECKING:
@@ -37,12 +28,9 @@ if TYPE_CHECKING:
 __all__ = [
     "PASSAGES",
     "Library",
-    "LibrarySettings",
     "Match",
     "WarmResult",
     "clear_library",
-    "is_library",
-    "kv_folder",
     "open_chroma",
     "open_library",
     "open_to_clear",
@@ -59,19 +47,7 @@ _FILE_BYTES_PER_LAYER = 512
 _INSTRUCTION = "Answer the question from the context only.\n\n"
 _SEPARATOR = "\n"
 
-_PARTS = frozenset({"library.json", "warm.lock", "chroma", "kv"})
-
 _T = TypeVar("_T")
-
-
-def kv_folder(folder: Path) -> Path:
-    """Return where a library keeps its chunk KV."""
-    return folder / "kv"
-
-
-def is_library(folder: Path) -> bool:
-    """Return whether something was warmed into `folder`."""
-    return (folder / "library.json").is_file() and kv_folder(folder).is_dir()
 
 
 def passage_config(config: EngineConfig | None = None) -> EngineConfig:
@@ -102,7 +78,7 @@ def open_chroma(folder: Path) -> Iterator[Client]:
 
     try:
         # Chroma's files hold the passages, and are as open as the folder.
-        _make_private(folder / "chroma")
+        make_private(folder / "chroma")
         settings = Settings(anonymized_telemetry=False)
         client = cast("Client", chromadb.PersistentClient(str(folder / "chroma"), settings=settings))
     except Exception as error:
@@ -131,37 +107,6 @@ def open_to_clear(kv: Path) -> KVStore:
         return open_store(kv, ram_bytes=0)
     except StoreError:
         return open_store(kv, ram_bytes=0, names=EngineConfig().names_url)
-
-
-@dataclass(frozen=True, slots=True)
-class LibrarySettings:
-    """Settings that a library was warmed with, so that later commands need not be told again."""
-
-    model: str
-    embedding: str
-    chunk_tokens: int
-
-    @classmethod
-    def load(cls, folder: Path) -> LibrarySettings | None:
-        """Return the settings of the library in `folder`, or None if there is none; `ConfigError` if they cannot be read."""
-        path = folder / "library.json"
-        try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path} cannot be read ({error}); remove it and warm again") from error
-
-    def save(self, folder: Path) -> None:
-        """Write the settings, replacing earlier ones at once."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Not where other things are kept too.
-            if _PARTS.issuperset(os.listdir(folder)):
-                _make_private(folder)
-            replace_text(folder / "library.json", json.dumps(asdict(self), indent=2) + "\n", private=True)
-        except OSError as error:
-            raise ConfigError(f"folder {folder} cannot be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +294,6 @@ class Library:
 def _passage(id: str, text: str, about: Mapping[str, Any]) -> Passage:
     """Return a passage as it stands in Chroma."""
     return Passage(id, str(about["source"]), int(str(about["position"])), text)
-
-
-def _make_private(folder: Path) -> None:
-    """Close a folder, made if it is not there, to other users; one that this user may not change stays as it is."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(OSError):
-        folder.chmod(0o700)
 
 
 @contextmanager

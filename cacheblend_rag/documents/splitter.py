@@ -1,29 +1,32 @@
-"""Files of text and markdown, cut into passages of bounded length."""
+"""Files of text, and of what can be converted to text, cut into passages of bounded length."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from codecs import getincrementaldecoder
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
 
-__all__ = ["Passage", "named_passages", "read_passages", "read_texts", "split_text"]
+__all__ = ["SUFFIXES", "Passage", "cut", "named_passages", "read_files", "read_texts", "split_text"]
 
-_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst"}
+_CONVERTED = (".pdf", ".docx", ".html", ".htm")
+SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", *_CONVERTED)
+"""Files that are read in folders."""
+_BLOCK_BYTES = 2**16
 _HEADING = re.compile(r"#{1,6} ")
 _FENCE = re.compile(r"(```|~~~)")
 # Where a paragraph that is too long may be cut, best place first.
 _CUTS = (re.compile(r"\n"), re.compile(r"(?<=[.!?])\s+(?=\S)|(?<=[。！？])"), re.compile(r"(?<=\s)(?=\S)"))
 
 TokenCount = Callable[[str], int]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,54 +49,91 @@ class Passage:
         return Chunk(self.text, self.id, document=self.source, start=self.start)
 
 
-def read_passages(
-    paths: Sequence[Path], count_tokens: TokenCount, chunk_tokens: int
-) -> tuple[list[Passage], list[str]]:
-    """Read files as `read_texts` does, and cut them into passages of at most `chunk_tokens` tokens, by path, in reading order.
+def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
+    """Read files, and folders as `read_texts` does, each file once.
 
-    The second list has a sentence for each file that was left out. `ConfigError` if a path names a file that cannot be
-    read.
+    Returns the texts by their absolute paths, and why a file was left out, by its path.
     """
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    passages: dict[str, list[Passage]] = {}
-    skipped: list[str] = []
+    texts: dict[str, str] = {}
+    left_out: dict[Path, str] = {}
     seen: set[Path] = set()
     for path in paths:
-        for file, text in read_texts(path, skipped.append):
-            if (found := file.resolve()) in seen:
-                continue
-            seen.add(found)
-            # Not where a link leads: what is gone from the folder is looked for below it.
-            source = os.path.abspath(file)
-            passages[source] = list(named_passages(source, split_text(text, count_tokens, chunk_tokens)))
-    return [passage for source in sorted(passages) for passage in passages[source]], skipped
+        for file, text in read_texts(path, left_out.__setitem__):
+            if (found := file.resolve()) not in seen:
+                seen.add(found)
+                # Not where a link leads: what is gone from the folder is looked for below it.
+                texts[os.path.abspath(file)] = text
+    return texts, left_out
 
 
-def read_texts(path: Path, tell: Callable[[str], object] = _log.warning) -> Iterator[tuple[Path, str]]:
-    """Yield a file and its text, or for a folder all text and markdown files below it and theirs, but for hidden ones.
+def cut(texts: Mapping[str, str], count_tokens: TokenCount, chunk_tokens: int) -> list[Passage]:
+    """Cut texts into passages of at most `chunk_tokens` tokens, by the names of the texts, in reading order."""
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1")
+    named = (named_passages(name, split_text(texts[name], count_tokens, chunk_tokens)) for name in sorted(texts))
+    return list(chain.from_iterable(named))
 
-    `tell` is called with a sentence for each file in a folder that cannot be read, and is left out; `ConfigError` if `path`
-    is a file that cannot be read, or is not UTF-8 text.
+
+def read_texts(path: Path, refuse: Callable[[Path, str], object]) -> Iterator[tuple[Path, str]]:
+    """Yield a file and its text, or for a folder those of all files below it that may have text, but for hidden ones.
+
+    Folders are read once, whatever links lead to them. `refuse` is called with each file that cannot be read, and why.
     """
-    for file in _files(path) if path.is_dir() else [path]:
+    for file in _files(path, refuse) if path.is_dir() else [path]:
         try:
-            yield file, file.read_text(encoding="utf-8-sig")
-        except (UnicodeDecodeError, OSError) as error:
-            reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
-            if not path.is_dir():
-                raise ConfigError(f"{file} cannot be read: {reason}") from error
-            tell(f"{file} is left out: {reason}")
+            yield file, _converted(file) if file.suffix.lower() in _CONVERTED else _plain(file)
+        except (ConfigError, UnicodeDecodeError) as error:
+            refuse(file, "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error))
+        except OSError as error:
+            refuse(file, str(error.strerror))
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
+def _plain(file: Path) -> str:
+    """Return the text of a file; of what is none, no more than its beginning is read."""
+    if file.exists() and not file.is_file():
+        raise ConfigError("it is no file")
+    decoder = getincrementaldecoder("utf-8-sig")()
+    pieces = []
+    with open(file, "rb") as opened:
+        while block := opened.read(_BLOCK_BYTES):
+            if b"\0" in block:
+                raise ConfigError("it has NUL bytes, so it is not UTF-8 text")
+            pieces.append(decoder.decode(block))
+    return "".join(pieces) + decoder.decode(b"", final=True)
+
+
+def _converted(file: Path) -> str:
+    """Return the text of a file of another format as Markdown."""
+    with needs_extra("files", "its format"):
+        from markitdown import MarkItDown
+    try:
+        text: str = MarkItDown().convert_local(file).markdown
+    except Exception as error:  # each format's library has its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise ConfigError(f"it cannot be converted to text: {reason.strip(' -')}") from error
+    if not text.strip() or "\0" in text:
+        raise ConfigError("no text was found in it; if its pages are images, convert them with OCR first")
+    return text
+
+
+def _files(folder: Path, refuse: Callable[[Path, str], object]) -> Iterator[Path]:
+    """Yield the files below a folder that may have text; links to folders are followed last."""
+    waiting, seen = deque([folder]), set[Path]()
+    while waiting:
+        folder = waiting.popleft()
+        if (found := folder.resolve()) in seen:
             continue
-        if path.is_dir():
-            yield from _files(path)
-        elif path.is_file() and path.suffix.lower() in _SUFFIXES:
-            yield path
+        seen.add(found)
+        try:
+            entries = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+        except OSError as error:
+            refuse(folder, str(error.strerror))
+            continue
+        for path in entries:
+            if path.is_dir():
+                (waiting.append if path.is_symlink() else waiting.appendleft)(path)
+            elif path.is_file() and path.suffix.lower() in SUFFIXES:
+                yield path
 
 
 def named_passages(source: str, pieces: Sequence[str]) -> Iterator[Passage]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cacheblend_rag.chunk import CATEGORY, MOST_RECORDS, Chunk
@@ -248,6 +248,8 @@ class Ingest:
         # Chunks without an id are all kept; of several with one id the last counts.
         each: dict[object, Chunk] = {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}
         for chunk in each.values():
+            if chunk.document in self._categories and chunk.start is None and chunk.previous is None:
+                chunk = replace(chunk, document=None, body=None, source=None)
             try:
                 records.append(self._assembler.record(chunk))
                 positions[records[-1].key] = self._assembler.places(chunk)

@@ -75,6 +75,8 @@ def model_folder(model: str | Path) -> Path:
     name = _checked_name(model)
     if Path(name).is_dir():
         return Path(name)
+    if _is_gguf(Path(name)):
+        raise ConfigError(f"model {name} is a GGUF file, and here a folder with config.json and safetensors is needed")
     try:
         _ask_hub(name, {})
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
@@ -122,9 +124,13 @@ def _checked_name(model: str | Path) -> str:
             'model "reference" cannot be loaded: it is for tests and examples, and comes with another package: pip install '
             "cacheblend-rag-lab. Or name a model of your own"
         )
-    if name.startswith((".", "/", "~")) or isinstance(model, Path):
-        folder = Path(model).expanduser()
-        if not folder.is_dir() and not _is_gguf(folder):
+    folder = Path(model).expanduser()
+    if folder.is_file() and not _is_gguf(folder):
+        raise ConfigError(
+            f"model {name} cannot be loaded: it is a file, but not a GGUF file; give the folder that it is in"
+        )
+    if name.startswith((".", "/", "~")) or isinstance(model, Path) or folder.is_file():
+        if not folder.exists():
             raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file")
         return str(folder)
     # No id on the Hub is like this one, and asking there takes its time.
@@ -134,7 +140,7 @@ def _checked_name(model: str | Path) -> str:
 
 
 def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def _unpacked(name: str) -> tuple[str, dict[str, str]]:

@@ -115,7 +115,7 @@ class Drafts:
         for record in records:
             if record.id and record.place is not None:
                 given.setdefault(record.place.document, {})[record.id] = record.place
-        apart = set()
+        apart = set[str]()
         for name, places in given.items():
             draft = self.load(name)
             held = {} if draft is None else {id: piece.member.place for id, piece in draft.pieces.items()}

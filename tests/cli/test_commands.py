@@ -59,6 +59,7 @@ def test_the_version() -> None:
         ("bench index --entries 1,many", "'many' in '1,many' is not a whole number"),
         ("bench index --entries 10 --folder .", "is not empty"),
         ("warm . --budget much", "'much' is not a size"),
+        ("warm empty --store new", "there is no text in empty"),
         ("warm . --model missing/model --store new", "model 'missing/model' cannot be loaded"),
         ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder, and no such GGUF file"),
         ("bench ttft --shape round", "shape 'round' is unknown"),
@@ -71,7 +72,8 @@ def test_the_version() -> None:
 )
 def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "letter.txt").touch()
+    (tmp_path / "letter.txt").write_text("Dear Mara")
+    (tmp_path / "empty").mkdir()
     result = run(*arguments.split(), code=2)
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

@@ -1,12 +1,26 @@
 """Files cut into passages."""
 
+import os
 import random
+import re
+import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.documents.splitter import read_passages, split_text
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.documents.splitter import Passage, cut, read_files, split_text
+
+PDF = b"""%PDF-1.4
+1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
+2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
+3 0 obj<</Type/Page/Parent 2 0 R/Contents 4 0 R/MediaBox[0 0 300 300]/Resources<</Font<</F 5 0 R>>>>>>endobj
+4 0 obj<</Length 50>>stream
+BT /F 12 Tf 40 200 Td (Pim is a striped goat.) Tj ET
+endstream endobj
+5 0 obj<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>endobj
+trailer<</Root 1 0 R>>
+"""
 
 
 def words(text: str) -> int:
@@ -54,45 +68,97 @@ def test_nothing_gives_nothing(text: str) -> None:
     assert split_text(text, words, 4) == []
 
 
+def read(*paths: Path, size: int = 10) -> list[Passage]:
+    return cut(read_files(paths)[0], words, size)
+
+
 def test_folders_are_read_in_order_without_what_is_hidden_or_no_text(tmp_path: Path) -> None:
     for name in ("b.md", "a.txt", ".hidden.md", "picture.png", "c/d.rst", ".git/e.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"text of {name}")
-    (tmp_path / "latin.txt").write_bytes("Åse".encode("latin-1"))
-    passages, skipped = read_passages([tmp_path], words, 10)
-    assert [passage.text for passage in passages] == ["text of a.txt", "text of b.md", "text of c/d.rst"]
-    assert len(skipped) == 1
-    assert "latin.txt is left out: it is not UTF-8 text" in skipped[0]
+    assert [passage.text for passage in read(tmp_path)] == ["text of a.txt", "text of b.md", "text of c/d.rst"]
 
 
 def test_a_passage_keeps_its_id_when_it_moves_and_loses_it_when_it_changes(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one\n\ntwo\n\nthree")
-    before = {passage.text: passage for passage in read_passages([file], words, 1)[0]}
+    before = {passage.text: passage for passage in read(file, size=1)}
     file.write_text("zero\n\none\n\ntwo!\n\nthree")
-    after = {passage.text: passage for passage in read_passages([file], words, 1)[0]}
+    after = {passage.text: passage for passage in read(file, size=1)}
     assert after["one"].id == before["one"].id
     assert after["one"].position == before["one"].position + 1
     assert after["two!"].id != before["two"].id
 
 
-def test_the_same_words_twice_are_two_passages(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("same\n\nsame\n\nsame")
-    passages, _ = read_passages([tmp_path], words, 1)
+def test_the_same_words_twice_are_two_passages() -> None:
+    passages = cut({"a.txt": "same\n\nsame\n\nsame"}, words, 1)
     assert len({passage.id for passage in passages}) == 3
 
 
-def test_a_file_that_is_named_must_be_text(tmp_path: Path) -> None:
-    (tmp_path / "x.bin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"x\.bin cannot be read: it is not UTF-8 text"):
-        read_passages([tmp_path / "x.bin"], words, 10)
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_passages([tmp_path / "y"], words, 10)
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("latin.txt", "Åse".encode("latin-1"), "it is not UTF-8 text"),
+        ("cut.txt", "Å".encode()[:1], "it is not UTF-8 text"),
+        ("utf16.txt", "Åse".encode("utf-16"), "it has NUL bytes"),
+        ("late.md", b"text" * 50_000 + b"\0", "it has NUL bytes"),
+        (
+            "broken.pdf",
+            b"%PDF-1.7\n\xff\xfe\x00 and no more",
+            "its format needs|it cannot be converted|no text was found",
+        ),
+        ("folder.txt/", b"", None),
+        ("missing.txt", None, "No such file"),
+        ("pipe", "fifo", "it is no file"),
+    ],
+)
+def test_what_is_no_text_is_left_out_and_fails_nothing_else(
+    tmp_path: Path, name: str, content: bytes | str | None, reason: str | None
+) -> None:
+    (tmp_path / "good.txt").write_text("good")
+    path = tmp_path / name
+    if name.endswith("/"):
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        os.mkfifo(path)
+    texts, left_out = read_files([path, tmp_path / "good.txt"])
+    assert list(texts.values()) == ["good"]
+    assert list(left_out) == ([] if reason is None else [path])
+    assert reason is None or re.match(reason, left_out[path])
+    # As in a folder, which has no pipe, and none that is not there.
+    assert list(read_files([tmp_path])[0].values()) == ["good"]
+
+
+def test_of_what_is_no_text_only_the_beginning_is_read(tmp_path: Path) -> None:
+    with open(tmp_path / "zeros.txt", "wb") as file:
+        file.truncate(2**40)
+    assert not read_files([tmp_path])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("page.html", b"<h1>Pim</h1><script>no()</script><p>A goat.</p>"), ("page.pdf", PDF)]
+)
+def test_other_formats_are_read(tmp_path: Path, name: str, content: bytes) -> None:
+    pytest.importorskip("markitdown")
+    (tmp_path / name).write_bytes(content)
+    [passage] = read(tmp_path)
+    assert "Pim" in passage.text
+    assert "goat" in passage.text
+    assert "no()" not in passage.text
+
+
+def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "markitdown", None)
+    (tmp_path / "page.html").write_text("<p>A goat.</p>")
+    [reason] = read_files([tmp_path])[1].values()
+    assert 'pip install "cacheblend-rag[files]"' in reason
 
 
 def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    assert len(read_passages([tmp_path, tmp_path / "a.txt"], words, 10)[0]) == 1
+    assert len(read(tmp_path, tmp_path / "a.txt")) == 1
 
 
 def test_what_a_link_leads_to_is_a_file_of_the_folder(tmp_path: Path) -> None:
@@ -100,7 +166,19 @@ def test_what_a_link_leads_to_is_a_file_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "a.txt").write_text("text")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "linked").symlink_to(tmp_path / "elsewhere")
-    [passage] = read_passages([tmp_path / "notes"], words, 10)[0]
+    [passage] = read(tmp_path / "notes")
     assert passage.source == str(tmp_path / "notes" / "linked" / "a.txt")
     # Once, by whichever way.
-    assert len(read_passages([tmp_path], words, 10)[0]) == 1
+    assert len(read(tmp_path)) == 1
+
+
+def test_folders_that_link_to_each_other_are_read_once_under_their_own_paths(tmp_path: Path) -> None:
+    names = "abcdefg"
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "page.md").write_text(name)
+        (tmp_path / name / "up").symlink_to("..")
+    for name, other in product(names, names):
+        (tmp_path / name / other).symlink_to(Path("..") / other)
+    (tmp_path / "a" / "self.md").symlink_to("self.md")
+    assert [passage.source for passage in read(tmp_path)] == [str(tmp_path / name / "page.md") for name in names]

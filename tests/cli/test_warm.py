@@ -294,7 +294,8 @@ def test_the_readmes_commands_answer_the_readmes_question(tmp_path: Path, monkey
     assert "3 encoded" in said[1]
     assert "Sella Borler keeps a black horse." in said[2]
     assert "the same answer" in said[2]
-    assert "reads the sentences of its own corpus only" in said[2]
+    assert "knows only the made-up world" in said[1]
+    assert "knows only the made-up world" in said[2]
     assert "open it in a browser" in said[3]
     assert (tmp_path / "inspect.html").is_file()
 

@@ -16,7 +16,7 @@ import pytest
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.documents.library import kv_folder
+from cacheblend_rag.documents.settings import kv_folder
 from tests.cli.conftest import passages_of
 from tests.command import read_rows, run
 

@@ -24,6 +24,7 @@ from cacheblend_rag.errors import (
     UnknownChunkError,
     UnsupportedModelError,
 )
+from cacheblend_rag.model.checkpoint import model_folder
 from cacheblend_rag.store import KVStore, open_store
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -345,6 +346,20 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         BlendEngine.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"'Reference' .* the model that comes with this project is \"reference\""):
         BlendEngine.from_pretrained("Reference")
+
+
+def test_a_model_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.safetensors", "b.gguf", "C.GGUF"):
+        Path(name).write_bytes(b"no weights")
+    for name in ("a.safetensors", "./a.safetensors"):
+        with pytest.raises(ConfigError, match="it is a file, but not a GGUF file"):
+            BlendEngine.from_pretrained(name)
+    for name in ("b.gguf", "./b.gguf", "C.GGUF"):
+        with pytest.raises(ConfigError, match="not a GGUF file"):
+            BlendEngine.from_pretrained(name)
+    with pytest.raises(ConfigError, match=r"b.gguf is a GGUF file, and here a folder"):
+        model_folder("b.gguf")
 
 
 def test_the_reference_model_is_not_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

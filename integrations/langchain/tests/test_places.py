@@ -421,3 +421,34 @@ def test_an_engine_made_by_name_joins_chunks_as_chains_do() -> None:
         llm = ChatBlend(model="reference", engine_config=config)
         assert llm.engine.config.separator == separator
         llm.engine.close()
+
+
+@pytest.mark.parametrize("source", [None, "", " \n", float("nan"), "nan", "None", [], {}, False])
+def test_a_source_that_says_nothing_is_no_document(engine: BlendEngine, embedding: Embeddings, source: object) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    ids = store.add_documents([Document(f"Ticket {n}.", metadata={"source": source, "page": 1}) for n in range(2)])
+    assert store.engine.places(ids) == [None, None]
+    assert not store.engine.indexed([str(source)])
+
+
+@pytest.mark.parametrize("at_once", [50, 1])
+def test_many_short_texts_of_one_source_are_records(
+    inner: VectorStore, engine: BlendEngine, at_once: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrapped() -> BlendVectorStore:
+        return BlendVectorStore(inner, engine=engine, name="tickets")
+
+    store, ids = wrapped(), list[str]()
+    for number in range(0, 50, at_once):
+        ids += store.add_documents([of(f"Ticket {n}.", "news") for n in range(number, number + at_once)])
+        # As after a restart.
+        store = wrapped() if number == 25 else store
+    alone = [place is None for place in engine.places(ids)]
+    assert alone == [at_once > 1 or number >= 32 for number in range(50)]
+    assert len(engine.indexed(["news"])) == 50 - sum(alone)
+    warned = [record for record in caplog.records if "is taken for a category" in record.message]
+    assert len(warned) == 1
+    # What says where it begins, or is longer, is a document, however much of it there is.
+    pieces = [Document(f"{n}.", metadata={"source": "numbers", "start_index": 3 * n}) for n in range(50)]
+    pieces += [of(f"Line {n}.\nAnd another.", "lines") for n in range(50)]
+    assert None not in engine.places(store.add_documents(pieces))

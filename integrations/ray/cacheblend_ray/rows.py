@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from cacheblend_rag.documents.splitter import named_passages, read_texts, split_
 from cacheblend_rag.errors import ConfigError, PromptError
 
 __all__ = ["Columns", "chunks_of", "joined", "rows_of"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,12 @@ def joined(group: Mapping[str, Sequence[Any]], columns: Columns, order: str) -> 
 
 
 def _files(path: Path) -> Iterator[tuple[str, str]]:
-    for file, text in read_texts(path):
+    def refuse(file: Path, reason: str) -> None:
+        if file == path:
+            raise ConfigError(f"{file} cannot be read: {reason}")
+        logger.warning("%s is left out: %s", file, reason)
+
+    for file, text in read_texts(path, refuse):
         # As many folders have them; there is nothing to compute.
         if text.strip():
             yield (file.relative_to(path).as_posix() if path.is_dir() else path.name), text

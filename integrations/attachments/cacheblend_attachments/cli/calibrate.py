@@ -22,7 +22,8 @@ from cacheblend_rag.cli.options import (
     in_a_folder,
 )
 from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
-from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, passages_of, warmed
+from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, passages_of, texts_of, warmed
+from cacheblend_rag.documents.settings import kv_folder
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -150,8 +151,9 @@ def _read(
     chunk_tokens: int,
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
     """Read documents into a store that is there for as long as they are asked about."""
+    texts, _ = texts_of(paths)
     from cacheblend_rag.documents.embedding import Embedding
-    from cacheblend_rag.documents.library import kv_folder, open_library, passage_config
+    from cacheblend_rag.documents.library import open_library, passage_config
 
     needs_documents()
     with tempfile.TemporaryDirectory(prefix="cacheblend-calibrate-") as name:
@@ -159,9 +161,7 @@ def _read(
         # What is removed afterwards should not be left in a remote tier, nor be looked for there.
         quiet = passage_config(config).replace(remote=None)
         with open_engine(model, store=kv_folder(folder), config=quiet, blend=blend) as engine:
-            passages = passages_of(paths, engine, chunk_tokens)
-            if not passages:
-                raise typer.Exit(1)
+            passages = passages_of(texts, engine, chunk_tokens)
             with open_library(folder, engine, Embedding(embedding)) as library:
                 with progress_bar("warming") as progress:
                     library.warm(passages, paths, progress=progress)

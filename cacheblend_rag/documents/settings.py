@@ -1,0 +1,72 @@
+"""Settings of a library, and its folder; nothing else is imported, so that what is not there is told at once.
+
+::
+
+    library.json      the model, the embedding model and the length of passages it was warmed with
+    warm.lock         held while a process changes the library
+    chroma/           the passages and their vectors
+    kv/               the engine's store
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.files import replace_text
+
+__all__ = ["LibrarySettings", "is_library", "kv_folder", "make_private"]
+
+_PARTS = frozenset({"library.json", "warm.lock", "chroma", "kv"})
+
+
+def kv_folder(folder: Path) -> Path:
+    """Return where a library keeps its chunk KV."""
+    return folder / "kv"
+
+
+def is_library(folder: Path) -> bool:
+    """Return whether something was warmed into `folder`."""
+    return (folder / "library.json").is_file() and kv_folder(folder).is_dir()
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySettings:
+    """Settings that a library was warmed with, so that later commands need not be told again."""
+
+    model: str
+    embedding: str
+    chunk_tokens: int
+
+    @classmethod
+    def load(cls, folder: Path) -> LibrarySettings | None:
+        """Return the settings of the library in `folder`, or None if there is none; `ConfigError` if they cannot be read."""
+        path = folder / "library.json"
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}); remove it and warm again") from error
+
+    def save(self, folder: Path) -> None:
+        """Write the settings, replacing earlier ones at once."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Not where other things are kept too.
+            if _PARTS.issuperset(os.listdir(folder)):
+                make_private(folder)
+            replace_text(folder / "library.json", json.dumps(asdict(self), indent=2) + "\n", private=True)
+        except OSError as error:
+            raise ConfigError(f"folder {folder} cannot be written: {error.strerror}") from error
+
+
+def make_private(folder: Path) -> None:
+    """Close a folder, made if it is not there, to other users; one that this user may not change stays as it is."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(OSError):
+        folder.chmod(0o700)
