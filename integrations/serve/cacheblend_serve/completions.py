@@ -208,15 +208,15 @@ def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig)
     elif must_call and tools:
         grammar = call_grammar(tools, str(library.tokenizer.get_chat_template(tools=tools)))
     documents = _passages(library, request.documents)
-    variables = _variables(str(library.tokenizer.chat_template), request) | {
+    variables = _variables(library.tokenizer, request) | {
         "add_generation_prompt": request.add_generation_prompt and not request.continue_final_message,
         "continue_final_message": request.continue_final_message,
     }
     parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents, **variables)
     asked = [part for part in turns[-1]["content"] if isinstance(part, str)] if turns[-1]["role"] == "user" else []
     prompt = catalog_of(library).prompt(library, parts, asked="".join(asked))
-    asked = _asked(prompt, request, config, grammar)
-    return replace(asked, tools=tools, must_call=must_call, one_call=not request.parallel_tool_calls)
+    called = _asked(prompt, request, config, grammar)
+    return replace(called, tools=tools, must_call=must_call, one_call=not request.parallel_tool_calls)
 
 
 # Which tokens count as the assistant's, for training: no part of Jinja.
@@ -225,11 +225,12 @@ _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _TEMPLATES = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 
-def _variables(template: str, request: ChatRequest) -> dict[str, Any]:
+def _variables(tokenizer: Any, request: ChatRequest) -> dict[str, Any]:
     """Return the variables of the chat template that a request sets; `PromptError` for those that it does not read."""
     given = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
         given["reasoning_effort"] = request.reasoning_effort
+    template = str(tokenizer.get_chat_template()) if given and tokenizer.chat_template else ""
     for name in given:
         if name in _TEMPLATES or name not in _read_by(template):
             raise PromptError(f"this model's chat template takes no {name!r:.60} from a request; leave it out")
@@ -246,12 +247,6 @@ def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Seque
     before = [part for each in _passages(library, documents) for part in (each.chunk, BLANK_LINE)]
     if isinstance(prompt, str):
         return catalog_of(library).prompt(library, [*before, *([prompt] if prompt else [])])
-    size = len(library.tokenizer)
-    wrong = next((each for each in prompt if not 0 <= each < size), None)
-    if wrong is not None:
-        raise PromptError(
-            f"the prompt has the token {wrong}, and this model's vocabulary has {size}; they count from 0"
-        )
     return BlendPrompt(segments=[*before, prompt])
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from cacheblend_serve.server import Gate, Rates, Server
 from cacheblend_serve.settings import ServeConfig
 from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, process_of
 from tests.limits import wait_until
+from tests.poison import BEYOND, outcomes, spare_token
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
@@ -146,6 +148,22 @@ def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
     error(tiny_client.get("/v1/documents/nobody"), 404)
     assert tiny_client.get("/healthz").json() == {"status": "alive"}
     assert tiny_client.get("/readyz").json() == {"status": "ready"}
+
+
+def test_a_token_beyond_the_model_is_refused_to_its_caller_alone(engine: BlendEngine, serve: Serve) -> None:
+    spare_token(engine.tokenizer)
+    client = serve(engine)
+
+    def ask(number: int) -> httpx.Response:
+        text = f"Unused cells of form {number} hold {'nothing' if number % 8 else BEYOND}."
+        body = SHORT | {"documents": [{"id": f"d{number}", "text": text}], "max_tokens": 16}
+        return client.post(CHAT, json=body)
+
+    for number, reply in enumerate(outcomes([partial(ask, number) for number in range(32)])):
+        if number % 8:
+            assert reply.status_code == 200, reply.text
+        else:
+            assert BEYOND in error(reply, 400)["message"]
 
 
 def test_json_that_is_nested_too_deeply_and_half_characters(tiny_client: httpx.Client) -> None:

@@ -346,7 +346,10 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
 
     store = open_store(tmp_path / "kv", 1 << 26)
     config = EngineConfig(disk_codec="native")
-    with VLLMLibrary(engine.card(), engine.tokenizer, store, spool, warm, config=config) as library:
+    beyond = len(engine.tokenizer) - 1
+    with VLLMLibrary(
+        engine.card(), engine.tokenizer, store, spool, warm, config=config, num_embeddings=beyond
+    ) as library:
         added = library.add(chunks("mara"))
         assert (added.encoded, len(asked)) == (3, 1)
         segments = ["Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0)), "Who lives in Oakford?"]
@@ -363,6 +366,9 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
         assert len(set(salts)) == 1
         with library.for_tenant("other") as other:
             other.add(chunks("mara"))
+            # vLLM itself takes what either the tokenizer or the model knows.
+            with pytest.raises(PromptError, match=f"token {beyond}"):
+                stored_prefix(other, BlendPrompt(segments=[[beyond]]))
         # No tenant can tell by the time what another has added.
         assert len(set(salts)) == 2
         with pytest.raises(PromptError, match="places"):

@@ -58,6 +58,8 @@ class VLLMLibrary(ChunkLibrary):
         The settings; by default those of the environment.
     tuning : Tuning, optional
         How much is asked for at once.
+    num_embeddings : int, optional
+        How many tokens the model knows, from 0 on; by default as many as its tokenizer. Any other ends vLLM.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class VLLMLibrary(ChunkLibrary):
         *,
         config: EngineConfig | None = None,
         tuning: Tuning | None = None,
+        num_embeddings: int | None = None,
     ) -> None:
         config, tuning = EngineConfig.of(config), tuning or Tuning()
         super().__init__(
@@ -83,15 +86,16 @@ class VLLMLibrary(ChunkLibrary):
             lambda preamble: VLLMEncoder(card, preamble, tuning.encode_batch_tokens, spool, warm),
             card.num_kv_layers,
             _NoLock(),
+            num_embeddings,
         )
         self.card = card
-        self._parts = (store, spool, warm, tuning)
+        self._parts = (store, spool, warm)
+        self._options: dict[str, Any] = {"tuning": tuning, "num_embeddings": num_embeddings}
 
     def for_tenant(self, tenant: str) -> VLLMLibrary:
         """Return the library of another tenant over this one's store and server; close it before this one."""
-        store, spool, warm, tuning = self._parts
         config = self.config.replace(tenant=tenant)
-        return VLLMLibrary(self.card, self.tokenizer, store, spool, warm, config=config, tuning=tuning)
+        return VLLMLibrary(self.card, self.tokenizer, *self._parts, config=config, **self._options)
 
     def _check_model(self) -> None:
         # vLLM refuses to start with another model than the card's.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import EngineConfig
@@ -75,7 +75,10 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
         windows = [each for each in (card.window, client.model().get("max_model_len")) if each is not None]
         card = replace(card, window=min(windows, default=None))
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
-        library = stack.enter_context(VLLMLibrary(card, tokenizer, store, spool, client.warm, config=config))
+        known = AutoConfig.from_pretrained(str(folder)).get_text_config().vocab_size
+        library = stack.enter_context(
+            VLLMLibrary(card, tokenizer, store, spool, client.warm, config=config, num_embeddings=known)
+        )
         wanted.check_store(library)
         yield VLLMBackend(wanted.model, library, client, _own(folder))
 
