@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from typing import TypeVar
 
 __all__ = ["Context", "Member", "Place", "ReadingRules", "contexts", "in_order", "overlap", "relinked", "whole_text"]
 
@@ -40,6 +41,9 @@ class Member:
     place: Place
 
 
+AnyMember = TypeVar("AnyMember", bound=Member)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
     """Rules by which documents are read."""
@@ -66,13 +70,13 @@ class Context:
         return self.text[self.begin : self.end]
 
 
-def in_order(members: Sequence[Member]) -> list[Member]:
+def in_order(members: Collection[AnyMember]) -> list[AnyMember]:
     """Return the chunks of a document in reading order: those with a `start` by it, each of the others after its `previous`,
     or last.
     """
     known = {member.id for member in members}
-    followers: dict[str, list[Member]] = {}
-    firsts: list[Member] = []
+    followers: dict[str, list[AnyMember]] = {}
+    firsts: list[AnyMember] = []
     for member in members:
         place = member.place
         if place.start is None and place.previous in known:
@@ -80,7 +84,7 @@ def in_order(members: Sequence[Member]) -> list[Member]:
         else:
             firsts.append(member)
     firsts.sort(key=lambda member: math.inf if member.place.start is None else member.place.start)
-    ordered: list[Member] = []
+    ordered: list[AnyMember] = []
     for first in firsts:
         stack = [first]
         while stack:
@@ -142,7 +146,7 @@ def _left(before: Member, after: Member, separator: tuple[int, ...]) -> tuple[in
     return before.token_ids[: bisect_right(before.place.ends, end)] if end > 0 else ()
 
 
-def relinked(members: Sequence[Member], gone: Sequence[Member]) -> Iterator[tuple[str, str | None]]:
+def relinked(members: Iterable[Member], gone: Iterable[Member]) -> Iterator[tuple[str, str | None]]:
     """Yield the id and new predecessor of each of `members` whose predecessor is `gone`."""
     predecessors = {member.id: member.place.previous for member in gone}
     for member in members:

@@ -64,7 +64,6 @@ class WorkQueue(Generic[Item]):
             return True
 
     def get(self, key: str) -> Item | None:
-        """Return the item under a key, or None."""
         if not self._entries:
             return None
         with self._lock:
@@ -106,12 +105,6 @@ class WorkQueue(Generic[Item]):
                 self._entries.remove(entry)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Upload:
-    kv: ChunkKV | PackedKV
-    drops_first: bool
-
-
 class Offsite:
     """Reads from a remote tier, and writes to it in the background, packed by `codec`.
 
@@ -123,7 +116,10 @@ class Offsite:
     def __init__(self, tier: RemoteTier, codec: Codec, waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
         self._tier = tier
         self._codec = codec
-        self._uploads: WorkQueue[_Upload] = WorkQueue(self._upload, waiting_bytes, "cacheblend-upload")
+        # What is uploaded, and whether what is held there is dropped first.
+        self._uploads: WorkQueue[tuple[ChunkKV | PackedKV, bool]] = WorkQueue(
+            self._upload, waiting_bytes, "cacheblend-upload"
+        )
         self._lock = threading.Lock()
         self._undropped: set[str] = set()
         self.is_out = False
@@ -170,7 +166,7 @@ class Offsite:
             drops_first = key in self._undropped
             self._undropped.discard(key)
         self._uploads.cancel([key])
-        self._uploads.put(key, _Upload(kv, drops_first), min(kv.nbytes, self._uploads.limit_bytes))
+        self._uploads.put(key, (kv, drops_first), min(kv.nbytes, self._uploads.limit_bytes))
 
     def drop(self, keys: Iterable[str]) -> None:
         """Remove what is held under the keys, for all machines; where the tier does not answer, as soon as it does."""
@@ -191,7 +187,6 @@ class Offsite:
         self._mend_later()
 
     def flush(self) -> None:
-        """Wait until nothing waits to be uploaded; what could not be was told as a warning."""
         self._uploads.settle()
 
     def close(self) -> None:
@@ -264,14 +259,14 @@ class Offsite:
         with self._lock:
             self._undropped.difference_update(keys)
 
-    def _upload(self, key: str, upload: _Upload) -> None:
+    def _upload(self, key: str, upload: tuple[ChunkKV | PackedKV, bool]) -> None:
         if self.is_out:
             return
-        fails = False
+        fails, (kv, drops_first) = False, upload
         try:
-            if upload.drops_first:
+            if drops_first:
                 self._tier.drop([key])
-            self._tier.put(key, encode_chunk(key, pack_kv(upload.kv, self._codec)))
+            self._tier.put(key, encode_chunk(key, pack_kv(kv, self._codec)))
         except StoreError as error:
             fails = isinstance(error, RemoteUnavailableError)
             # One that refuses to be written is still read.

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.reading import Context, Place
 
 __all__ = [
+    "Entry",
     "Fate",
     "KVReader",
     "NameChanges",
     "NamedTarget",
     "NodeRecord",
-    "OpenProbe",
     "StoreStats",
-    "TierProbe",
     "count_of",
     "earliest",
     "latest",
@@ -102,11 +99,21 @@ Fate: TypeAlias = Literal["unreachable", "damaged", "evicted"]
 """Why KV is not to be had: the remote tier does not answer, it was found damaged, or it was dropped for room or because its time
 was over."""
 
-OpenProbe: TypeAlias = Callable[[], list[KVReader]]
-"""Returns new, cold readers of the chunks: no earlier reading speeds them up."""
 
-TierProbe: TypeAlias = Callable[[Sequence[ChunkKV]], AbstractContextManager[OpenProbe]]
-"""Puts chunks into a tier for the duration of a ``with`` block, under no key and no name, to measure how fast they are read."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The KV of one chunk in a tier, or on its way: whose it is and until when, in memory the KV itself, and its size."""
+
+    tenant: str = ""
+    expires_at: float | None = None
+    nbytes: int = 0
+    added_at: float = 0.0
+    kv: Any = None
+    # Whether the remote tier has it.
+    is_copy: bool = False
+
+    def is_live(self, now: float) -> bool:
+        return self.expires_at is None or self.expires_at > now
 
 
 @dataclass(frozen=True, slots=True)

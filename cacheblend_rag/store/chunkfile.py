@@ -101,7 +101,6 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def _digest_of(data: bytes) -> bytes:
-    """Return the digest of a file's first bytes, up to the digest itself."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -258,7 +257,6 @@ class ChunkFile(KVReader):
         return PackedLayer(layer.codec, layer.key_form, layer.value_form, parts)
 
     def verify(self) -> None:
-        """Read every layer."""
         for index in range(self.num_layers):
             self.packed_layer(index)
 

@@ -115,7 +115,6 @@ class Database:
                     connection.execute("ROLLBACK")
 
     def rows(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query."""
         with self.read() as connection:
             return connection.execute(query, values).fetchall()
 
@@ -153,7 +152,6 @@ class Database:
             self._write_lock.release()
 
     def transact(self, deed: Callable[[sqlite3.Connection], Result], wait: bool = True) -> Result:
-        """Run a write transaction, and return what it returns."""
         with self.write(wait) as connection:
             return deed(connection)
 

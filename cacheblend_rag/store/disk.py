@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
 import threading
@@ -10,20 +9,20 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import TypeVar
 
-from cacheblend_rag.codec import Codec, PackedKV, make_codec, pack_kv
+from cacheblend_rag.codec import Codec, make_codec, pack_kv
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import Fate, KVReader, OpenProbe
+from cacheblend_rag.store.base import Entry, Fate
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.database import DamagedIndexError
 from cacheblend_rag.store.folder import RESERVE_BYTES, StoreFolder, is_out_of_room, storing, valid_key
-from cacheblend_rag.store.index import Dropped, Entry, Index, drop_entries
+from cacheblend_rag.store.index import Dropped, Index, drop_entries
 
-__all__ = ["DiskTier", "disk_probe", "existing_store", "forget_pages"]
+__all__ = ["DiskTier", "existing_store"]
 
 _log = getLogger(__name__)
 
@@ -107,16 +106,8 @@ class DiskTier:
         self.touch(key)
         return file, entry
 
-    def put(
-        self,
-        key: str,
-        kv: ChunkKV | PackedKV,
-        tenant: str = "",
-        expires_at: float | None = None,
-        wanted: Callable[[sqlite3.Connection], bool] | None = None,
-        wait: bool = True,
-    ) -> list[str]:
-        """Write `kv` under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
+    def put(self, key: str, entry: Entry, wanted: Callable[[sqlite3.Connection], bool] | None = None) -> list[str]:
+        """Write KV under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
 
         If `wanted`, called in the transaction that adds the entry, returns False, nothing is added. What is held lives longer.
         """
@@ -125,24 +116,24 @@ class DiskTier:
         if held is not None and key not in self._discarded and held.is_live(now):
             flaw = self.flaw(key)
             if flaw is None:
-                if wanted is None or self.database.transact(wanted, wait):
-                    self.index.prolong([key], expires_at, now)
+                if wanted is None or self.database.transact(wanted):
+                    self.index.prolong([key], entry.expires_at, now)
                     self.touch(key)
                 return []
             self._warn_once(_DAMAGED, self.folder.path, flaw)
-        encoded = encode_chunk(key, pack_kv(kv, self.codec))
+        encoded = encode_chunk(key, pack_kv(entry.kv, self.codec))
         limit_bytes = self._share_bytes(encoded.nbytes) if self.limit_bytes is None else self.limit_bytes
         if encoded.nbytes > limit_bytes:
             raise StoreFullError(
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (disk_bytes)"
             )
         self.flush()
-        entry, unnamed_before = Entry(encoded.nbytes, tenant, now, expires_at), now - self._unnamed_s
+        entry, unnamed_before = replace(entry, nbytes=encoded.nbytes, added_at=now), now - self._unnamed_s
         part = self.with_room(lambda: self.folder.write(encoded.buffers), encoded.nbytes, [key])
         try:
             dropped = self.with_room(
                 lambda: self.index.add(
-                    key, entry, held, limit_bytes, unnamed_before, lambda: self.folder.place(part, key), wanted, wait
+                    key, entry, held, limit_bytes, unnamed_before, lambda: self.folder.place(part, key), wanted
                 ),
                 spared=[key],
             )
@@ -166,12 +157,10 @@ class DiskTier:
         return dropped.keys
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether it is held and has not expired."""
         there = self.index.holds(keys, self.clock())
         return [held and key not in self._discarded for key, held in zip(keys, there, strict=True)]
 
     def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
-        """Return how those of the keys lost their KV of which that is known."""
         dropped = self.index.dropped_lately(keys)
         now = self.clock()
         fates: dict[str, Fate] = {}
@@ -257,7 +246,6 @@ class DiskTier:
         self.folder.unlink(key for key in keys if connection.execute(query, (key,)).fetchone() is None)
 
     def touch(self, key: str) -> None:
-        """Mark `key` as used now."""
         if self.read_only:
             return
         with self._lock:
@@ -276,7 +264,6 @@ class DiskTier:
                 self.index.touch(touched)
 
     def close(self) -> None:
-        """Write what is left to write and release files and connections."""
         if not self.read_only:
             self.flush()
         self.database.close()
@@ -329,35 +316,3 @@ def existing_store(
         yield tier
     finally:
         tier.close()
-
-
-@contextmanager
-def disk_probe(tier: DiskTier, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
-    """Read chunks as the disk tier does, from files that the system's page cache does not hold; see `TierProbe`."""
-    key = "0" * 32
-    parts: list[Path] = []
-    try:
-        for kv in chunks:
-            parts.append(tier.folder.write(encode_chunk(key, pack_kv(kv, tier.codec)).buffers))
-
-        def open_cold() -> list[KVReader]:
-            for part in parts:
-                forget_pages(part)
-            return [ChunkFile.open(part, key) for part in parts]
-
-        yield open_cold
-    finally:
-        for part in parts:
-            with suppress(OSError):
-                part.unlink()
-
-
-def forget_pages(path: str | Path) -> None:
-    """Have the system drop a file from its page cache, where it offers that (Linux does); it is synced first, or it could not."""
-    if hasattr(os, "posix_fadvise"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)

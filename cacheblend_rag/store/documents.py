@@ -19,11 +19,10 @@ from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 __all__ = ["Drafts", "NamedPiece", "document_of"]
 
 
-@dataclass(slots=True)
-class _Piece:
+@dataclass(frozen=True, slots=True)
+class _Piece(Member):
     """A chunk of a document: the key that its name leads to, None for a new one; where it `is_changed`, more is to be written."""
 
-    member: Member
     text_hash: str
     key: str | None
     expires_at: float | None
@@ -42,16 +41,6 @@ class _Draft:
     rules: ReadingRules
     pieces: dict[str, _Piece] = field(default_factory=dict)
     is_changed: bool = False
-
-    @property
-    def arrivals(self) -> int:
-        """The number of the next piece that comes."""
-        return next((piece.arrival for piece in reversed(self.pieces.values())), -1) + 1
-
-    @property
-    def members(self) -> list[Member]:
-        """The chunks in reading order."""
-        return in_order([piece.member for piece in self.pieces.values()])
 
 
 class NamedPiece(NamedTuple):
@@ -90,23 +79,25 @@ class Drafts:
             if draft.rules != rules:
                 draft.rules, draft.is_changed = rules, True
             old = draft.pieces.get(record.id) if current == place.document else None
-            member = Member(record.id, record.token_ids, place)
-            if old is not None and (old.member.place.start, old.member.place.previous) == (place.start, place.previous):
+            if old is not None and (old.place.start, old.place.previous) == (place.start, place.previous):
                 new = replace(
                     old,
-                    member=member,
+                    token_ids=record.token_ids,
+                    place=place,
                     text_hash=record.text_hash,
                     expires_at=latest(old.expires_at, expires_at),
                     separator=rules.separator,
                     source=record.source or old.source,
                     indexed=record.indexed or old.indexed,
                 )
-                draft.pieces[record.id] = replace(new, is_changed=old.is_changed or new != old)
+                draft.pieces[record.id] = new if new == old else replace(new, is_changed=True)
                 continue
-            key = None if old is None else old.key
             self.remove([record.id])
-            name = record.text_hash, key, expires_at, True, rules.separator
-            draft.pieces[record.id] = _Piece(member, *name, draft.arrivals, record.source, record.indexed)
+            # The next number after those of the pieces that are left.
+            arrival = next((piece.arrival for piece in reversed(draft.pieces.values())), -1) + 1
+            name = record.text_hash, None if old is None else old.key, expires_at, True, rules.separator, arrival
+            new = _Piece(record.id, record.token_ids, place, *name, record.source, record.indexed)
+            draft.pieces[record.id] = new
             self._of[record.id] = place.document
 
     def apart(self, records: Sequence[NodeRecord]) -> list[NodeRecord]:
@@ -125,22 +116,20 @@ class Drafts:
         return [replace(each, place=None, source=None) if each.id in apart else each for each in records]
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Take chunks out of their documents."""
-        gone: dict[str, list[Member]] = {}
+        gone: dict[str, list[_Piece]] = {}
         for id in ids:
             document = self.document_of(id)
             if document is not None:
                 piece = self._drafts[document].pieces.pop(id, None)
                 if piece is not None:
-                    gone.setdefault(document, []).append(piece.member)
+                    gone.setdefault(document, []).append(piece)
                 self._of[id] = None
                 self.left.add(id)
-        for document, members in gone.items():
+        for document, left in gone.items():
             pieces = self._drafts[document].pieces
-            for id, previous in relinked([piece.member for piece in pieces.values()], members):
-                piece = pieces[id]
-                place = replace(piece.member.place, previous=previous)
-                pieces[id] = replace(piece, member=replace(piece.member, place=place), is_changed=True)
+            for id, previous in list(relinked(pieces.values(), left)):
+                place = replace(pieces[id].place, previous=previous)
+                pieces[id] = replace(pieces[id], place=place, is_changed=True)
 
     def others(self, records: Iterable[NodeRecord]) -> dict[str, str]:
         """Return the chunks of the records' documents that are not among the records, and the document of each."""
@@ -156,19 +145,18 @@ class Drafts:
     def text(self, document: str) -> tuple[int, ...]:
         """Return the tokens of a whole document; what overlaps stands there once."""
         draft = self.load(document)
-        return () if draft is None else whole_text(draft.members, draft.rules)
+        return () if draft is None else whole_text(in_order(draft.pieces.values()), draft.rules)
 
     def ids(self, document: str) -> list[str]:
-        """Return the ids of a document's chunks in reading order."""
         draft = self.load(document)
-        return [] if draft is None else [member.id for member in draft.members]
+        return [] if draft is None else [piece.id for piece in in_order(draft.pieces.values())]
 
     def pieces(self, document: str) -> tuple[ReadingRules, list[NamedPiece]]:
         """Return how a document is read, and its chunks in the order in which they came."""
         self.load(document)
         draft, targets = self._drafts[document], self.targets()
         return draft.rules, [
-            NamedPiece(replace(targets[id].record, place=piece.member.place), piece.expires_at)
+            NamedPiece(replace(targets[id].record, place=piece.place), piece.expires_at)
             for id, piece in draft.pieces.items()
         ]
 
@@ -176,28 +164,27 @@ class Drafts:
         """Return by their ids all chunks of the documents, in reading order, and the context of each."""
         found: dict[str, NamedTarget] = {}
         for draft in self._drafts.values():
-            members = draft.members
-            pieces = [draft.pieces[member.id] for member in members]
+            pieces = in_order(draft.pieces.values())
             lives = [
                 None if piece.expires_at is None or piece.expires_at <= self.now else piece.expires_at - self.now
                 for piece in pieces
             ]
-            read = contexts(members, draft.rules)
+            read = contexts(pieces, draft.rules)
             text = read[0].text if read else ()
             digests = context_digests(text, ((context.begin, context.end) for context in read))
             separator = draft.rules.separator
             first, shortest = 0, None
-            for number, (piece, member, context, digest) in enumerate(zip(pieces, members, read, digests, strict=True)):
-                key = chunk_key(self._namespace, member.token_ids + separator, None, digest)
-                name = key, piece.text_hash, member.token_ids, separator
-                record = NodeRecord(member.id, *name, None, piece.source, piece.indexed)
+            for number, (piece, context, digest) in enumerate(zip(pieces, read, digests, strict=True)):
+                key = chunk_key(self._namespace, piece.token_ids + separator, None, digest)
+                name = key, piece.text_hash, piece.token_ids, separator
+                record = NodeRecord(piece.id, *name, None, piece.source, piece.indexed)
                 if context.first == first:
                     shortest = earliest(shortest, lives[number])
                 else:
                     first = context.first
                     shortest = reduce(earliest, lives[first : number + 1])
                 is_new = piece.is_changed or key != piece.key
-                found[member.id] = NamedTarget(record, context, shortest, is_new, draft.name)
+                found[piece.id] = NamedTarget(record, context, shortest, is_new, draft.name)
         return found
 
     def save(self, targets: Mapping[str, NamedTarget], recorded: Container[str] = ()) -> list[str]:
@@ -243,9 +230,8 @@ class Drafts:
             return None
         number, limit, separator = row
         self._drafts[document] = draft = _Draft(document, ReadingRules(limit, unpack_tokens(separator)))
-        for id, piece in _read_pieces(self._connection, document, number):
-            draft.pieces[id] = piece
-            self._of[id] = document
+        draft.pieces = {piece.id: piece for piece in _read_pieces(self._connection, document, number)}
+        self._of |= dict.fromkeys(draft.pieces, document)
         return draft
 
 
@@ -260,7 +246,6 @@ def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str 
 
 
 def _write_document(connection: sqlite3.Connection, namespace: str, name: str, rules: ReadingRules) -> int:
-    """Write how a document is read, and return its number."""
     row = connection.execute(
         "INSERT INTO documents (namespace, name, tokens, separator) VALUES (?, ?, ?, ?) ON CONFLICT (namespace, name) "
         "DO UPDATE SET tokens = excluded.tokens, separator = excluded.separator RETURNING number",
@@ -269,8 +254,7 @@ def _write_document(connection: sqlite3.Connection, namespace: str, name: str, r
     return int(row[0])
 
 
-def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> Iterator[tuple[str, _Piece]]:
-    """Yield the id of each chunk of a document, in the order in which they came, and the chunk."""
+def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> Iterator[_Piece]:
     query = (
         "SELECT id, key, text_hash, token_ids, separator, source, indexed, arrival, start, previous, length, body, ends, "
         "expires_at FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
@@ -278,18 +262,16 @@ def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> 
     for id, key, text_hash, tokens, separator, source, indexed, *stands in connection.execute(query, (number,)):
         arrival, start, previous, length, body, ends, expires_at = stands
         place = Place(document, start, previous, length, body, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
-        member = Member(id, unpack_tokens(tokens), place)
-        name = text_hash, key, expires_at, False, unpack_tokens(separator)
-        yield id, _Piece(member, *name, arrival, source, bool(indexed))
+        name = text_hash, key, expires_at, False, unpack_tokens(separator), arrival
+        yield _Piece(id, unpack_tokens(tokens), place, *name, source, bool(indexed))
 
 
 def _write_piece(connection: sqlite3.Connection, namespace: str, number: int, piece: _Piece) -> None:
-    """Write the place of a chunk whose name is recorded."""
-    place = piece.member.place
+    place = piece.place
     ends = np.asarray(place.ends, dtype="<u4").tobytes()
     row = (number, piece.arrival, place.start, place.previous, place.length, place.text, ends, piece.expires_at)
     connection.execute(
         "INSERT OR REPLACE INTO members (seq, document, arrival, start, previous, length, body, ends, expires_at) "
         "SELECT seq, ?, ?, ?, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
-        (*row, namespace, piece.member.id),
+        (*row, namespace, piece.id),
     )

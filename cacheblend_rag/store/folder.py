@@ -19,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -130,7 +131,6 @@ class StoreFolder:
         return True
 
     def file_path(self, key: str) -> Path:
-        """Return where the file of a key lies."""
         return self.path / "kv" / key[:2] / f"{valid_key(key)}{_SUFFIX}"
 
     def files(self) -> Iterator[tuple[str, int]]:
@@ -184,7 +184,6 @@ class StoreFolder:
                     raise
 
     def unlink(self, keys: Iterable[str]) -> None:
-        """Remove the files of keys, as far as they are there."""
         with storing(self.path):
             for key in keys:
                 self.file_path(key).unlink(missing_ok=True)
@@ -195,7 +194,7 @@ class StoreFolder:
             for path in (self.path / "tmp").glob("*"):
                 with suppress(FileNotFoundError):
                     if time.time() - path.stat().st_mtime > _LEFT_S:
-                        path.unlink()
+                        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _mark(self) -> object:
         """Return what the mark says; None where there is none, or where it is damaged."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -10,17 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cacheblend_rag.errors import StoreFormatError, StoreFullError
+from cacheblend_rag.store.base import Entry
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.folder import StoreFolder
 
-__all__ = ["AT_ONCE", "Dropped", "Entry", "Index", "claim", "drop_entries", "pinned_bytes"]
+__all__ = ["Dropped", "Index", "claim", "drop_entries", "pinned_bytes"]
 
 # Expired entries dropped on the way by one addition, and as many without a name; `gc` drops the others.
 _OLD_A_TIME = 64
-AT_ONCE = 200
-"""That many rows are asked for in one query; SQLite takes 999 values in one."""
 
-_COLUMNS = "bytes, tenant, added_at, expires_at"
+_COLUMNS = "tenant, expires_at, bytes, added_at"
 _EXPIRED = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
 _UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pinned LIMIT ?"
 
@@ -123,20 +124,6 @@ END;
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The KV of one chunk on disk: its file's size, whose it is, and since and until when."""
-
-    nbytes: int
-    tenant: str = ""
-    added_at: float = 0.0
-    expires_at: float | None = None
-
-    def is_live(self, now: float) -> bool:
-        """Return whether it has not expired."""
-        return self.expires_at is None or self.expires_at > now
-
-
 @dataclass(slots=True)
 class Dropped:
     """What a transaction dropped: keys without KV now, whose entries they had, and whether that was for the budget's room."""
@@ -156,18 +143,13 @@ class Index:
         self._rows = self.database.rows
 
     def entry(self, key: str) -> Entry | None:
-        """Return the entry of `key`, expired or not, or None."""
         found = self._rows(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", key)
         return Entry(*found[0]) if found else None
 
     def holds(self, keys: Sequence[str], now: float) -> list[bool]:
         """Return for each key whether it has an entry that has not expired."""
-        held: set[str] = set()
-        for start in range(0, len(keys), AT_ONCE):
-            some = keys[start : start + AT_ONCE]
-            marks = ", ".join("?" * len(some))
-            query = f"SELECT key FROM entries WHERE ifnull(expires_at > ?, 1) AND key IN ({marks})"
-            held.update(key for (key,) in self._rows(query, now, *some))
+        query = "SELECT key FROM entries WHERE ifnull(expires_at > ?, 1) AND key IN (SELECT value FROM json_each(?))"
+        held = {key for (key,) in self._rows(query, now, json.dumps(keys))}
         return [key in held for key in keys]
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
@@ -178,12 +160,10 @@ class Index:
                 yield key, Entry(*row)
 
     def pinned_bytes(self, tenant: str | None = None) -> int:
-        """Return the size of the files that may not be evicted, or of those of one tenant."""
         with self.database.read() as connection:
             return pinned_bytes(connection, tenant)
 
     def pinned(self) -> set[str]:
-        """Return the keys that pinned names lead to."""
         return {key for (key,) in self._rows("SELECT key FROM nodes WHERE pinned")}
 
     def tenants(self) -> list[str]:
@@ -205,7 +185,6 @@ class Index:
         unnamed_before: float,
         place: Callable[[], None],
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
-        wait: bool = True,
     ) -> Dropped:
         """Give `key` its entry, and drop what has expired, what has no name, and the least recently used for room.
 
@@ -213,7 +192,7 @@ class Index:
         called in the transaction, returns False. `place` brings the file to its place.
         """
         dropped = Dropped()
-        with self.database.write(wait) as connection:
+        with self.database.write() as connection:
             row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
             is_quicker = row is not None and Entry(*row) != replaced
             if (wanted is not None and not wanted(connection)) or is_quicker:
@@ -242,14 +221,12 @@ class Index:
                 connection.executemany(query, ((expires_at, key, now, until) for key in others))
 
     def drop(self, keys: Sequence[str], wait: bool = True) -> Dropped:
-        """Drop entries."""
         dropped = Dropped()
         with self.database.write(wait) as connection:
             drop_entries(connection, keys, dropped)
         return dropped
 
     def expired(self, now: float, limit: int) -> list[str]:
-        """Return the keys of at most `limit` expired entries."""
         return [key for (key,) in self._rows(_EXPIRED, now, limit)]
 
     def unnamed(self, before: float, limit: int) -> list[str]:
@@ -281,7 +258,6 @@ class Index:
         return dropped
 
     def follows_others(self) -> bool:
-        """Return whether its names are a copy of those that machines share."""
         return bool(self._rows("SELECT 1 FROM shared"))
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -295,9 +271,8 @@ class Index:
         return int(self._rows("SELECT ifnull(max(seq), 0) FROM deletions")[0][0])
 
     def dropped_lately(self, keys: Sequence[str]) -> set[str]:
-        """Return those of the keys that lost their entry lately."""
-        marks = ", ".join("?" * len(keys))
-        return {key for (key,) in self._rows(f"SELECT key FROM deletions WHERE key IN ({marks})", *keys)}
+        query = "SELECT key FROM deletions WHERE key IN (SELECT value FROM json_each(?))"
+        return {key for (key,) in self._rows(query, json.dumps(keys))}
 
     def deleted_since(self, seen: int) -> list[str] | None:
         """Return the keys dropped after `deletions` was `seen`, or None if that is too long ago to know."""
@@ -369,12 +344,8 @@ def _oldest(
 
 def _make_tables(connection: sqlite3.Connection) -> None:
     """Make the tables, in a transaction that has begun."""
-    statement = ""
-    for line in _SCHEMA.splitlines():
-        statement += line + "\n"
-        if sqlite3.complete_statement(statement):
-            connection.execute(statement)
-            statement = ""
+    for statement in re.split(r"\n(?=CREATE|INSERT)", _SCHEMA.strip()):
+        connection.execute(statement)
     # The numbers of changes and deletions begin above all that another index in this place gave out.
     first = time.time_ns() // 1_000_000
     connection.execute("INSERT INTO changes (seq, node) VALUES (?, 0)", (first,))

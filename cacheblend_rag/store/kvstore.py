@@ -6,11 +6,13 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from cacheblend_rag.codec import PackedKV
@@ -18,11 +20,12 @@ from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.background import Offsite, WorkQueue
-from cacheblend_rag.store.base import Fate, KVReader, NodeRecord, StoreStats, TierProbe, count_of
+from cacheblend_rag.store.base import Entry, Fate, KVReader, NodeRecord, StoreStats, count_of
+from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
-from cacheblend_rag.store.memory import RamReader
-from cacheblend_rag.store.names import Names, NamesSource, SharedNames, has_name
+from cacheblend_rag.store.memory import DeviceTier, RamReader, RamTier
+from cacheblend_rag.store.names import Names, NamesSource, SharedNames, drop_nameless, has_name
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["KVStore"]
@@ -35,16 +38,7 @@ _log = getLogger(__name__)
 _TIES_KEPT = 4096
 # Failures that are no further apart than this are one event, which is said once: a full disk may have room in between.
 _EVENT_S = 60.0
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Miss:
-    """KV that was computed for an answer; what came from the remote tier is a copy, and need not go there again."""
-
-    kv: ChunkKV | PackedKV
-    tenant: str
-    expires_at: float | None
-    is_copy: bool = False
+_NO_LIMIT = 2**62
 
 
 class KVStore:
@@ -65,7 +59,7 @@ class KVStore:
         self._clock = tiers.clock
         self.is_private = tiers.disk is None and offsite is None
         self.path = tiers.path
-        self._waiting: WorkQueue[_Miss] = WorkQueue(self._write, write_back_bytes, "cacheblend-write-back")
+        self._waiting: WorkQueue[Entry] = WorkQueue(self._write, write_back_bytes, "cacheblend-write-back")
         self._names = Names(index, tiers.clock)
         self._shared: SharedNames | None = None
         self._closed = False
@@ -109,9 +103,23 @@ class KVStore:
         """Return what `deed` returns, which changes names; where machines share them, for all."""
         return deed() if self._shared is None else self._shared.change(deed)
 
-    def probes(self) -> list[TierProbe]:
-        """Return what puts chunks into each tier only to measure how fast they are read."""
-        return self._tiers.probes()
+    def samples(self) -> list[AbstractContextManager[KVStore]]:
+        """Return for each tier what opens an empty store that has KV in that tier alone, to measure how fast it is read."""
+        tiers = self._tiers
+        there = {"device": tiers.device.limit_bytes > 0, "ram": True, "disk": tiers.path is not None}
+        return [self._sample(tier) for tier, is_there in there.items() if is_there]
+
+    @contextmanager
+    def _sample(self, tier: str) -> Iterator[KVStore]:
+        tiers, index, disk = self._tiers, Index(), None
+        with ExitStack() as stack:
+            if tier == "disk" and tiers.disk is not None:
+                folder = stack.enter_context(TemporaryDirectory(dir=tiers.disk.folder.path / "tmp"))
+                disk = DiskTier(Path(folder), codec=tiers.disk.codec)
+                index = disk.index
+            device = DeviceTier(_NO_LIMIT if tier == "device" else 0, tiers.device.devices)
+            ram = RamTier(0 if disk else _NO_LIMIT, tiers.ram.codec)
+            yield stack.enter_context(closing(KVStore(index, Tiers(index, tiers.clock, device, ram, disk))))
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held or seen to be damaged.
@@ -130,9 +138,9 @@ class KVStore:
         `StoreFullError` says that it cannot be kept: the disk is full, it alone exceeds the byte budget, or pinned KV does.
         """
         self._check(key)
-        expires_at = self._expires_at(ttl_s)
-        self._tiers.put(key, kv, tenant, expires_at)
-        self._send(key, kv, expires_at)
+        entry = Entry(tenant, self._expires_at(ttl_s), kv=kv)
+        self._tiers.put(key, entry)
+        self._send(key, entry)
 
     def put_later(
         self,
@@ -152,7 +160,7 @@ class KVStore:
         goes with the first of them. Returns False if too much is waiting already; the KV is then not kept.
         """
         self._check(key)
-        miss = _Miss(kv, tenant, self._expires_at(ttl_s))
+        miss = Entry(tenant, self._expires_at(ttl_s), kv=kv)
         record_met = partial(self._names.record_met, namespace, tenant, key, records, known)
         try:
             if not self._tiers.with_room(record_met):
@@ -205,7 +213,7 @@ class KVStore:
         if tied is not None and tied[1] and self._names.lookup(tied[0], [tied[1]]) == [None]:
             # Deleted just now.
             return
-        self._keep_tied(key, _Miss(kv, tenant, self._expires_at(ttl_s)), tied)
+        self._keep_tied(key, Entry(tenant, self._expires_at(ttl_s), kv=kv), tied)
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
@@ -238,7 +246,6 @@ class KVStore:
 
     def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
         """Let KV that is held live for that long from now at least."""
-        self._check()
         self._tiers.prolong(keys, self._expires_at(ttl_s))
 
     def discard(self, key: str, wait: bool = True) -> None:
@@ -256,7 +263,7 @@ class KVStore:
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
-        self._drop(self._tiers.with_room(lambda: self._names.release(keys)))
+        self._drop(self._tiers.with_room(lambda: self._index.database.transact(partial(drop_nameless, keys=keys))))
 
     def name(
         self,
@@ -289,7 +296,6 @@ class KVStore:
         """
         if not ids and not sources:
             return 0
-        self._check()
         remove = partial(self._names.remove, namespace, ids, sources)
         found, ended, dropped = self._changing(lambda: self._tiers.with_room(remove))
         self._drop(dropped)
@@ -301,14 +307,12 @@ class KVStore:
 
         `UnknownChunkError` if a name is unknown, `StoreFullError` if more would be pinned than the budget; nothing is then.
         """
-        self._check()
         limit_bytes = None if self._tiers.disk is None else self._tiers.disk.limit_bytes
         self._tiers.with_room(lambda: self._names.pin(namespace, ids, True, limit_bytes))
         self._tiers.pin()
 
     def unpin(self, namespace: str, ids: Sequence[str]) -> None:
         """Let the KV of these names be dropped for room again; `UnknownChunkError` as for `pin`."""
-        self._check()
         self._tiers.with_room(lambda: self._names.pin(namespace, ids, False))
         self._tiers.pin()
 
@@ -352,30 +356,29 @@ class KVStore:
         self._ties.clear()
         self._tiers.close()
 
-    def _waits(self, key: str, now: float) -> _Miss | None:
+    def _waits(self, key: str, now: float) -> Entry | None:
         """Return what waits to be written under a key and has not expired."""
         miss = self._waiting.get(key)
-        return None if miss is None or (miss.expires_at is not None and miss.expires_at <= now) else miss
+        return miss if miss is not None and miss.is_live(now) else None
 
-    def _write(self, key: str, miss: _Miss) -> None:
+    def _write(self, key: str, miss: Entry) -> None:
         """Store KV of a miss here and in the remote tier, unless its last name is gone; where that fails, it is kept in RAM."""
         try:
             try:
-                self._tiers.put(key, miss.kv, miss.tenant, miss.expires_at, partial(has_name, key))
+                self._tiers.put(key, miss, partial(has_name, key))
             except StoreFullError:
                 if self._tiers.disk is not None:
                     raise
             if not miss.is_copy and self._names.leading_to(key) is not None:
-                self._send(key, miss.kv, miss.expires_at)
+                self._send(key, miss)
         except Exception as error:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"KV was not written: {error!r}"))
-            self._tiers.ram.put(key, miss.kv, miss.tenant, miss.expires_at)
+            self._tiers.ram.keep(key, miss)
             with suppress(StoreError):
                 if self._names.leading_to(key) is None:
                     self._tiers.drop([key])
 
     def _fail(self, error: StoreError) -> None:
-        """Say that KV of a miss was not stored, once an event."""
         failed_at, self._failed_at = self._failed_at, time.monotonic()
         # Of a folder that is always read-only nothing more is to be said.
         if not isinstance(error, StoreReadOnlyError):
@@ -383,9 +386,9 @@ class KVStore:
         if self._failed_at - failed_at > _EVENT_S:
             _log.warning("the KV of a miss was not stored, and is kept in memory by this process alone: %s", error)
 
-    def _keep_tied(self, key: str, miss: _Miss, tied: tuple[str, str | None, str | None] | None) -> None:
+    def _keep_tied(self, key: str, miss: Entry, tied: tuple[str, str | None, str | None] | None) -> None:
         """Keep KV in RAM alone, as long as what it is tied to."""
-        self._tiers.ram.put(key, miss.kv, miss.tenant, miss.expires_at)
+        self._tiers.ram.keep(key, miss)
         if tied is not None:
             self._ties[key] = tied
             if len(self._ties) > _TIES_KEPT:
@@ -404,10 +407,10 @@ class KVStore:
             valid_key(key)
         self._index.database.check_open()
 
-    def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
+    def _send(self, key: str, entry: Entry) -> None:
         """Have what never expires uploaded to the remote tier, unless it has been deleted meanwhile."""
-        if self._offsite and expires_at is None:
-            self._offsite.put(key, kv)
+        if self._offsite and entry.expires_at is None:
+            self._offsite.put(key, entry.kv)
             if not self._tiers.holds([key])[0] and self._names.leading_to(key) is None:
                 self._offsite.drop([key])
 
@@ -430,14 +433,15 @@ class KVStore:
         if file is None:
             return None
         was_named = self._names.leading_to(key) is not None
-        return self._tiers.promoting(key, file, to_ram=partial(self._bring_back, key, was_named))
+        return self._tiers.promoting(key, file, Entry(), partial(self._bring_back, key, was_named))
 
     def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
         """Keep what was found in the remote tier alone, unless it lost its name meanwhile."""
         named = None if self._closed else self._names.leading_to(key)
         if self._closed or (named is None and was_named):
             return
+        entry = Entry(named or "", kv=kv, is_copy=True)
         if named is None or not self._waiting.limit_bytes or self._tiers.path is None:
-            self._tiers.ram.put(key, kv, "" if named is None else named)
+            self._tiers.ram.keep(key, entry)
         else:
-            self._waiting.put(key, _Miss(kv, named, None, is_copy=True), kv.nbytes)
+            self._waiting.put(key, entry, kv.nbytes)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import Any, Generic, TypeVar
 
 import torch
 
-from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, main_codec, make_codec, pack_kv, unpack_layer
+from cacheblend_rag.codec import (
+    Codec,
+    PackedKV,
+    PackedLayer,
+    main_codec,
+    make_codec,
+    pack_kv,
+    repack_layer,
+    unpack_layer,
+)
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
-from cacheblend_rag.store.base import KVReader, OpenProbe, count_of, latest
+from cacheblend_rag.store.base import Entry, KVReader, count_of, latest
 
 __all__ = [
-    "Cached",
     "DeviceReader",
     "DeviceTier",
     "LRUCache",
@@ -26,8 +32,6 @@ __all__ = [
     "RamTier",
     "ResidentKV",
     "Upload",
-    "device_probe",
-    "ram_probe",
     "spare_bytes",
 ]
 
@@ -36,31 +40,18 @@ _log = getLogger(__name__)
 _DROPPED_KEPT = 4096
 _SPARE_SHARE = 8
 
-AnyKV = TypeVar("AnyKV", bound=KV[Any])
 
-
-@dataclass(slots=True)
-class Cached(Generic[AnyKV]):
-    """KV in a cache, whose it is, and when it expires."""
-
-    kv: AnyKV
-    nbytes: int
-    tenant: str
-    expires_at: float | None
-
-    def is_live(self, now: float) -> bool:
-        """Return whether it has not expired."""
-        return self.expires_at is None or self.expires_at > now
-
-
-class LRUCache(Generic[AnyKV]):
+class LRUCache:
     """Chunk KV in memory by key, at most `limit_bytes`, the least recently used dropped first. Any thread may call any method."""
+
+    name: str
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self._has_told = False
         self._evicted: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[str, Cached[AnyKV]] = OrderedDict()
+        self._lock = threading.RLock()
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._used_bytes = 0
         self._reserved_bytes = 0
         # Reservations come back here, without the lock, since they may come back from a finalizer.
@@ -69,7 +60,7 @@ class LRUCache(Generic[AnyKV]):
         # What was dropped lately for room, or because its time was over.
         self._dropped: deque[str] = deque(maxlen=_DROPPED_KEPT)
 
-    def get(self, key: str, now: float = -math.inf) -> Cached[AnyKV] | None:
+    def get(self, key: str, now: float = -math.inf) -> Entry | None:
         """Return what is held under `key` and mark it as recently used; None where it is not held, or has expired by `now`."""
         with self._lock:
             entry = self._entries.get(key)
@@ -82,19 +73,18 @@ class LRUCache(Generic[AnyKV]):
             self._entries.move_to_end(key)
             return entry
 
-    def peek(self, key: str) -> Cached[AnyKV] | None:
-        """Return what is held under `key`, without marking it as used, or None."""
+    def peek(self, key: str) -> Entry | None:
         with self._lock:
             return self._entries.get(key)
 
-    def keep(self, key: str, kv: AnyKV, tenant: str = "", expires_at: float | None = None) -> bool:
+    def keep(self, key: str, entry: Entry) -> bool:
         """Keep KV, dropping the least recently used for room; return whether it was kept."""
-        nbytes = kv.nbytes
+        nbytes = entry.kv.nbytes
         with self._lock:
             self._drop(key)
             if nbytes > self.limit_bytes or not self._make_room(nbytes):
                 return False
-            self._entries[key] = Cached(kv, nbytes, tenant, expires_at)
+            self._entries[key] = replace(entry, nbytes=nbytes)
             self._used_bytes += nbytes
             return True
 
@@ -103,7 +93,7 @@ class LRUCache(Generic[AnyKV]):
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None and entry.is_live(now):
-                entry.expires_at = latest(entry.expires_at, expires_at)
+                self._entries[key] = replace(entry, expires_at=latest(entry.expires_at, expires_at))
 
     def reserve(self, nbytes: int) -> bool:
         """Set room aside for KV that is still being read; return whether there is any."""
@@ -118,7 +108,6 @@ class LRUCache(Generic[AnyKV]):
         self._returned.append(nbytes)
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Forget what is held under these keys."""
         with self._lock:
             for key in keys:
                 self._drop(key)
@@ -131,14 +120,14 @@ class LRUCache(Generic[AnyKV]):
     def pinned_bytes(self, tenant: str | None = None) -> int:
         """Return the bytes that are never dropped for room, or those of one tenant."""
         with self._lock:
-            return self._kept_bytes(tenant)
+            kept = [self._entries[key] for key in self._pinned if key in self._entries]
+        return sum(entry.nbytes for entry in kept if tenant in (None, entry.tenant))
 
     def evictions(self, tenant: str | None = None) -> int:
         """Return how many were dropped for room, or how many of one tenant's."""
         return count_of(self._evicted, tenant)
 
     def clear(self) -> None:
-        """Forget everything, and what was pinned."""
         with self._lock:
             self._pinned = set()
             for key in list(self._entries):
@@ -150,21 +139,30 @@ class LRUCache(Generic[AnyKV]):
             return set(keys).intersection(self._dropped)
 
     def keys(self, tenant: str | None = None) -> list[str]:
-        """Return the keys held, or those of one tenant, least recently used first."""
         with self._lock:
             return [key for key, entry in self._entries.items() if tenant in (None, entry.tenant)]
 
     def nbytes(self, tenant: str | None = None) -> int:
-        """Return the bytes held, or those of one tenant."""
         with self._lock:
-            if tenant is None:
-                return self._used_bytes
-            return sum(entry.nbytes for entry in self._entries.values() if entry.tenant == tenant)
+            return sum(entry.nbytes for entry in self._entries.values() if tenant in (None, entry.tenant))
+
+    def tell_no_room(self, error: BaseException) -> None:
+        """Say once that there is less memory than this tier may use."""
+        with self._lock:
+            is_first, self._has_told = not self._has_told, True
+        if is_first:
+            _log.warning(
+                "KV is not kept in the %s tier: %s; give a smaller %s_bytes than %d (this warning is not repeated)",
+                self.name,
+                str(error).partition("\n")[0] or type(error).__name__,
+                self.name,
+                self.limit_bytes,
+            )
 
     def _make_room(self, nbytes: int) -> bool:
         while self._returned:
             self._reserved_bytes -= self._returned.popleft()
-        if self._kept_bytes() + self._reserved_bytes + nbytes > self.limit_bytes:
+        if self.pinned_bytes() + self._reserved_bytes + nbytes > self.limit_bytes:
             return False
         while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
             oldest = next(key for key in self._entries if key not in self._pinned)
@@ -172,10 +170,6 @@ class LRUCache(Generic[AnyKV]):
             self._drop(oldest)
             self._dropped.append(oldest)
         return True
-
-    def _kept_bytes(self, tenant: str | None = None) -> int:
-        kept = [self._entries[key] for key in self._pinned if key in self._entries]
-        return sum(entry.nbytes for entry in kept if tenant in (None, entry.tenant))
 
     def _drop(self, key: str) -> None:
         entry = self._entries.pop(key, None)
@@ -197,32 +191,35 @@ class RamReader(KVReader):
 
     @property
     def kv_bytes(self) -> int:
-        """Size of all layers as they are unpacked."""
         return sum(layer.kv_bytes for layer in self._kv.layers)
 
     def packed_layer(self, index: int) -> PackedLayer:
-        """Return one layer as it is packed."""
         return self._kv.layers[index]
 
     def layer(self, index: int) -> LayerKV:
         return unpack_layer(self._kv.layers[index])
 
 
-class RamTier(LRUCache[PackedKV]):
+class RamTier(LRUCache):
     """Chunk KV in memory, packed by `codec`, up to a given number of bytes.
 
     Page-locked memory is what a CUDA device copies from without the processor. If none is available, KV is kept in
     ordinary memory, with one warning.
     """
 
+    name = "ram"
+    kind = PackedKV
+
     def __init__(self, limit_bytes: int, codec: Codec | None = None, page_locked: bool = False) -> None:
         super().__init__(limit_bytes)
         self.codec = codec or make_codec("native")
         self._page_locked = page_locked
 
-    def put(self, key: str, kv: ChunkKV | PackedKV, tenant: str = "", expires_at: float | None = None) -> bool:
-        """Keep `kv`, packed; see `LRUCache.keep`."""
-        return self.keep(key, self._lock_pages(_owned(pack_kv(kv, self.codec))), tenant, expires_at)
+    def place(self, index: int, layer: PackedLayer) -> PackedLayer:
+        return repack_layer(layer, self.codec)
+
+    def keep(self, key: str, entry: Entry) -> bool:
+        return super().keep(key, replace(entry, kv=self._lock_pages(_owned(pack_kv(entry.kv, self.codec)))))
 
     def _lock_pages(self, kv: PackedKV) -> PackedKV:
         """Move KV that is not bigger than this tier to page-locked memory, if that is wanted and possible."""
@@ -260,13 +257,6 @@ def _with_parts(kv: PackedKV, parts: Callable[[PackedLayer], dict[str, torch.Ten
     return PackedKV(kv.token_ids, kv.start, layers, kv.context)
 
 
-@contextmanager
-def ram_probe(codec: Codec, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
-    """Read chunks as the RAM tier does; see `TierProbe`."""
-    packed = [pack_kv(kv, codec) for kv in chunks]
-    yield lambda: [RamReader(kv) for kv in packed]
-
-
 @dataclass(frozen=True, eq=False)
 class Upload:
     """A layer on its way to a device, or there; `done` is recorded after what writes it, None if that was over already."""
@@ -276,7 +266,6 @@ class Upload:
 
     @property
     def nbytes(self) -> int:
-        """Size of both tensors in bytes."""
         return self.layer.nbytes
 
     def receive(self) -> LayerKV:
@@ -313,21 +302,23 @@ class DeviceReader(KVReader):
         return LayerKV(*(tensor.cpu() for tensor in self.resident(index)))
 
 
-class DeviceTier(LRUCache[ResidentKV]):
+class DeviceTier(LRUCache):
     """Copies of chunk KV, unpacked, each layer on the device that computes it, up to `limit_bytes` on all devices together.
 
     Pins do not reach it: what is pinned is never lost, but no device need keep it. The last of `devices` serves all further
     layers.
     """
 
+    name = "device"
+    kind = ResidentKV
+
     def __init__(self, limit_bytes: int, devices: Sequence[torch.device] = (torch.device("cpu"),)) -> None:
         super().__init__(limit_bytes)
-        self._devices = tuple(devices)
-        self._warned = False
+        self.devices = tuple(devices)
 
     def place(self, index: int, layer: LayerKV) -> Upload:
         """Copy one layer, ``(num_kv_heads, seq_len, head_dim)`` on any device, to its own in the current stream."""
-        device = self._devices[min(index, len(self._devices) - 1)]
+        device = self.devices[min(index, len(self.devices) - 1)]
         copied = LayerKV(
             *(torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor) for tensor in layer)
         )
@@ -337,31 +328,8 @@ class DeviceTier(LRUCache[ResidentKV]):
         done.record(torch.cuda.current_stream(device))
         return Upload(copied, done)
 
-    def place_all(self, kv: ChunkKV) -> ResidentKV:
-        """Copy a chunk's KV to its devices."""
-        layers = [self.place(number, layer) for number, layer in enumerate(kv.layers)]
-        return ResidentKV(kv.token_ids, kv.start, layers, kv.context)
-
-    def tell_no_room(self, error: BaseException) -> None:
-        """Say once that a device has less memory than this tier may use."""
-        with self._lock:
-            is_first, self._warned = not self._warned, True
-        if is_first:
-            _log.warning(
-                "KV is not kept on its device: %s; give a smaller device_bytes than %d (this warning is not repeated)",
-                str(error).partition("\n")[0] or type(error).__name__,
-                self.limit_bytes,
-            )
-
 
 def spare_bytes(devices: Sequence[torch.device]) -> int:
     """Return an eighth of the memory that is free on the CUDA devices among these; 0 where there is none."""
     cuda = {device for device in devices if device.type == "cuda"}
     return sum(torch.cuda.mem_get_info(device)[0] for device in cuda) // _SPARE_SHARE
-
-
-@contextmanager
-def device_probe(tier: DeviceTier, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
-    """Read chunks as the device tier does; see `TierProbe`."""
-    resident = [tier.place_all(kv) for kv in chunks]
-    yield lambda: [DeviceReader(kv) for kv in resident]

@@ -15,7 +15,7 @@ from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of
-from cacheblend_rag.store.index import AT_ONCE, Dropped, Index, claim, drop_entries, pinned_bytes
+from cacheblend_rag.store.index import Dropped, Index, claim, drop_entries, pinned_bytes
 
 __all__ = [
     "Names",
@@ -47,7 +47,6 @@ class Names:
         self._database, self._rows, self._now = index.database, index.database.rows, now
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
-        """Return the record of each id, or None where the name is unknown."""
         with self._database.read() as connection:
             return look_up(connection, namespace, ids)
 
@@ -180,8 +179,9 @@ class Names:
             target = None if record.place is None else targets.pop(record.id, None)
             is_changed = bool(record.id) and (old != record or record.id in drafts.left)
             target = target or NamedTarget(record, lives_s=ttl_s, is_changed=is_changed)
-            is_new = old is not None and (old.source, old.indexed) != _origin(record, old)
-            found.append(replace(target, is_changed=True) if is_new else target)
+            # What it was made of, or that a vector store has it, may be all that is new.
+            adds = old is not None and (record.source not in (None, "", old.source) or record.indexed > old.indexed)
+            found.append(replace(target, is_changed=True) if adds else target)
         for document in set(others.values()) - {target.document for target in found if target.is_changed}:
             number = next(number for number, target in enumerate(found) if target.document == document)
             found[number] = replace(found[number], is_changed=True)
@@ -198,12 +198,10 @@ class Names:
         return [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
 
     def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
-        """Return the document that each name is a piece of; None where it is one of none, or unknown."""
         with self._database.read() as connection:
             return [document_of(connection, namespace, node) for node in ids]
 
     def document(self, namespace: str, document: str) -> list[str]:
-        """Return the ids of a document's chunks in reading order."""
         with self._drafting(namespace) as (_, drafts):
             return drafts.ids(document)
 
@@ -241,11 +239,6 @@ class Names:
             if node in wanted:
                 spaces.setdefault(namespace, []).append(node)
         return spaces
-
-    def release(self, keys: Sequence[str]) -> Dropped:
-        """Drop the entries under those of the keys that no name maps to."""
-        with self._database.write() as connection:
-            return drop_nameless(connection, keys)
 
     def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
         """Tell other machines, as a transaction ends, of the documents it drafted and of chunks that are, or were, of none."""
@@ -390,22 +383,13 @@ def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[s
 
 def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
     """Return the record of each name, or None where it is unknown."""
+    query = "SELECT key, text_hash, token_ids, separator, source, indexed FROM nodes WHERE namespace = ? AND id = ?"
     found: dict[str, NodeRecord] = {}
-    for start in range(0, len(ids), AT_ONCE):
-        some = ids[start : start + AT_ONCE]
-        query = (
-            "SELECT id, key, text_hash, token_ids, separator, source, indexed FROM nodes "
-            f"WHERE namespace = ? AND id IN ({', '.join('?' * len(some))})"
-        )
-        for id, key, text_hash, tokens, separator, source, indexed in connection.execute(query, (namespace, *some)):
+    for id in dict.fromkeys(ids):
+        for key, text_hash, tokens, separator, source, indexed in connection.execute(query, (namespace, id)):
             packed = unpack_tokens(tokens), unpack_tokens(separator) if separator else ()
             found[id] = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
     return list(map(found.get, ids))
-
-
-def _origin(record: NodeRecord, known: NodeRecord) -> tuple[str | None, bool]:
-    """Return the source of a name, and whether a vector store has it, once a record is recorded."""
-    return record.source or known.source, record.indexed or known.indexed
 
 
 def keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> dict[str, str]:

@@ -5,37 +5,27 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from cacheblend_rag.codec import PackedKV, PackedLayer, pack_kv, repack_layer, unpack_layer
+from cacheblend_rag.codec import PackedKV, pack_kv, unpack_layer
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, count_of, latest
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.store.base import Entry, Fate, KVReader, StoreStats, count_of, latest
 from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.disk import DiskTier, disk_probe
+from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.index import Index
-from cacheblend_rag.store.memory import (
-    DeviceReader,
-    DeviceTier,
-    LRUCache,
-    RamReader,
-    RamTier,
-    ResidentKV,
-    Upload,
-    device_probe,
-    ram_probe,
-)
+from cacheblend_rag.store.memory import DeviceReader, DeviceTier, RamReader, RamTier, ResidentKV
 
-__all__ = ["PromotingReader", "Tiers"]
+__all__ = ["Promotion", "PromotingReader", "Tiers"]
 
 _log = getLogger(__name__)
 
-Layer = TypeVar("Layer")
 Result = TypeVar("Result")
 
 
@@ -62,10 +52,6 @@ class Tiers:
         """The folder, if there is one and it may be written."""
         return None if self.disk is None or self.disk.read_only else self.disk.folder.path
 
-    def evictions(self, tenant: str | None = None) -> int:
-        """Return how many entries were dropped for room, of one tenant or all."""
-        return self.ram.evictions(tenant) if self.disk is None else count_of(self.disk.evicted, tenant)
-
     def stats(self, tenant: str | None) -> StoreStats:
         """Return the figures of what is held, by one tenant or all."""
         entries, nbytes, names = self.index.share(tenant)
@@ -77,7 +63,7 @@ class Tiers:
             entries=entries,
             ram_bytes=self.ram.nbytes(tenant),
             disk_bytes=nbytes,
-            evictions=self.evictions(tenant),
+            evictions=self.ram.evictions(tenant) if self.disk is None else count_of(self.disk.evicted, tenant),
             pinned_bytes=pinned_bytes,
             device_bytes=self.device.nbytes(tenant),
             ram_evictions=self.ram.evictions(tenant),
@@ -95,46 +81,35 @@ class Tiers:
             return DeviceReader(resident.kv)
         if cached is not None:
             reader = RamReader(cached.kv, cached.nbytes)
-            if not self.device.limit_bytes:
-                return reader
-            return self.promoting(key, reader, cached.tenant, cached.expires_at)
+            return self.promoting(key, reader, cached) if self.device.limit_bytes else reader
         # What has expired in memory may have been given a longer life on disk.
         found = None if self.disk is None else self.disk.find(key)
         if found is None:
             return None
         file, entry = found
-        keep = partial(self._keep, key, tenant=entry.tenant, expires_at=entry.expires_at)
-        return self.promoting(key, file, entry.tenant, entry.expires_at, keep)
+        return self.promoting(key, file, entry, lambda kv: self._keep(key, replace(entry, kv=kv)))
 
-    def put(
-        self,
-        key: str,
-        kv: ChunkKV | PackedKV,
-        tenant: str,
-        expires_at: float | None,
-        wanted: Callable[[sqlite3.Connection], bool] | None = None,
-        wait: bool = True,
-    ) -> None:
+    def put(self, key: str, entry: Entry, wanted: Callable[[sqlite3.Connection], bool] | None = None) -> None:
         """Keep KV, unless `wanted`, called in a transaction, returns False; `StoreFullError` where there is no room."""
         if self.disk is not None:
             if self.disk.read_only:
                 raise StoreReadOnlyError(f"store folder {self.disk.folder.path} is not writable; it can only be read")
             # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
-            packed = pack_kv(kv, self.disk.codec)
-            self.drop(self.disk.put(key, packed, tenant, expires_at, wanted, wait))
+            entry = replace(entry, kv=pack_kv(entry.kv, self.disk.codec))
+            self.drop(self.disk.put(key, entry, wanted))
             if wanted is None or self.disk.holds([key])[0]:
-                self._keep(key, packed, tenant, expires_at)
+                self._keep(key, entry)
             return
         held = self.ram.peek(key)
         if held is not None:
-            tenant, expires_at = held.tenant, latest(held.expires_at, expires_at)
+            entry = replace(entry, tenant=held.tenant, expires_at=latest(held.expires_at, entry.expires_at))
         self.device.drop([key])
-        has_room = self.ram.put(key, kv, tenant, expires_at)
-        if wanted is not None and not self.index.database.transact(wanted, wait):
+        has_room = self.ram.keep(key, entry)
+        if wanted is not None and not self.index.database.transact(wanted):
             self.drop([key])
         self.follow()
         if not has_room:
-            nbytes, limit_bytes = pack_kv(kv, self.ram.codec).nbytes, self.ram.limit_bytes
+            nbytes, limit_bytes = pack_kv(entry.kv, self.ram.codec).nbytes, self.ram.limit_bytes
             raise StoreFullError(
                 f"a chunk of {nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (ram_bytes)"
                 if nbytes > limit_bytes
@@ -157,7 +132,6 @@ class Tiers:
         self.device.drop(keys)
 
     def discard(self, key: str, wait: bool) -> None:
-        """Drop what is under `key`, on disk too."""
         try:
             if self.disk is not None:
                 self.disk.discard(key, wait)
@@ -165,13 +139,11 @@ class Tiers:
             self.drop([key])
 
     def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
-        """Return how those of the keys lost their KV of which that is known."""
         # What has no name is kept in RAM alone.
         fates: dict[str, Fate] = dict.fromkeys(self.ram.dropped_lately(keys), "evicted")
         return fates if self.disk is None else fates | self.disk.fates(keys)
 
     def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
-        """Let KV that is held live until then at least."""
         now = self.clock()
         self.with_room(lambda: self.index.prolong(keys, expires_at, now))
         for key in keys:
@@ -213,14 +185,7 @@ class Tiers:
         else:
             self.drop([*self.ram.keys(tenant), *self.device.keys(tenant)])
 
-    def probes(self) -> list[TierProbe]:
-        """Return what puts chunks into each tier only to measure how fast they are read."""
-        probes: list[TierProbe] = [partial(device_probe, self.device)] if self.device.limit_bytes else []
-        probes.append(partial(ram_probe, self.ram.codec))
-        return probes if self.disk is None or self.disk.read_only else [*probes, partial(disk_probe, self.disk)]
-
     def close(self) -> None:
-        """Drop what is in memory, and release files."""
         self._closed = True
         self.clear(None)
         if self.disk is None:
@@ -232,33 +197,29 @@ class Tiers:
         self,
         key: str,
         source: ChunkFile | RamReader,
-        tenant: str = "",
-        expires_at: float | None = None,
+        entry: Entry,
         to_ram: Callable[[PackedKV], None] | None = None,
     ) -> KVReader:
         """Return a reader of what is under a key that brings it into faster tiers where it fits."""
-        rises = self.device.limit_bytes > 0 and source.kv_bytes <= self.device.limit_bytes
-        if to_ram is None and not rises:
-            return source
-        return PromotingReader(
-            source,
-            ram=self.ram if to_ram else None,
-            to_ram=to_ram,
-            device=self.device if rises else None,
-            to_device=partial(self._keep_on_device, key, tenant, expires_at),
-        )
+        in_ram = on_device = None
+        if to_ram is not None:
+            # Packing never makes KV larger, unpacking may.
+            nbytes = source.kv_bytes if self.ram.codec.name == "native" else source.packed_bytes
+            in_ram = Promotion(self.ram, source, nbytes, source.packed_layer, to_ram)
+        if 0 < source.kv_bytes <= self.device.limit_bytes:
+            keep = partial(self._keep_on_device, key, entry)
+            on_device = Promotion(self.device, source, source.kv_bytes, source.layer, keep)
+        return PromotingReader(source, in_ram, on_device) if in_ram or on_device else source
 
-    def _keep(self, key: str, kv: PackedKV, tenant: str, expires_at: float | None) -> None:
+    def _keep(self, key: str, entry: Entry) -> None:
         """Keep in RAM what is on disk, unless it was dropped there meanwhile."""
-        if self.ram.put(key, kv, tenant, expires_at):
+        if self.ram.keep(key, entry):
             self._check_copy(key)
 
-    def _keep_on_device(self, key: str, tenant: str, expires_at: float | None, kv: ResidentKV) -> None:
+    def _keep_on_device(self, key: str, entry: Entry, kv: ResidentKV) -> None:
         """Keep a copy on its device, unless slower tiers have dropped it meanwhile."""
-        if cached := self.ram.peek(key):
-            # Its life may have been prolonged since.
-            tenant, expires_at = cached.tenant, cached.expires_at
-        if self.device.keep(key, kv, tenant, expires_at):
+        # In RAM its life may have been prolonged since.
+        if self.device.keep(key, replace(self.ram.peek(key) or entry, kv=kv)):
             self._check_copy(key)
 
     def _check_copy(self, key: str) -> None:
@@ -272,60 +233,72 @@ class Tiers:
         self.drop([key])
 
 
-class _Promotion(Generic[Layer]):
-    """The layers of one chunk that were read so far, and the room that a faster tier keeps for all of them."""
+class Promotion:
+    """The layers of one chunk on their way to a faster tier, which keeps room for all of them from the first one on.
 
-    def __init__(self, tier: LRUCache[Any], nbytes: int, num_layers: int) -> None:
-        self._tier = tier
-        self._nbytes = nbytes
-        self._num_layers = num_layers
+    The tier makes what it keeps of what `read` gives of a layer; `keep` gets the whole chunk.
+    """
+
+    def __init__(
+        self,
+        tier: RamTier | DeviceTier,
+        source: KVReader,
+        nbytes: int,
+        read: Callable[[int], Any],
+        keep: Callable[[Any], None],
+    ) -> None:
+        self._tier, self._source, self._nbytes, self._read, self._keep = tier, source, nbytes, read, keep
         self._lock = threading.Lock()
         self._began = False
-        self._layers: dict[int, Layer] | None = None
+        self._layers: dict[int, Any] | None = None
 
     def __del__(self) -> None:
         # Takes no lock, being a finalizer.
         if self._layers is not None:
             self._tier.give_back(self._nbytes)
 
-    def begin(self) -> bool:
-        """Reserve room, the first time; return whether there was any and the chunk is still on its way."""
+    def begin(self) -> dict[int, Any] | None:
+        """Return the layers that are there, for which room is reserved the first time; None where there is no room."""
         with self._lock:
             if not self._began:
                 self._began = True
-                if self._tier.reserve(self._nbytes):
-                    self._layers = {}
-            return self._layers is not None
+                self._layers = {} if self._tier.reserve(self._nbytes) else None
+            return self._layers
 
-    def get(self, index: int) -> Layer | None:
-        with self._lock:
-            return None if self._layers is None else self._layers.get(index)
+    def get(self, index: int, raw: Any = None) -> Any:
+        """Return a layer, which is read the first time unless it is given; None where there is no room for the chunk."""
+        layers = self.begin()
+        if layers is None:
+            return None
+        try:
+            if index not in layers:
+                layers[index] = self._tier.place(index, self._read(index) if raw is None else raw)
+            return layers[index]
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            self._end()
+            self._tier.tell_no_room(error)
 
-    def add(self, index: int, layer: Layer) -> None:
-        with self._lock:
-            if self._layers is not None:
-                self._layers[index] = layer
+    def finish(self) -> None:
+        """Hand the chunk over, unless most of it is wanting; the few layers not asked for, their KV being computed, are read."""
+        chunk, indices = self._source, range(self._source.num_layers)
+        try:
+            if 2 * len(self._layers or ()) >= len(indices):
+                for index in indices:
+                    self.get(index)
+        except ChunkReadError as error:
+            _log.warning("%s", error)
+        layers = self._end() or {}
+        if len(layers) == len(indices):
+            every = [layers[index] for index in indices]
+            self._keep(self._tier.kind(chunk.token_ids, chunk.start, every, chunk.context))
 
-    def end(self) -> dict[int, Layer] | None:
+    def _end(self) -> dict[int, Any] | None:
         """Give the room back, if that is still to be done, and return what came of the chunk."""
         with self._lock:
             layers, self._layers = self._layers, None
         if layers is not None:
             self._tier.give_back(self._nbytes)
         return layers
-
-    def complete(self, read: Callable[[int], Layer]) -> Sequence[Layer] | None:
-        """Return all layers, or None if most are wanting; the few that were not asked for, their KV being computed, are read."""
-        layers = self.end()
-        missing = [number for number in range(self._num_layers) if number not in (layers or {})]
-        if layers is None or len(missing) * 2 > self._num_layers:
-            return None
-        try:
-            layers.update([(number, read(number)) for number in missing])
-        except ChunkReadError as error:
-            _log.warning("%s", error)
-            return None
-        return [layers[number] for number in range(self._num_layers)]
 
 
 class PromotingReader(KVReader):
@@ -338,61 +311,27 @@ class PromotingReader(KVReader):
     def __init__(
         self,
         source: ChunkFile | RamReader,
-        *,
-        ram: RamTier | None = None,
-        to_ram: Callable[[PackedKV], None] | None = None,
-        device: DeviceTier | None = None,
-        to_device: Callable[[ResidentKV], None] | None = None,
+        to_ram: Promotion | None,
+        to_device: Promotion | None,
     ) -> None:
-        super().__init__(
-            source.token_ids, source.start, source.context, source.num_layers, source.codec, source.packed_bytes
-        )
+        chunk = source.token_ids, source.start, source.context
+        super().__init__(*chunk, source.num_layers, source.codec, source.packed_bytes)
         self.tier = source.tier
-        self.promotes_to_device = device is not None
-        self._source = source
-        self._ram, self._to_ram = ram, to_ram
-        self._device, self._to_device = device, to_device
-        self._packed: _Promotion[PackedLayer] | None = None
-        if ram is not None:
-            # Packing never makes KV larger, unpacking may.
-            nbytes = source.kv_bytes if ram.codec.name == "native" else source.packed_bytes
-            self._packed = _Promotion(ram, nbytes, self.num_layers)
-            self._packed.begin()
-        self._uploads: _Promotion[Upload] | None = None
-        if device is not None:
-            self._uploads = _Promotion(device, source.kv_bytes, self.num_layers)
+        self.promotes_to_device = to_device is not None
+        self._source, self._to_ram, self._to_device = source, to_ram, to_device
+        if to_ram is not None:
+            to_ram.begin()
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, read once where it goes to RAM; the caller must not write to it."""
-        if self._packed is None or self._ram is None or not self._packed.begin():
-            return self._source.layer(index)
-        packed = self._packed.get(index)
-        if packed is None:
-            packed = repack_layer(self._source.packed_layer(index), self._ram.codec)
-            self._packed.add(index, packed)
-        return unpack_layer(packed)
+        packed = None if self._to_ram is None else self._to_ram.get(index)
+        return self._source.layer(index) if packed is None else unpack_layer(packed)
 
     def keep(self, index: int, layer: LayerKV) -> None:
-        if self._device is None or self._uploads is None or not self._uploads.begin():
-            return
-        try:
-            self._uploads.add(index, self._device.place(index, layer))
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            self._uploads.end()
-            self._device.tell_no_room(error)
+        if self._to_device is not None:
+            self._to_device.get(index, layer)
 
     def finish(self) -> None:
-        if self._packed is not None and self._to_ram is not None:
-            packed = self._packed.complete(self._source.packed_layer)
-            if packed is not None:
-                self._to_ram(PackedKV(self.token_ids, self.start, tuple(packed), self.context))
-        device, uploads = self._device, self._uploads
-        if device is None or uploads is None or self._to_device is None:
-            return
-        try:
-            layers = uploads.complete(lambda number: device.place(number, self._source.layer(number)))
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            device.tell_no_room(error)
-            return
-        if layers is not None:
-            self._to_device(ResidentKV(self.token_ids, self.start, layers, self.context))
+        for promotion in (self._to_ram, self._to_device):
+            if promotion is not None:
+                promotion.finish()

@@ -26,7 +26,7 @@ from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
 from cacheblend_rag.store.memory import DeviceReader, DeviceTier, RamReader, ResidentKV
-from cacheblend_rag.store.tiers import PromotingReader
+from cacheblend_rag.store.tiers import PromotingReader, Promotion
 from tests.engines import MakeEngine
 from tests.families import tiny_model, words
 from tests.store.kit import read, same
@@ -62,11 +62,14 @@ class Prompt:
         device = DeviceTier(2**40)
         for number, (chunk, tier) in enumerate(zip(self.chunks, self.tiers, strict=True)):
             if tier == "device":
-                found.append(DeviceReader(device.place_all(chunk)))
+                placed = [device.place(*each) for each in enumerate(chunk.layers)]
+                found.append(DeviceReader(ResidentKV(chunk.token_ids, chunk.start, placed, chunk.context)))
                 continue
             if tier == "rising":
                 keep = partial(risen.__setitem__, number)
-                found.append(PromotingReader(RamReader(chunk), device=device, to_device=keep))
+                reader = RamReader(chunk)
+                rising = Promotion(device, reader, chunk.nbytes, reader.layer, keep)
+                found.append(PromotingReader(reader, None, rising))
                 continue
             store = ram if tier == "promoted" else disk
             store.put(f"{number:08x}", chunk)

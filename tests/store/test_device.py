@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import KVReader, KVStore
-from cacheblend_rag.store.memory import DeviceReader, DeviceTier
+from cacheblend_rag.store.memory import DeviceReader, DeviceTier, ResidentKV
 from tests.store.kit import add, files_of, key_of, make_kv, open_store, put, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
@@ -80,7 +80,7 @@ def test_the_copy_is_unpacked(tmp_path: Path) -> None:
 def test_the_copy_is_a_copy() -> None:
     tier = DeviceTier(ROOM)
     kv = make_kv(1)
-    resident = tier.place_all(kv)
+    resident = ResidentKV(kv.token_ids, kv.start, [tier.place(*each) for each in enumerate(kv.layers)], kv.context)
     kept = make_kv(1)
     for layer in kv.layers:
         for tensor in layer:
@@ -214,10 +214,10 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
 def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
     store = filled(tmp_path, 1, device_bytes=0)
     assert (tier_of(store, 1), store.stats().device_bytes) == ("ram", 0)
-    assert len(store.probes()) == 2  # type: ignore[attr-defined]
+    assert len(store.samples()) == 2  # type: ignore[attr-defined]
     store.close()
     store = filled(tmp_path, device_bytes=1)
-    assert len(store.probes()) == 3  # type: ignore[attr-defined]
+    assert len(store.samples()) == 3  # type: ignore[attr-defined]
 
 
 def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ChunkReadError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVStore
+from cacheblend_rag.store.base import Entry
 from cacheblend_rag.store.memory import RamTier
 from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, opened, put, read, record, same
 
@@ -144,7 +145,7 @@ def test_a_reader_outlives_its_store(tmp_path: Path) -> None:
 def test_ram_does_not_keep_larger_tensors_alive(codec: str) -> None:
     batch = torch.randn(100, 2, 6, 8)
     ram = RamTier(10**6, make_codec(codec))
-    assert ram.put("k", ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])]))
+    assert ram.keep("k", Entry(kv=ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])])))
     kept = ram.get("k")
     assert kept is not None
     for part in kept.kv.layers[0].parts.values():

@@ -6,8 +6,9 @@ byte read from a remote tier is verified before it is used.
 
 from __future__ import annotations
 
+import errno
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ __all__ = [
     "EncodedChunk",
     "Guard",
     "RemoteSettings",
+    "RemoteSource",
     "RemoteTier",
     "cut",
     "missing_package",
@@ -160,6 +162,28 @@ class Guard:
             told.append(str(each))
             each = each.__cause__ or each.__context__
         return any(secret in text for text in told for secret in self._secrets)
+
+
+class RemoteSource:
+    """The bytes of one chunk: the first of them, where they are known, and what reads others, None where they are gone."""
+
+    def __init__(
+        self, guard: Guard, tier: str, size: int, read: Callable[[int, int], bytes | None], head: bytes = b""
+    ) -> None:
+        self._guard, self.tier, self.size, self._read, self._head = guard, tier, size, read, head
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        end = min(offset + len(view), self.size)
+        data = self._head[offset:end]
+        if end > max(len(self._head), offset):
+            with self._guard.calling("read a layer"):
+                data = self._read(offset, end) or b""
+            if not data:
+                raise FileNotFoundError(errno.ENOENT, "they were removed or have expired")
+        if len(data) > len(view):
+            raise OSError(errno.EIO, "more bytes came than were asked for")
+        view[: len(data)] = data
+        return len(data)
 
 
 def redis_address(url: str) -> tuple[str, str, list[str]] | None:

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk, FileSource
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote import Guard, RemoteSettings, cut
+from cacheblend_rag.store.remote import Guard, RemoteSettings, RemoteSource, cut
 
 __all__ = ["FsspecTier"]
 
@@ -90,7 +90,8 @@ class FsspecTier:
                     return FileSource(file, scheme)
                 return None
             size = self._size(file)
-        return None if size is None else _FileRange(self, file, size, scheme)
+        # Its scheme, so that no two filesystems are taken to be equally fast.
+        return None if size is None else RemoteSource(self._guard, scheme, size, partial(self._read, file))
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         files = [self._file(key) for key in keys]
@@ -104,17 +105,6 @@ class FsspecTier:
 
     def close(self) -> None:
         self._guard.closed = True
-
-    def read_range(self, file: str, view: memoryview, offset: int) -> int:
-        """Fill `view` with the bytes of a file from `offset` on; return how many there were."""
-        with self._guard.calling("read a layer"):
-            data = self._read(file, offset, offset + len(view))
-        if data is None:
-            raise FileNotFoundError(errno.ENOENT, "they were removed")
-        if len(data) > len(view):
-            raise OSError(errno.EIO, "more bytes came than were asked for")
-        view[: len(data)] = data
-        return len(data)
 
     def _file(self, key: str) -> str:
         return f"{self._root}/{valid_key(key)[:2]}/{key}.safetensors"
@@ -203,18 +193,6 @@ class FsspecTier:
         # Asynchronous filesystems take a time limit for each call; the others wait as long as their client does.
         is_asynchronous = isinstance(self._filesystem, AsyncFileSystem) and self._filesystem.async_impl
         return {"timeout": self._settings.read_timeout_s} if is_asynchronous else {}
-
-
-class _FileRange:
-    """The bytes of one chunk's file; `scheme` is its URL's, so that no two filesystems are taken to be equally fast."""
-
-    def __init__(self, tier: FsspecTier, file: str, size: int, scheme: str) -> None:
-        self._tier, self._file, self.size, self.tier = tier, file, size, scheme
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill `view` with the bytes from `offset` on; return how many there were, fewer only where the bytes end."""
-        wanted = max(0, min(len(view), self.size - offset))
-        return self._tier.read_range(self._file, view[:wanted], offset) if wanted else 0
 
 
 def _private(path: str, flags: int) -> int:

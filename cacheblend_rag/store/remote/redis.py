@@ -8,7 +8,6 @@ Under the prefix ``cacheblend-rag:`` lie::
 
 from __future__ import annotations
 
-import errno
 import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,9 +18,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.chunkfile import EncodedChunk
+from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote import Guard, RemoteSettings, cut
+from cacheblend_rag.store.remote import Guard, RemoteSettings, RemoteSource, cut
 
 __all__ = ["RedisTier", "connected"]
 
@@ -61,11 +60,15 @@ class RedisTier:
             elif self._ttl_ms:
                 self._client.pexpire(name, self._ttl_ms)
 
-    def open(self, key: str) -> _RedisSource | None:
+    def open(self, key: str) -> ByteSource | None:
         name = _name(key)
         with self._guard.calling("look a chunk up"):
             head, size = self._head(name, _HEAD_BYTES)
-        return _RedisSource(self, name, head, size) if size else None
+
+        def read(begin: int, end: int) -> Any:
+            return self._client.getrange(name, begin, end - 1)
+
+        return RemoteSource(self._guard, "redis", size, read, head) if size else None
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         names = [_name(key) for key in keys]
@@ -86,17 +89,7 @@ class RedisTier:
         with suppress(redis.RedisError, OSError):
             self._client.close()
 
-    def read(self, name: str, view: memoryview, offset: int) -> int:
-        """Fill `view` with the bytes of a value from `offset` on; return how many there were."""
-        with self._guard.calling("read a layer"):
-            data = self._client.getrange(name, offset, offset + len(view) - 1)
-        if not data:
-            raise FileNotFoundError(errno.ENOENT, "they were removed or have expired")
-        view[: len(data)] = data
-        return len(data)
-
     def _head(self, name: str, nbytes: int) -> tuple[bytes, int]:
-        """Return the first bytes of a value, and its size."""
         pipeline = self._client.pipeline(transaction=False)
         pipeline.getrange(name, 0, nbytes - 1)
         pipeline.strlen(name)
@@ -125,23 +118,6 @@ class RedisTier:
             with suppress(redis.RedisError, OSError):
                 self._client.unlink(staged)
             raise
-
-
-class _RedisSource:
-    """The bytes of one chunk in Redis."""
-
-    tier = "redis"
-
-    def __init__(self, tier: RedisTier, name: str, head: bytes, size: int) -> None:
-        self._tier, self._name, self._head, self.size = tier, name, head, size
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill `view` with the bytes from `offset` on; return how many there were, fewer only where the bytes end."""
-        wanted = max(0, min(len(view), self.size - offset))
-        if offset + wanted <= len(self._head):
-            view[:wanted] = self._head[offset : offset + wanted]
-            return wanted
-        return self._tier.read(self._name, view[:wanted], offset) if wanted else 0
 
 
 def _name(key: str) -> str:

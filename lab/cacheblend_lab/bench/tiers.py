@@ -11,20 +11,18 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cacheblend_rag.codec import make_codec
+from cacheblend_attachments.auto.measure import forget_pages
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.base import TierProbe
-from cacheblend_rag.store.disk import forget_pages
 from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.kvstore import KVStore
-from cacheblend_rag.store.memory import DeviceTier, RamTier, ram_probe
+from cacheblend_rag.store.memory import DeviceTier, RamTier
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["ColdFolder", "SlowStore", "cached_share", "drop_cached", "stored_files", "temporary_folder"]
@@ -211,18 +209,12 @@ class SlowStore(KVStore):
     def __init__(self, tier: str, bytes_per_s: float, ram_bytes: int = 2**62) -> None:
         index = Index()
         super().__init__(index, Tiers(index, time.time, DeviceTier(0), RamTier(ram_bytes)))
-        self._tier = tier
+        self._tier, self._bytes_per_s = tier, bytes_per_s
         self._line = _Line(bytes_per_s)
 
-    def probes(self) -> list[TierProbe]:
-        """Return the device, to be measured."""
-
-        @contextmanager
-        def probe(chunks: Sequence[ChunkKV]) -> Iterator[Callable[[], list[KVReader]]]:
-            with ram_probe(make_codec("native"), chunks) as open_readers:
-                yield lambda: [_SlowReader(reader, self._tier, self._line) for reader in open_readers()]
-
-        return [probe]
+    def samples(self) -> list[AbstractContextManager[KVStore]]:
+        """Return what opens another such device, to be measured."""
+        return [closing(SlowStore(self._tier, self._bytes_per_s))]
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key`, as slow as the device, or None."""

@@ -190,7 +190,7 @@ class AutoRatio(Attachment):
         """Measure, and keep the result."""
         identity, store = self._identity(decoder), self._engine.store
         measurement = Measurement(decoder, self._engine.tuning, self._selector, budget_s, progress)
-        self._profile, self._asked = measurement.profile(identity, store.probes()), True
+        self._profile, self._asked = measurement.profile(identity, store.samples()), True
         for path in self._paths(identity):
             try:
                 save_profile(path, self._profile)

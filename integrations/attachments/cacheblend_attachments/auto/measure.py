@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -33,10 +36,10 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, model_window
 from cacheblend_rag.selection import SelectionTask, Selector
-from cacheblend_rag.store.base import OpenProbe, TierProbe
+from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["Measurement", "fit_costs"]
+__all__ = ["Measurement", "fit_costs", "forget_pages"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +99,7 @@ class Measurement:
         self._first_layer = min(check_layers(selector, decoder.num_layers), default=0)
 
     @torch.no_grad()
-    def profile(self, identity: dict[str, str], probes: Sequence[TierProbe]) -> Profile:
+    def profile(self, identity: dict[str, str], samples: Sequence[AbstractContextManager[KVStore]]) -> Profile:
         """Measure everything; a tier that cannot be written is left out with a warning."""
         prefill_points, blend_points = self._compute_points()
         lengths = [point.tokens for point in prefill_points]
@@ -113,11 +116,12 @@ class Measurement:
             (1, after * each.tokens, after * each.rows, after * each.rows * each.tokens) for each in blend_points
         ]
         profile = replace(profile, blend=BlendCost(*fit_costs(amounts, seconds)))
-        for number, probe in enumerate(probes):
+        for number, sample in enumerate(samples):
             spent = self._spent()
-            until = spent + max(self._budget_s - spent, 0.0) / (len(probes) - number)
+            until = spent + max(self._budget_s - spent, 0.0) / (len(samples) - number)
             try:
-                cost = self._load_cost(profile, probe, until)
+                with sample as store:
+                    cost = self._load_cost(profile, store, until)
             except (StoreError, OSError) as error:
                 _log.warning("a tier is not measured, it cannot be used now: %s", error)
                 continue
@@ -162,7 +166,7 @@ class Measurement:
             points.append(BlendPoint(rows, len(layout), min(times)))
         return tuple(PrefillPoint(length, min(times)) for length, times in full.items()), tuple(points)
 
-    def _load_cost(self, profile: Profile, probe: TierProbe, until: float) -> LoadCost:
+    def _load_cost(self, profile: Profile, store: KVStore, until: float) -> LoadCost:
         most = min(_MOST_LOADED_BYTES // self._decoder.kv_bytes_per_token, self._window - 1 - _QUESTION_TOKENS, 2048)
         # The longest is also blended, which a slow model should not have to spend all its time on.
         while most > 64 and blend_s(profile, self._work(most, ()), _RATIOS[0]) > (until - self._spent()) / 4:
@@ -171,16 +175,20 @@ class Measurement:
         amounts, seconds = [], []
         for left, (chunks, tokens) in zip(range(len(sizes), 0, -1), sizes, strict=True):
             layout = self._layout([tokens] * chunks)
-            with probe([self._chunk(number, tokens) for number in range(chunks)]) as open_readers:
-                readers = open_readers()
-                tier, codec, packed = readers[0].tier, readers[0].codec, sum(each.packed_bytes for each in readers)
-                self._say(f"loading from {tier}")
-                amounts.append((chunks * self._decoder.num_kv_layers, packed))
-                self._load(layout, open_readers)
-                share = self._spent() + max(until - self._spent(), 0.0) / (2 * left)
-                seconds.append(self._least(partial(self._load, layout, open_readers), share))
-                if left == 1:
-                    piped_s = self._least(partial(self._load, layout, open_readers, blends=True), until, most=3)
+            keys = [f"{left:08x}{number:08x}" for number in range(chunks)]
+            for number, key in enumerate(keys):
+                store.put(key, self._chunk(number, tokens))
+            open_readers = partial(_open_cold, store, keys)
+            # It rises to the device by this.
+            self._load(layout, open_readers)
+            readers = open_readers()
+            tier, codec, packed = readers[0].tier, readers[0].codec, sum(each.packed_bytes for each in readers)
+            self._say(f"loading from {tier}")
+            amounts.append((chunks * self._decoder.num_kv_layers, packed))
+            share = self._spent() + max(until - self._spent(), 0.0) / (2 * left)
+            seconds.append(self._least(partial(self._load, layout, open_readers), share))
+            if left == 1:
+                piped_s = self._least(partial(self._load, layout, open_readers, blends=True), until, most=3)
         per_read_s, per_byte_s = fit_costs(amounts, seconds)
         cost = LoadCost(tier, codec, per_read_s, per_byte_s, 1.0, packed / layout.context_tokens)
         # Which share of what could hide behind computing did, in the blended prefill.
@@ -220,7 +228,7 @@ class Measurement:
         """Prefill the first `tokens` tokens in full; return the seconds."""
         return self._timed(lambda: self._forward(BlendCache(self._decoder.num_layers), self._ids[:tokens]))
 
-    def _load(self, layout: PromptLayout, open_readers: OpenProbe, *, blends: bool = False) -> float:
+    def _load(self, layout: PromptLayout, open_readers: Callable[[], list[KVReader]], *, blends: bool = False) -> float:
         """Load all layers of a prompt, and blend it meanwhile if asked to; return the seconds."""
         readers, decoder, tuning = open_readers(), self._decoder, self._tuning
         threads = tuning.threads if tuning.pipeline else 0
@@ -278,6 +286,27 @@ class Measurement:
                 # Short runs are disturbed the most, and cost the least to repeat.
                 for _ in range(max(min(int(_SHORT_RUN_S / min(times)), _MOST_RUNS), 1)):
                     times.append(run())
+
+
+def _open_cold(store: KVStore, keys: Sequence[str]) -> list[KVReader]:
+    """Open chunks as they are when no earlier reading has left their files in memory."""
+    for file in store.path.rglob("*.safetensors") if store.path else ():
+        forget_pages(file)
+    readers = [reader for key in keys if (reader := store.open(key)) is not None]
+    if len(readers) < len(keys):
+        raise StoreError("KV that was just stored is gone")
+    return readers
+
+
+def forget_pages(path: Path) -> None:
+    """Have the system drop a file from its page cache, where it offers that (Linux does); it is synced first, or it could not."""
+    if hasattr(os, "posix_fadvise"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
 
 
 def _scratch_kv(sample: Sequence[LayerKV], decoder: Decoder, rows: int) -> LayerSource:
