@@ -19,7 +19,6 @@ from cacheblend_rag.store.background import Offsite
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.database import DamagedIndexError
 from cacheblend_rag.store.disk import DiskTier, existing_store
-from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.memory import DeviceTier, RamTier
 from cacheblend_rag.store.names import Names, NamesSource, check_known
@@ -129,12 +128,11 @@ def open_store(
     tier = open_remote(remote) if isinstance(remote, str) else remote
     offsite = None if tier is None else Offsite(tier, codec)
     source = _names_at(names) if isinstance(names, str) else names
-    if location is None:
-        index = Index()
-        return _following(KVStore(index, Tiers(index, clock or time.time, device, ram), offsite), source)
-    disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, False, lock_timeout_s, unnamed_days)
-    tiers = Tiers(disk.index, disk.clock, device, ram, disk)
-    return _following(KVStore(disk.index, tiers, offsite, write_back_bytes), source)
+    disk = None
+    if location is not None:
+        disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, False, lock_timeout_s, unnamed_days)
+    tiers = Tiers(clock or time.time, device, ram, disk)
+    return _following(KVStore(tiers, offsite, write_back_bytes), source)
 
 
 def _following(store: KVStore, source: NamesSource | None) -> KVStore:
@@ -226,10 +224,7 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
 
 @dataclass(slots=True)
 class CheckReport:
-    """What a check of a store found: sound KV and its bytes, names, and what is wrong, one sentence each.
-
-    Problems are no danger to answers: damaged or missing KV counts as a miss when it is met.
-    """
+    """What a check of a store found. Problems are no danger to answers: damaged or missing KV is a miss when it is met."""
 
     entries: int = 0
     bytes: int = 0
@@ -244,10 +239,7 @@ class CheckReport:
 
 
 def check_store(location: str | Path, repair: bool = False) -> CheckReport:
-    """Read everything in a store folder and verify it; other processes may go on using the store.
-
-    With `repair`, drop what is damaged, and begin a damaged index anew; KV is computed again when it is next asked for.
-    """
+    """Read and verify everything in a store folder, which others may use; with `repair` drop what is damaged, index included."""
     report = CheckReport()
     try:
         _examine(location, report)
@@ -257,7 +249,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
         # Opening it sets aside an index that cannot be opened.
         with existing_store(location) as tier:
             with suppress(DamagedIndexError):
-                tier.database.check()
+                tier.index.check()
             for key, _ in tier.index.entries():
                 if tier.flaw(key, every_byte=True) is not None:
                     tier.discard(key)
@@ -267,7 +259,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
 
 def _examine(location: str | Path, report: CheckReport) -> None:
     with existing_store(location, read_only=True) as tier:
-        tier.database.check()
+        tier.index.check()
         for key, entry in tier.index.entries():
             flaw = tier.flaw(key, every_byte=True)
             if flaw is None:
@@ -294,11 +286,7 @@ class GarbageReport:
 def collect_garbage(
     location: str | Path, unnamed_age_s: float | None = None, clock: Callable[[], float] | None = None
 ) -> GarbageReport:
-    """Remove expired KV and files that belong to nothing, and give unused room back to the disk; others may use the store.
-
-    With `unnamed_age_s`, also remove KV that was added at least this long ago and has no name, sooner than it goes by
-    itself.
-    """
+    """Remove what expired or belongs to nothing, and what was nameless for `unnamed_age_s`; others may use the store."""
     report = GarbageReport()
     with existing_store(location, clock=clock) as tier:
         now, freed = tier.clock(), tier.index.share()[1]
@@ -312,7 +300,7 @@ def collect_garbage(
             if tier.index.entry(key) is None and tier.remove_orphan(key):
                 report.orphans += 1
                 report.freed_bytes += nbytes
-        tier.database.tidy()
+        tier.index.tidy()
     return report
 
 

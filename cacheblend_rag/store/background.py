@@ -41,10 +41,7 @@ class _Entry(Generic[Item]):
 
 
 class WorkQueue(Generic[Item]):
-    """Items under keys, at most `limit_bytes` of them, and a thread that works on them in the order in which they come.
-
-    `work` may not raise. A process that ends in the usual way works on everything first.
-    """
+    """Items under keys, at most `limit_bytes`, and a thread that does `work` on all of them in order; that may not raise."""
 
     def __init__(self, work: Callable[[str, Item], None], limit_bytes: int, thread_name: str) -> None:
         self.limit_bytes = limit_bytes
@@ -114,19 +111,16 @@ class Offsite:
     """
 
     def __init__(self, tier: RemoteTier, codec: Codec, waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
-        self._tier = tier
-        self._codec = codec
+        self._tier, self._codec = tier, codec
         # What is uploaded, and whether what is held there is dropped first.
         self._uploads: WorkQueue[tuple[ChunkKV | PackedKV, bool]] = WorkQueue(
             self._upload, waiting_bytes, "cacheblend-upload"
         )
         self._lock = threading.Lock()
         self._undropped: set[str] = set()
-        self.is_out = False
+        self.is_out = self._uploads_fail = self._closed = False
         # Whether it is told that removing is refused.
         self._is_refused = False
-        self._uploads_fail = False
-        self._closed = False
         self._mender: threading.Thread | None = None
 
     def open(self, key: str) -> ChunkFile | None:
@@ -250,7 +244,6 @@ class Offsite:
                 wait_s = min(max(2 * wait_s, _FIRST_PROBE_S), _LAST_PROBE_S)
             else:
                 self.is_out, self._is_refused, wait_s = False, False, 0.0
-                _log.debug("remote tier %s answers", self._tier.location)
 
     def _remove(self, keys: Collection[str]) -> None:
         # What is on its way arrives first, or it would put back what is removed.

@@ -43,18 +43,11 @@ class KVReader:
     def __init__(
         self, token_ids: tuple[int, ...], start: int, context: str, num_layers: int, codec: str, packed_bytes: int
     ) -> None:
-        self.token_ids = token_ids
-        self.start = start
-        self.context = context
-        self.num_layers = num_layers
-        self.codec = codec
-        self.packed_bytes = packed_bytes
+        self.token_ids, self.start, self.context = token_ids, start, context
+        self.num_layers, self.codec, self.packed_bytes = num_layers, codec, packed_bytes
 
     def layer(self, index: int) -> LayerKV:
-        """Return one layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU; the caller must not write to it.
-
-        `ChunkReadError` says that the bytes are gone, or do not match their checksum.
-        """
+        """Return one layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU, for reading alone, or raise `ChunkReadError`."""
         raise NotImplementedError
 
     def resident(self, index: int) -> LayerKV:
@@ -62,10 +55,7 @@ class KVReader:
         return self.layer(index)
 
     def keep(self, index: int, layer: LayerKV) -> None:
-        """Copy a layer that was read, ``(num_kv_heads, seq_len, head_dim)``, to the device tier, if that is to get it.
-
-        Its keys are as they were stored. It is copied in the current stream, and may be written to afterwards.
-        """
+        """Copy a layer that was read, its keys as stored, to the device tier in the current stream, if that is to get it."""
 
     def finish(self) -> None:
         """Say that no further layer is read or kept; what was read, or kept, for the most part enters RAM, or the device tier."""
@@ -82,8 +72,7 @@ class _Part(KVReader):
         nbytes = reader.packed_bytes * len(ids) // len(reader.token_ids)
         super().__init__(ids, reader.start + rows.start, reader.context, reader.num_layers, reader.codec, nbytes)
         self.tier, self.devices = reader.tier, reader.devices
-        self._reader = reader
-        self._rows = rows
+        self._reader, self._rows = reader, rows
 
     def layer(self, index: int) -> LayerKV:
         return LayerKV(*(tensor[:, self._rows] for tensor in self._reader.layer(index)))
@@ -111,6 +100,8 @@ class Entry:
     kv: Any = None
     # Whether the remote tier has it.
     is_copy: bool = False
+    # What KV without a name goes with: a namespace, and an id or a source.
+    tied: tuple[str, str | None, str | None] | None = None
 
     def is_live(self, now: float) -> bool:
         return self.expires_at is None or self.expires_at > now

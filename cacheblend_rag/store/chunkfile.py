@@ -185,10 +185,7 @@ class ByteSource(Protocol):
         """How many bytes there are."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill `view` with the bytes from `offset` on; return how many there were, fewer only where the bytes end.
-
-        An OSError says that they cannot be read.
-        """
+        """Fill `view` with the bytes from `offset` on, or as many as there are; return how many. OSError if that fails."""
 
 
 class FileSource:

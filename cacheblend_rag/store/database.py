@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -11,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
-from cacheblend_rag.errors import ConfigError, StoreError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.folder import StoreFolder, locked, storing
 
 __all__ = ["DamagedIndexError", "Database"]
@@ -57,15 +58,13 @@ class Database:
     keys whose entries it deleted. A transaction waits for another one that writes for `lock_timeout_s`.
     """
 
+    version: ClassVar[int]
+    schema: ClassVar[str]
+    """Statements that each begin a line, with CREATE or INSERT."""
+
     def __init__(
-        self,
-        make_tables: Callable[[sqlite3.Connection], None],
-        check_version: Callable[[sqlite3.Connection, Path | None], None],
-        folder: StoreFolder | None,
-        read_only: bool,
-        lock_timeout_s: float,
+        self, folder: StoreFolder | None = None, read_only: bool = False, lock_timeout_s: float = 60.0
     ) -> None:
-        self._make_tables, self._check_version = make_tables, check_version
         self.folder = folder
         self.read_only = read_only
         self.on_new: Callable[[sqlite3.Connection], None] = lambda connection: None
@@ -91,8 +90,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Give the reading connection to one thread at a time."""
-        if self._closed or self._process != os.getpid():
-            self.check_open()
+        self.check_open()
         with self._read_lock:
             try:
                 if self._path is not None and (
@@ -120,10 +118,7 @@ class Database:
 
     @contextmanager
     def write(self, wait: bool = True, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """Run one write transaction, rolled back if it ends by an error; where it is `durable` it survives the machine.
-
-        Without `wait` it is soon an error if another thread or process is writing, and at once if that was so just now.
-        """
+        """Run one write transaction, rolled back by an error; without `wait` it is soon an error if another one is under way."""
         self.check_open()
         if self.read_only and self.folder is not None:
             raise StoreReadOnlyError(f"store folder {self.folder.path} is not writable; it can only be read")
@@ -235,7 +230,7 @@ class Database:
             self._connections.pop(kind).close()
         if self.read_only:
             self._opened[kind] = _identity(self._path, True)
-            self._connections[kind] = _connect_read_only(self._path, self._check_version)
+            self._connections[kind] = self._connect_read_only(self._path)
             return
         with self._alone():
             if self._opened and not self._path.exists():
@@ -262,13 +257,15 @@ class Database:
 
     def _set_up(self, connection: sqlite3.Connection) -> None:
         """Make the tables where there are none, and have the connection tell which entries go."""
-        self._check_version(connection, self._path)
+        self._check_version(connection)
         connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
         if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
             connection.execute(f"PRAGMA busy_timeout={int(self._lock_timeout_s * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                self._make_tables(connection)
+                for statement in re.split(r"\n(?=CREATE|INSERT)", self.schema.strip()):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {self.version}")
                 self.on_new(connection)
             connection.execute("COMMIT")
         connection.execute(f"PRAGMA busy_timeout={int(_READ_TIMEOUT_S * 1000)}")
@@ -278,6 +275,40 @@ class Database:
         connection.execute(
             "CREATE TEMP TRIGGER entry_dropped AFTER DELETE ON main.entries BEGIN SELECT note_dropped(old.key); END"
         )
+
+    def _check_version(self, connection: sqlite3.Connection) -> None:
+        """Raise `StoreFormatError` if an index that is not empty was written by another version."""
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        if version != self.version and not is_empty:
+            raise StoreFormatError(
+                f"index {self._path} is in format version {version}, but this cacheblend-rag reads version {self.version}; "
+                "remove the store folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+            )
+
+    def _connect_read_only(self, path: Path) -> sqlite3.Connection:
+        def attempt(options: str) -> sqlite3.Connection:
+            connection = _connect(f"file:{quote(str(path.absolute()))}?{options}", uri=True)
+            try:
+                connection.execute("SELECT 1 FROM tenants").fetchone()
+                self._check_version(connection)
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+
+        try:
+            return attempt("mode=ro")
+        except sqlite3.OperationalError:
+            # Reading a database in WAL mode needs its -shm file, which cannot be made here. As no process has it open, it does
+            # not change either; a process that opens it later is noticed by what that does to the files.
+            log = path.with_name(path.name + "-wal")
+            if _size(log):
+                raise StoreError(
+                    f"index {path} cannot be read without what stands in {log.name}; open the store once where the folder may be "
+                    "written, which brings that into it"
+                ) from None
+            return attempt("immutable=1")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -354,34 +385,6 @@ def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
 
 def _connect(path: str, uri: bool = False) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=_READ_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri)
-
-
-def _connect_read_only(
-    path: Path, check_version: Callable[[sqlite3.Connection, Path | None], None]
-) -> sqlite3.Connection:
-    def attempt(options: str) -> sqlite3.Connection:
-        uri = f"file:{quote(str(path.absolute()))}?{options}"
-        connection = _connect(uri, uri=True)
-        try:
-            connection.execute("SELECT 1 FROM tenants").fetchone()
-            check_version(connection, path)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    try:
-        return attempt("mode=ro")
-    except sqlite3.OperationalError:
-        # Reading a database in WAL mode needs its -shm file, which cannot be made here. As no process has it open, it does not
-        # change either; a process that opens it later is noticed by what that does to the files.
-        log = path.with_name(path.name + "-wal")
-        if _size(log):
-            raise StoreError(
-                f"index {path} cannot be read without what stands in {log.name}; open the store once where the folder may be "
-                "written, which brings that into it"
-            ) from None
-        return attempt("immutable=1")
 
 
 def _identity(path: Path, read_only: bool) -> Any:

@@ -75,9 +75,8 @@ class DiskTier:
         # Those found damaged, until they are written again.
         self._damaged: set[str] = set()
         self.index = Index(self.folder, self.read_only, lock_timeout_s)
-        self.database = self.index.database
-        self.database.on_new = self._take_in
-        self.database.on_drop = self._remove_files
+        self.index.on_new = self._take_in
+        self.index.on_drop = self._remove_files
         try:
             self.with_room(self.index.share)
         except DamagedIndexError as error:
@@ -107,16 +106,13 @@ class DiskTier:
         return file, entry
 
     def put(self, key: str, entry: Entry, wanted: Callable[[sqlite3.Connection], bool] | None = None) -> list[str]:
-        """Write KV under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
-
-        If `wanted`, called in the transaction that adds the entry, returns False, nothing is added. What is held lives longer.
-        """
+        """Write KV under `key` unless that is held and sound, or it is not `wanted`; return the keys that are dropped."""
         now = self.clock()
         held = self.index.entry(valid_key(key))
         if held is not None and key not in self._discarded and held.is_live(now):
             flaw = self.flaw(key)
             if flaw is None:
-                if wanted is None or self.database.transact(wanted):
+                if wanted is None or self.index.transact(wanted):
                     self.index.prolong([key], entry.expires_at, now)
                     self.touch(key)
                 return []
@@ -182,7 +178,7 @@ class DiskTier:
 
     def remove_orphan(self, key: str, wait: bool = True) -> bool:
         """Remove the file of a key without an entry; return whether there was one."""
-        with self.database.write(wait) as connection:
+        with self.index.write(wait) as connection:
             is_known = connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is not None
             is_orphan = not is_known and self.folder.file_path(key).exists()
             self.folder.unlink([key] if is_orphan else [])
@@ -203,7 +199,7 @@ class DiskTier:
                 self._has_reserve = False
                 # In this order: to shorten the log takes room.
                 had_reserve = self.folder.give_up_reserve()
-                if self.database.shorten_log() < wanted_bytes and not had_reserve:
+                if self.index.shorten_log() < wanted_bytes and not had_reserve:
                     victims = self.index.oldest(wanted_bytes, spared)
                     if not victims:
                         raise
@@ -219,10 +215,7 @@ class DiskTier:
         return write()
 
     def _share_bytes(self, nbytes: int) -> int:
-        """Return the budget where none was given: half of the disk's free space, what is held counted as free, and room for this.
-
-        What is held is not dropped because others filled the disk.
-        """
+        """Return the budget where none was given: what is held, half of what is free beside it, and room for this."""
         held_bytes = self.index.share()[1]
         with storing(self.folder.path):
             free_bytes = shutil.disk_usage(self.folder.path).free
@@ -266,7 +259,7 @@ class DiskTier:
     def close(self) -> None:
         if not self.read_only:
             self.flush()
-        self.database.close()
+        self.index.close()
 
     def flaw(self, key: str, every_byte: bool = False) -> str | None:
         """Return what is wrong with the file of a key, with its head at least, or None."""
@@ -290,7 +283,7 @@ class DiskTier:
             return is_lost
 
         try:
-            if not self.with_room(lambda: self.database.transact(drop, wait=False)):
+            if not self.with_room(lambda: self.index.transact(drop, wait=False)):
                 return
         except StoreReadOnlyError:
             # It must not be met again.

@@ -51,10 +51,7 @@ class NamedPiece(NamedTuple):
 
 
 class Drafts:
-    """The documents of a namespace that some changes touch, as these leave them; `left` are the ids of chunks that leave theirs.
-
-    Nothing is written before `save`: what changes would lead to is found out by a connection that reads.
-    """
+    """The documents of a namespace as changes will leave them once saved; `left` are the ids of chunks that leave theirs."""
 
     def __init__(self, connection: sqlite3.Connection, namespace: str, now: float = 0.0) -> None:
         self.now = now
@@ -197,7 +194,11 @@ class Drafts:
             changed = [piece for piece in draft.pieces.values() if piece.is_changed]
             # Without a piece the document itself is gone, perhaps only just now.
             if draft.pieces and (changed or draft.is_changed):
-                number = _write_document(self._connection, self._namespace, draft.name, draft.rules)
+                [number] = execute(
+                    "INSERT INTO documents (namespace, name, tokens, separator) VALUES (?, ?, ?, ?) ON CONFLICT (namespace, "
+                    "name) DO UPDATE SET tokens = excluded.tokens, separator = excluded.separator RETURNING number",
+                    (self._namespace, draft.name, draft.rules.limit, pack_tokens(draft.rules.separator)),
+                ).fetchone()
                 for piece in changed:
                     _write_piece(self._connection, self._namespace, number, piece)
             for id, piece in draft.pieces.items():
@@ -243,15 +244,6 @@ def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str 
         (namespace, id),
     ).fetchone()
     return None if row is None else str(row[0])
-
-
-def _write_document(connection: sqlite3.Connection, namespace: str, name: str, rules: ReadingRules) -> int:
-    row = connection.execute(
-        "INSERT INTO documents (namespace, name, tokens, separator) VALUES (?, ?, ?, ?) ON CONFLICT (namespace, name) "
-        "DO UPDATE SET tokens = excluded.tokens, separator = excluded.separator RETURNING number",
-        (namespace, name, rules.limit, pack_tokens(rules.separator)),
-    ).fetchone()
-    return int(row[0])
 
 
 def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> Iterator[_Piece]:

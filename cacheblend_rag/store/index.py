@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from cacheblend_rag.errors import StoreFormatError, StoreFullError
+from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store.base import Entry
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.folder import StoreFolder
 
 __all__ = ["Dropped", "Index", "claim", "drop_entries", "pinned_bytes"]
 
@@ -25,14 +22,13 @@ _COLUMNS = "tenant, expires_at, bytes, added_at"
 _EXPIRED = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
 _UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pinned LIMIT ?"
 
-_VERSION = 6
-
 # entries: the chunks whose KV is on disk, whether a name leads to it, and whether it was found by its file. deletions: the keys
 # that lost their entry lately, for other processes' RAM.
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that no call counts a million rows.
 # documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
 # shared: up to where the names that machines share are followed here, where they are.
+# The numbers of changes and deletions begin above all that another index in this place gave out.
 _SCHEMA = """
 CREATE TABLE entries (
     key TEXT PRIMARY KEY, bytes INTEGER NOT NULL, last_used INTEGER NOT NULL DEFAULT 0, tenant TEXT NOT NULL DEFAULT '',
@@ -60,6 +56,8 @@ CREATE TABLE tenants (
 ) WITHOUT ROWID;
 CREATE TABLE shared (one INTEGER PRIMARY KEY CHECK (one = 1), birth TEXT NOT NULL, position INTEGER NOT NULL);
 INSERT INTO tenants VALUES ('', 0, 0, 0);
+INSERT INTO changes VALUES (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), 0);
+INSERT INTO deletions VALUES (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), '');
 CREATE INDEX entries_by_use ON entries (pinned, last_used);
 CREATE INDEX entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
 CREATE INDEX entries_by_age ON entries (added_at) WHERE NOT named;
@@ -133,47 +131,44 @@ class Dropped:
     for_room: bool = False
 
 
-class Index:
-    """The entries in a database; each method is one transaction, and the files of what it drops go with that."""
+class Index(Database):
+    """The entries in the database; each method is one transaction, and the files of what it drops go with that."""
 
-    def __init__(
-        self, folder: StoreFolder | None = None, read_only: bool = False, lock_timeout_s: float = 60.0
-    ) -> None:
-        self.database = Database(_make_tables, _check_version, folder, read_only, lock_timeout_s)
-        self._rows = self.database.rows
+    version = 6
+    schema = _SCHEMA
 
     def entry(self, key: str) -> Entry | None:
-        found = self._rows(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", key)
+        found = self.rows(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", key)
         return Entry(*found[0]) if found else None
 
     def holds(self, keys: Sequence[str], now: float) -> list[bool]:
         """Return for each key whether it has an entry that has not expired."""
         query = "SELECT key FROM entries WHERE ifnull(expires_at > ?, 1) AND key IN (SELECT value FROM json_each(?))"
-        held = {key for (key,) in self._rows(query, now, json.dumps(keys))}
+        held = {key for (key,) in self.rows(query, now, json.dumps(keys))}
         return [key in held for key in keys]
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield all keys and entries in the order of their keys, expired ones too, read a limited number at a time."""
         key = ""
-        while found := self._rows(f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000", key):
+        while found := self.rows(f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000", key):
             for key, *row in found:
                 yield key, Entry(*row)
 
     def pinned_bytes(self, tenant: str | None = None) -> int:
-        with self.database.read() as connection:
+        with self.read() as connection:
             return pinned_bytes(connection, tenant)
 
     def pinned(self) -> set[str]:
-        return {key for (key,) in self._rows("SELECT key FROM nodes WHERE pinned")}
+        return {key for (key,) in self.rows("SELECT key FROM nodes WHERE pinned")}
 
     def tenants(self) -> list[str]:
         """Return the tenants that have entries or names; "" stands for what has no tenant."""
-        return [row[0] for row in self._rows("SELECT tenant FROM tenants WHERE entries OR names ORDER BY tenant")]
+        return [row[0] for row in self.rows("SELECT tenant FROM tenants WHERE entries OR names ORDER BY tenant")]
 
     def share(self, tenant: str | None = None) -> tuple[int, int, int]:
         """Return the entries, their bytes and the names of a tenant, or of all."""
         query = "SELECT ifnull(sum(entries), 0), ifnull(sum(bytes), 0), ifnull(sum(names), 0) FROM tenants "
-        [(entries, nbytes, names)] = self._rows(query + "WHERE ?1 IS NULL OR tenant = ?1", tenant)
+        [(entries, nbytes, names)] = self.rows(query + "WHERE ?1 IS NULL OR tenant = ?1", tenant)
         return int(entries), int(nbytes), int(names)
 
     def add(
@@ -186,13 +181,9 @@ class Index:
         place: Callable[[], None],
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
     ) -> Dropped:
-        """Give `key` its entry, and drop what has expired, what has no name, and the least recently used for room.
-
-        Nothing is added if another process has been quicker than the damaged or expired entry that is `replaced`, or if `wanted`,
-        called in the transaction, returns False. `place` brings the file to its place.
-        """
+        """Give `key` its entry and file if it is `wanted` and still has what is `replaced`; drop what is old or in the way."""
         dropped = Dropped()
-        with self.database.write() as connection:
+        with self.write() as connection:
             row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
             is_quicker = row is not None and Entry(*row) != replaced
             if (wanted is not None and not wanted(connection)) or is_quicker:
@@ -201,48 +192,51 @@ class Index:
             for query, moment in ((_EXPIRED, entry.added_at), (_UNNAMED, unnamed_before)):
                 old = [row[0] for row in connection.execute(query, (moment, _OLD_A_TIME))]
                 drop_entries(connection, old, dropped)
-            _insert(connection, key, entry)
+            claim(connection, entry.tenant)
+            connection.execute(
+                "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at, pinned, named) "
+                "VALUES (?1, ?2, ?3, ?4, ?5, ?6, EXISTS (SELECT 1 FROM nodes WHERE key = ?1 AND pinned), "
+                "EXISTS (SELECT 1 FROM nodes WHERE key = ?1))",
+                (key, entry.nbytes, time.time_ns(), entry.tenant, entry.added_at, entry.expires_at),
+            )
             _make_room(connection, key, limit_bytes, dropped)
             place()
         return dropped
 
     def prolong(self, keys: Sequence[str], expires_at: float | None, now: float) -> None:
-        """Let entries that have not expired by `now` live until `expires_at` at least, for ever if that is None.
-
-        The longest life asked for counts, the first one of KV that was found by its file.
-        """
+        """Let live entries live until `expires_at` at least, None is for ever; those found by their files until then exactly."""
         until = math.inf if expires_at is None else expires_at
         is_shorter = "key = ? AND (found OR expires_at > ? AND expires_at < ?)"
         query = f"SELECT 1 FROM entries WHERE {is_shorter}"
-        others = [key for key in keys if self._rows(query, key, now, until)]
+        others = [key for key in keys if self.rows(query, key, now, until)]
         if others:
-            with self.database.write() as connection:
+            with self.write() as connection:
                 query = f"UPDATE entries SET expires_at = ?, found = 0 WHERE {is_shorter}"
                 connection.executemany(query, ((expires_at, key, now, until) for key in others))
 
     def drop(self, keys: Sequence[str], wait: bool = True) -> Dropped:
         dropped = Dropped()
-        with self.database.write(wait) as connection:
+        with self.write(wait) as connection:
             drop_entries(connection, keys, dropped)
         return dropped
 
     def expired(self, now: float, limit: int) -> list[str]:
-        return [key for (key,) in self._rows(_EXPIRED, now, limit)]
+        return [key for (key,) in self.rows(_EXPIRED, now, limit)]
 
     def unnamed(self, before: float, limit: int) -> list[str]:
         """Return the keys of at most `limit` entries that no name leads to and that were added before that time."""
-        return [key for (key,) in self._rows(_UNNAMED, before, limit)]
+        return [key for (key,) in self.rows(_UNNAMED, before, limit)]
 
     def oldest(self, nbytes: int, spared: Collection[str]) -> list[str]:
         """Return the keys of entries to drop for room: what no name leads to first, then the least recently used, none pinned."""
-        with self.database.read() as connection:
+        with self.read() as connection:
             victims, nbytes = _oldest(connection, spared, nbytes, "AND NOT named")
             return victims + _oldest(connection, spared, nbytes, "AND named")[0]
 
     def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""
         dropped = Dropped()
-        with self.database.write() as connection:
+        with self.write() as connection:
             keys = connection.execute("SELECT key FROM entries WHERE ?1 IS NULL OR tenant = ?1", (tenant,)).fetchall()
             query = (
                 "SELECT seq, key FROM nodes LEFT JOIN namespaces USING (namespace) "
@@ -257,29 +251,26 @@ class Index:
             connection.execute("UPDATE shared SET birth = '', position = 0")
         return dropped
 
-    def follows_others(self) -> bool:
-        return bool(self._rows("SELECT 1 FROM shared"))
-
     def touch(self, keys: Sequence[str]) -> None:
         """Mark entries as used in this order, the last one latest; an error if another process is writing."""
-        with self.database.write(wait=False, durable=False) as connection:
+        with self.write(wait=False, durable=False) as connection:
             used = enumerate(keys, time.time_ns() - len(keys))
             connection.executemany("UPDATE entries SET last_used = ? WHERE key = ?", used)
 
     def deletions(self) -> int:
         """Return a number that grows whenever an entry is dropped, by any process."""
-        return int(self._rows("SELECT ifnull(max(seq), 0) FROM deletions")[0][0])
+        return int(self.rows("SELECT ifnull(max(seq), 0) FROM deletions")[0][0])
 
     def dropped_lately(self, keys: Sequence[str]) -> set[str]:
         query = "SELECT key FROM deletions WHERE key IN (SELECT value FROM json_each(?))"
-        return {key for (key,) in self._rows(query, json.dumps(keys))}
+        return {key for (key,) in self.rows(query, json.dumps(keys))}
 
     def deleted_since(self, seen: int) -> list[str] | None:
         """Return the keys dropped after `deletions` was `seen`, or None if that is too long ago to know."""
-        first = self._rows("SELECT min(seq) FROM deletions")[0][0]
+        first = self.rows("SELECT min(seq) FROM deletions")[0][0]
         if first is not None and first > seen + 1:
             return None
-        return [key for (key,) in self._rows("SELECT key FROM deletions WHERE seq > ?", seen)]
+        return [key for (key,) in self.rows("SELECT key FROM deletions WHERE seq > ?", seen)]
 
 
 # In a transaction that has begun
@@ -303,16 +294,6 @@ def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: D
         if row is not None:
             dropped.keys.append(key)
             dropped.tenants.append(row[0])
-
-
-def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
-    """Give a key its entry, pinned if a pinned name leads to it."""
-    claim(connection, entry.tenant)
-    connection.execute(
-        "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at, pinned, named) VALUES (?1, ?2, ?3, ?4, ?5, "
-        "?6, EXISTS (SELECT 1 FROM nodes WHERE key = ?1 AND pinned), EXISTS (SELECT 1 FROM nodes WHERE key = ?1))",
-        (key, entry.nbytes, time.time_ns(), entry.tenant, entry.added_at, entry.expires_at),
-    )
 
 
 def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropped: Dropped) -> None:
@@ -340,25 +321,3 @@ def _oldest(
             nbytes -= victim[1]
     oldest.close()
     return victims, nbytes
-
-
-def _make_tables(connection: sqlite3.Connection) -> None:
-    """Make the tables, in a transaction that has begun."""
-    for statement in re.split(r"\n(?=CREATE|INSERT)", _SCHEMA.strip()):
-        connection.execute(statement)
-    # The numbers of changes and deletions begin above all that another index in this place gave out.
-    first = time.time_ns() // 1_000_000
-    connection.execute("INSERT INTO changes (seq, node) VALUES (?, 0)", (first,))
-    connection.execute("INSERT INTO deletions (seq, key) VALUES (?, '')", (first,))
-    connection.execute(f"PRAGMA user_version = {_VERSION}")
-
-
-def _check_version(connection: sqlite3.Connection, path: Path | None) -> None:
-    """Raise `StoreFormatError` if an index that is not empty was written by another version."""
-    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    if version != _VERSION and not is_empty:
-        raise StoreFormatError(
-            f"index {path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; remove the store "
-            "folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
-        )

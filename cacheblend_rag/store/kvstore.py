@@ -23,7 +23,7 @@ from cacheblend_rag.store.background import Offsite, WorkQueue
 from cacheblend_rag.store.base import Entry, Fate, KVReader, NodeRecord, StoreStats, count_of
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.index import Dropped
 from cacheblend_rag.store.memory import DeviceTier, RamReader, RamTier
 from cacheblend_rag.store.names import Names, NamesSource, SharedNames, drop_nameless, has_name
 from cacheblend_rag.store.tiers import Tiers
@@ -34,8 +34,6 @@ Result = TypeVar("Result")
 
 _log = getLogger(__name__)
 
-# Of that many texts without a name it is known what they go with; those of the oldest stay until RAM needs their room.
-_TIES_KEPT = 4096
 # Failures that are no further apart than this are one event, which is said once: a full disk may have room in between.
 _EVENT_S = 60.0
 _NO_LIMIT = 2**62
@@ -50,31 +48,24 @@ class KVStore:
     over; None is for ever, and of several the longest counts. The remote tier gets a copy of what is put for ever, in the
     background, and keeps it when there is no more room here.
 
-    All methods may be called from any thread. `is_private` says whether the contents end with this process and are
-    reachable through this object alone.
+    All methods may be called from any thread. `outlives_process` says whether it is over a folder, `is_private` whether the
+    contents end with this process and are reachable through this object alone.
     """
 
-    def __init__(self, index: Index, tiers: Tiers, offsite: Offsite | None = None, write_back_bytes: int = 0) -> None:
-        self._index, self._tiers, self._offsite = index, tiers, offsite
+    def __init__(self, tiers: Tiers, offsite: Offsite | None = None, write_back_bytes: int = 0) -> None:
+        self._index, self._tiers, self._offsite = tiers.index, tiers, offsite
         self._clock = tiers.clock
         self.is_private = tiers.disk is None and offsite is None
-        self.path = tiers.path
+        self.outlives_process, self.path = tiers.disk is not None, tiers.path
         self._waiting: WorkQueue[Entry] = WorkQueue(self._write, write_back_bytes, "cacheblend-write-back")
-        self._names = Names(index, tiers.clock)
+        self._names = Names(tiers.index, tiers.clock)
         self._shared: SharedNames | None = None
         self._closed = False
         self._process = os.getpid()
-        # What KV in RAM without a name goes with: a namespace, an id and a source.
-        self._ties: dict[str, tuple[str, str | None, str | None]] = {}
         # When KV of misses could not be stored last, why not, until `flush` tells it, and whose had no room to wait in.
         self._failed_at = -math.inf
         self._failure: StoreError | None = None
         self._refused: Counter[str] = Counter()
-
-    @property
-    def outlives_process(self) -> bool:
-        """Whether it is over a folder, which is there when this process has ended."""
-        return self._tiers.disk is not None
 
     @property
     def names(self) -> Names:
@@ -97,7 +88,7 @@ class KVStore:
     @property
     def follows_others(self) -> bool:
         """Whether the index is a copy of names that machines share, whichever store follows them now."""
-        return self._index.follows_others()
+        return bool(self._index.rows("SELECT 1 FROM shared"))
 
     def _changing(self, deed: Callable[[], Result]) -> Result:
         """Return what `deed` returns, which changes names; where machines share them, for all."""
@@ -111,32 +102,25 @@ class KVStore:
 
     @contextmanager
     def _sample(self, tier: str) -> Iterator[KVStore]:
-        tiers, index, disk = self._tiers, Index(), None
+        tiers, disk = self._tiers, None
         with ExitStack() as stack:
             if tier == "disk" and tiers.disk is not None:
                 folder = stack.enter_context(TemporaryDirectory(dir=tiers.disk.folder.path / "tmp"))
                 disk = DiskTier(Path(folder), codec=tiers.disk.codec)
-                index = disk.index
             device = DeviceTier(_NO_LIMIT if tier == "device" else 0, tiers.device.devices)
             ram = RamTier(0 if disk else _NO_LIMIT, tiers.ram.codec)
-            yield stack.enter_context(closing(KVStore(index, Tiers(index, tiers.clock, device, ram, disk))))
+            yield stack.enter_context(closing(KVStore(Tiers(tiers.clock, device, ram, disk))))
 
     def open(self, key: str) -> KVReader | None:
-        """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held or seen to be damaged.
-
-        A reader stays good when its KV is dropped.
-        """
+        """Return a reader of the KV under `key`, which stays good when that is dropped; None if it is not held, or damaged."""
         valid_key(key)
-        self._index.database.check_open()
+        self._index.check_open()
         self._tiers.follow()
         waiting = self._waits(key, self._clock())
         return RamReader(waiting.kv) if waiting else self._tiers.get(key) or self._open_remote(key)
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
-        """Keep `kv` under `key`, unless that is held and looks sound; on return it is on disk, if there is a folder.
-
-        `StoreFullError` says that it cannot be kept: the disk is full, it alone exceeds the byte budget, or pinned KV does.
-        """
+        """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room."""
         self._check(key)
         entry = Entry(tenant, self._expires_at(ttl_s), kv=kv)
         self._tiers.put(key, entry)
@@ -155,9 +139,9 @@ class KVStore:
     ) -> bool:
         """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background.
 
-        Of its names, the `records` were unknown; they are recorded unless another call has done so by then; those that were
-        `known` led to it. KV that none leads to any more is not kept. Where names cannot be recorded, KV is in RAM alone, and
-        goes with the first of them. Returns False if too much is waiting already; the KV is then not kept.
+        Of its names, the `records` were unknown, and are recorded unless another call was quicker; the `known` led to it. KV that
+        none leads to is not kept; where names cannot be recorded, it is in RAM alone, and goes with the first of them. Returns
+        False if too much is waiting already to keep it.
         """
         self._check(key)
         miss = Entry(tenant, self._expires_at(ttl_s), kv=kv)
@@ -167,7 +151,9 @@ class KVStore:
                 return True
         except StoreError as error:
             self._fail(error)
-            self._keep_tied(key, miss, (namespace, [*(record.id for record in records), *known][0], None))
+            self._tiers.ram.keep(
+                key, replace(miss, tied=(namespace, [*(record.id for record in records), *known][0], None))
+            )
             return True
         if not self._waiting.limit_bytes or self._tiers.disk is None:
             self._write(key, miss)
@@ -205,15 +191,12 @@ class KVStore:
         ttl_s: float | None = None,
         tied: tuple[str, str | None, str | None] | None = None,
     ) -> None:
-        """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted.
-
-        It may be `tied` to an id in a namespace, or to a source: it goes when that is deleted or replaced through this object.
-        """
+        """Keep `kv` that has no name in RAM, until the id in a namespace, or the source, that it is `tied` to goes or changes."""
         self._check(key)
         if tied is not None and tied[1] and self._names.lookup(tied[0], [tied[1]]) == [None]:
             # Deleted just now.
             return
-        self._keep_tied(key, Entry(tenant, self._expires_at(ttl_s), kv=kv), tied)
+        self._tiers.ram.keep(key, Entry(tenant, self._expires_at(ttl_s), kv=kv, tied=tied))
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
@@ -249,10 +232,7 @@ class KVStore:
         self._tiers.prolong(keys, self._expires_at(ttl_s))
 
     def discard(self, key: str, wait: bool = True) -> None:
-        """Drop the KV under `key`, damaged or not wanted any more; names stay.
-
-        Where the store cannot be written, or without `wait` another one is writing, this object does not open it again.
-        """
+        """Drop the KV under `key`; where others write and it is not to `wait`, or it is read-only, never open it again here."""
         self._check()
         self._waiting.cancel([key])
         try:
@@ -263,7 +243,7 @@ class KVStore:
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
-        self._drop(self._tiers.with_room(lambda: self._index.database.transact(partial(drop_nameless, keys=keys))))
+        self._drop(self._tiers.with_room(lambda: self._index.transact(partial(drop_nameless, keys=keys))))
 
     def name(
         self,
@@ -275,10 +255,10 @@ class KVStore:
         ttl_s: float | None = None,
         whole: bool = False,
     ) -> None:
-        """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped.
+        """Record names in place of earlier ones of these ids, and drop KV that loses its last name.
 
-        Chunks with a place are put into their documents, which are then read by `rules`; in the same transaction the keys of the
-        chunks after them change. What else is in these documents goes if the records are `whole`.
+        Chunks with a place go into their documents, read by `rules` from now on; what else is in these goes if the records are
+        `whole`.
         """
         records = list(records)
         if records:
@@ -290,10 +270,7 @@ class KVStore:
             self._drop_tied(namespace, ids)
 
     def forget(self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()) -> int:
-        """Remove names, and drop KV that loses its last name; return how many names there were.
-
-        With the last chunk that a vector store has of a source, as of the `sources`, what prompts brought of it goes too.
-        """
+        """Remove names, KV that loses its last one, and what prompts brought of ended sources; return how many there were."""
         if not ids and not sources:
             return 0
         remove = partial(self._names.remove, namespace, ids, sources)
@@ -303,10 +280,7 @@ class KVStore:
         return len(found)
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
-        """Never drop the KV of these names for room, now held or later.
-
-        `UnknownChunkError` if a name is unknown, `StoreFullError` if more would be pinned than the budget; nothing is then.
-        """
+        """Never drop the KV of these names for room, now held or later; nothing is done if one is unknown or room is wanting."""
         limit_bytes = None if self._tiers.disk is None else self._tiers.disk.limit_bytes
         self._tiers.with_room(lambda: self._names.pin(namespace, ids, True, limit_bytes))
         self._tiers.pin()
@@ -353,7 +327,6 @@ class KVStore:
             self._offsite.close()
         if self._shared is not None:
             self._shared.close()
-        self._ties.clear()
         self._tiers.close()
 
     def _waits(self, key: str, now: float) -> Entry | None:
@@ -386,14 +359,6 @@ class KVStore:
         if self._failed_at - failed_at > _EVENT_S:
             _log.warning("the KV of a miss was not stored, and is kept in memory by this process alone: %s", error)
 
-    def _keep_tied(self, key: str, miss: Entry, tied: tuple[str, str | None, str | None] | None) -> None:
-        """Keep KV in RAM alone, as long as what it is tied to."""
-        self._tiers.ram.keep(key, miss)
-        if tied is not None:
-            self._ties[key] = tied
-            if len(self._ties) > _TIES_KEPT:
-                self._ties.pop(next(iter(self._ties)), None)
-
     def _drop(self, dropped: Dropped) -> None:
         """Have every tier follow what a transaction has dropped."""
         self._waiting.cancel(dropped.keys)
@@ -405,7 +370,7 @@ class KVStore:
     def _check(self, key: str | None = None) -> None:
         if key is not None:
             valid_key(key)
-        self._index.database.check_open()
+        self._index.check_open()
 
     def _send(self, key: str, entry: Entry) -> None:
         """Have what never expires uploaded to the remote tier, unless it has been deleted meanwhile."""
@@ -419,13 +384,7 @@ class KVStore:
 
     def _drop_tied(self, namespace: str, ids: Collection[str], sources: Collection[str] = ()) -> None:
         """Drop what is in RAM without a name, where what it goes with is gone, or stands for something else."""
-        gone = [
-            key
-            for key, (space, id, source) in list(self._ties.items())
-            if space == namespace and (id in ids if id else source in sources)
-        ]
-        for key in gone:
-            self._ties.pop(key, None)
+        gone = self._tiers.ram.tied(namespace, ids, sources)
         self._tiers.drop([key for key in gone if self._names.leading_to(key) is None])
 
     def _open_remote(self, key: str) -> KVReader | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
 
@@ -142,6 +142,14 @@ class LRUCache:
         with self._lock:
             return [key for key, entry in self._entries.items() if tenant in (None, entry.tenant)]
 
+    def tied(self, namespace: str, ids: Collection[str], sources: Collection[str]) -> list[str]:
+        """Return the keys of what is tied to one of the ids, or to a source of these."""
+        with self._lock:
+            ties = [(key, entry.tied) for key, entry in self._entries.items() if entry.tied is not None]
+        return [
+            key for key, (space, id, source) in ties if space == namespace and (id in ids if id else source in sources)
+        ]
+
     def nbytes(self, tenant: str | None = None) -> int:
         with self._lock:
             return sum(entry.nbytes for entry in self._entries.values() if tenant in (None, entry.tenant))
@@ -201,11 +209,7 @@ class RamReader(KVReader):
 
 
 class RamTier(LRUCache):
-    """Chunk KV in memory, packed by `codec`, up to a given number of bytes.
-
-    Page-locked memory is what a CUDA device copies from without the processor. If none is available, KV is kept in
-    ordinary memory, with one warning.
-    """
+    """Chunk KV in RAM, packed by `codec`; page-locked, for CUDA to copy without the processor, if that is wanted and possible."""
 
     name = "ram"
     kind = PackedKV
@@ -241,15 +245,14 @@ class RamTier(LRUCache):
 
 def _owned(kv: PackedKV) -> PackedKV:
     """Copy the tensors that are views into something larger, which would stay in memory uncounted."""
-
     # All parts of a layer may share one storage, as they do when read from a file.
-    def compact(layer: PackedLayer) -> dict[str, torch.Tensor]:
-        room = layer.nbytes
-        return {
-            name: part.clone() if part.untyped_storage().nbytes() > room else part for name, part in layer.parts.items()
-        }
-
-    return _with_parts(kv, compact)
+    return _with_parts(
+        kv,
+        lambda layer: {
+            name: part.clone() if part.untyped_storage().nbytes() > layer.nbytes else part
+            for name, part in layer.parts.items()
+        },
+    )
 
 
 def _with_parts(kv: PackedKV, parts: Callable[[PackedLayer], dict[str, torch.Tensor]]) -> PackedKV:
@@ -303,10 +306,9 @@ class DeviceReader(KVReader):
 
 
 class DeviceTier(LRUCache):
-    """Copies of chunk KV, unpacked, each layer on the device that computes it, up to `limit_bytes` on all devices together.
+    """Copies of chunk KV, unpacked, each layer on the device that computes it; the last of `devices` serves all further layers.
 
-    Pins do not reach it: what is pinned is never lost, but no device need keep it. The last of `devices` serves all further
-    layers.
+    Pins do not reach it: what is pinned is never lost, but no device need keep it.
     """
 
     name = "device"

@@ -34,17 +34,17 @@ __all__ = [
 
 Result = TypeVar("Result")
 
+# That many names are asked for in one query; SQLite takes 999 values in one.
+_AT_ONCE = 200
+
 
 class Names:
-    """The names in an index; each method is one transaction.
-
-    What changes names says which KV is to be dropped with them, which is left to the caller.
-    """
+    """The names in an index; each method is one transaction, and says which KV is to be dropped with what it changes."""
 
     is_shared = False
 
     def __init__(self, index: Index, now: Callable[[], float]) -> None:
-        self._database, self._rows, self._now = index.database, index.database.rows, now
+        self._database, self._rows, self._now = index, index.rows, now
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         with self._database.read() as connection:
@@ -89,8 +89,6 @@ class Names:
         whole: bool = False,
     ) -> Dropped:
         """Record names, those with a place in their documents, of which they are all if `whole`; drop entries without a name."""
-        if not records:
-            return Dropped()
         ids = {record.id for record in records}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             known = keys_of(connection, namespace, ids)
@@ -105,17 +103,13 @@ class Names:
             write_names(connection, namespace, tenant, records, targets)
             replaced += drafts.save(targets, ids)
             alone += [record.id for record in records if record.place is None]
-            if self.is_shared:
-                self._publish(connection, namespace, drafts, alone)
+            self._publish(connection, namespace, drafts, alone)
             return drop_nameless(connection, replaced)
 
     def record_met(
         self, namespace: str, tenant: str, key: str, records: Sequence[NodeRecord], known: Sequence[str]
     ) -> bool:
-        """Record names of a chunk that a prompt brought, whose KV is under `key`; return whether any name leads to that.
-
-        A name that is known by now keeps its text; those that were `known` may have been removed since.
-        """
+        """Record names, unless they are known by now, of a chunk that a prompt brought; return whether any leads to its `key`."""
         with self._database.write(wait=False, durable=False) as connection:
             keys = keys_of(connection, namespace, [*known, *(record.id for record in records)])
             new = [record for record in records if record.id not in keys]
@@ -125,11 +119,7 @@ class Names:
     def remove(
         self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()
     ) -> tuple[set[str], set[str], Dropped]:
-        """Remove names, and entries that lose their last name; return which names there were, and which sources have ended.
-
-        A source has ended when no vector store has anything of it any more; what was met in prompts alone of its texts goes too.
-        The chunks after them in their documents are read without them, and have other keys from now on.
-        """
+        """Remove names, and what prompts brought of sources that end; return the ids and sources that went, and dropped KV."""
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             # Others may know what is not known here.
             alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
@@ -140,17 +130,14 @@ class Names:
             found |= left
             targets = drafts.targets()
             keys = [*found.values(), *drafts.save(targets)]
-            if self.is_shared:
-                self._publish(connection, namespace, drafts, [*alone, *left])
+            self._publish(connection, namespace, drafts, [*alone, *left])
             return set(found), ended, drop_nameless(connection, keys)
 
     def indexed(self, namespace: str, sources: Iterable[str] | None = None) -> list[str]:
         """Return the ids that vector stores have, or those of them that were made of these sources."""
         if sources is None:
-            return [
-                id
-                for (id,) in self._rows("SELECT id FROM nodes WHERE namespace = ? AND indexed ORDER BY seq", namespace)
-            ]
+            query = "SELECT id FROM nodes WHERE namespace = ? AND indexed ORDER BY seq"
+            return [id for (id,) in self._rows(query, namespace)]
         with self._database.read() as connection:
             return [id for source in sources for id in _made_of(connection, namespace, source, True)]
 
@@ -162,10 +149,7 @@ class Names:
         ttl_s: float | None = None,
         whole: bool = False,
     ) -> list[NamedTarget]:
-        """Return what recording these would lead to: the records, then the chunks of their documents whose keys would change.
-
-        Of a document that is `whole` and only loses chunks by that, the first record counts as changed.
-        """
+        """Return what recording these would lead to: the records, then the chunks of their documents whose keys would change."""
         ids = [record.id for record in records]
         with self._drafting(namespace) as (connection, drafts):
             known = look_up(connection, namespace, ids)
@@ -383,10 +367,14 @@ def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[s
 
 def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
     """Return the record of each name, or None where it is unknown."""
-    query = "SELECT key, text_hash, token_ids, separator, source, indexed FROM nodes WHERE namespace = ? AND id = ?"
     found: dict[str, NodeRecord] = {}
-    for id in dict.fromkeys(ids):
-        for key, text_hash, tokens, separator, source, indexed in connection.execute(query, (namespace, id)):
+    for start in range(0, len(ids), _AT_ONCE):
+        some = ids[start : start + _AT_ONCE]
+        query = (
+            "SELECT id, key, text_hash, token_ids, separator, source, indexed FROM nodes "
+            f"WHERE namespace = ? AND id IN ({', '.join('?' * len(some))})"
+        )
+        for id, key, text_hash, tokens, separator, source, indexed in connection.execute(query, (namespace, *some)):
             packed = unpack_tokens(tokens), unpack_tokens(separator) if separator else ()
             found[id] = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
     return list(map(found.get, ids))

@@ -38,13 +38,13 @@ class Tiers:
     """
 
     def __init__(
-        self, index: Index, clock: Callable[[], float], device: DeviceTier, ram: RamTier, disk: DiskTier | None = None
+        self, clock: Callable[[], float], device: DeviceTier, ram: RamTier, disk: DiskTier | None = None
     ) -> None:
-        self.index, self.clock = index, clock
+        self.index, self.clock = Index() if disk is None else disk.index, clock
         self.device, self.ram, self.disk = device, ram, disk
         self._closed = False
         # What the copies were last compared with: evictions from RAM, or deletions from the index.
-        self._seen = 0 if disk is None else index.deletions()
+        self._seen = 0 if disk is None else self.index.deletions()
         self.pin()
 
     @property
@@ -105,7 +105,7 @@ class Tiers:
             entry = replace(entry, tenant=held.tenant, expires_at=latest(held.expires_at, entry.expires_at))
         self.device.drop([key])
         has_room = self.ram.keep(key, entry)
-        if wanted is not None and not self.index.database.transact(wanted):
+        if wanted is not None and not self.index.transact(wanted):
             self.drop([key])
         self.follow()
         if not has_room:
@@ -189,7 +189,7 @@ class Tiers:
         self._closed = True
         self.clear(None)
         if self.disk is None:
-            self.index.database.close()
+            self.index.close()
         else:
             self.disk.close()
 

@@ -49,7 +49,7 @@ def unreadable(engine: BlendEngine, folder: Path) -> Iterator[None]:
     """Keep even readers out of the index."""
     with closing(sqlite3.connect(folder / "index.sqlite", isolation_level=None)) as other:
         # It is opened again when it is next needed.
-        _disconnect(engine._store._index.database._connections)
+        _disconnect(engine._store._index._connections)
         other.execute("PRAGMA locking_mode=EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
         other.execute("INSERT INTO tenants VALUES ('x', 0, 0, 0)")

@@ -25,7 +25,7 @@ def live(tmp_path: Path) -> KVStore:
         store.put(key_of(number), make_kv(number))
         store.name("ns", [record(f"n{number}", number)], tenant="somebody")
     store.forget("ns", ["n4"])
-    store._index.database.shorten_log()
+    store._index.shorten_log()
     return store
 
 
@@ -87,7 +87,7 @@ def test_adding_again_computes_nothing(
     with make_engine(store=tmp_path) as engine:
         assert engine.add(CHUNKS).encoded == 4
         assert engine.delete(["n3"]) == 1
-        engine._store._index.database.shorten_log()
+        engine._store._index.shorten_log()
         harm(tmp_path / "index.sqlite")
         prompt = BlendPrompt("t1", CHUNKS[:3], "t2")
         assert len(engine.prefill(prompt).report.chunks) == 3

@@ -54,10 +54,7 @@ def _connect(url: str, settings: RemoteSettings, options: dict[str, Any]) -> tup
 
 
 class FsspecTier:
-    """A `RemoteTier` in a filesystem of fsspec; ConfigError if the settings or the options do not fit it.
-
-    Filesystems do not expire files: `ttl_s` is an error.
-    """
+    """A `RemoteTier` in a filesystem of fsspec, which expires no files; ConfigError if the settings do not fit it."""
 
     def __init__(
         self, url: str, location: str, secret_words: list[str], settings: RemoteSettings, options: Mapping[str, Any]

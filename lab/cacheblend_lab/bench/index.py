@@ -125,13 +125,13 @@ def make_index(folder: Path, entries: int) -> None:
         names = Names(tier.index, tier.clock)
         rows = _rows(entries)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
-            with tier.database.write() as connection:
+            with tier.index.write() as connection:
                 connection.executemany(
                     "INSERT OR IGNORE INTO entries (key, bytes, added_at) VALUES (?, 64, 0)",
                     [(record.key,) for record in batch],
                 )
             names.record(_TENANT, batch)
-        tier.database.tidy()
+        tier.index.tidy()
     finally:
         tier.close()
 

@@ -20,7 +20,6 @@ from cacheblend_attachments.auto.measure import forget_pages
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.memory import DeviceTier, RamTier
 from cacheblend_rag.store.tiers import Tiers
@@ -207,8 +206,7 @@ class SlowStore(KVStore):
     """
 
     def __init__(self, tier: str, bytes_per_s: float, ram_bytes: int = 2**62) -> None:
-        index = Index()
-        super().__init__(index, Tiers(index, time.time, DeviceTier(0), RamTier(ram_bytes)))
+        super().__init__(Tiers(time.time, DeviceTier(0), RamTier(ram_bytes)))
         self._tier, self._bytes_per_s = tier, bytes_per_s
         self._line = _Line(bytes_per_s)
 
