@@ -106,7 +106,7 @@ class Drafts:
         apart = set[str]()
         for name, places in given.items():
             draft = self.load(name)
-            held = {} if draft is None else {id: piece.member.place for id, piece in draft.pieces.items()}
+            held = {} if draft is None else {id: piece.place for id, piece in draft.pieces.items()}
             every = (held | places).values()
             if all(each.start is None and each.previous is None for each in every):
                 apart |= places.keys() if are_records([each.text for each in every]) else set()
