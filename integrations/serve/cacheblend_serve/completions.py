@@ -208,10 +208,7 @@ def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig)
     elif must_call and tools:
         grammar = call_grammar(tools, str(library.tokenizer.get_chat_template(tools=tools)))
     documents = _passages(library, request.documents)
-    variables = _variables(library.tokenizer, request) | {
-        "add_generation_prompt": request.add_generation_prompt and not request.continue_final_message,
-        "continue_final_message": request.continue_final_message,
-    }
+    variables = _variables(library.tokenizer, request)
     parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents, **variables)
     asked = [part for part in turns[-1]["content"] if isinstance(part, str)] if turns[-1]["role"] == "user" else []
     prompt = catalog_of(library).prompt(library, parts, asked="".join(asked))
@@ -227,14 +224,19 @@ _TEMPLATES = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template
 
 def _variables(tokenizer: Any, request: ChatRequest) -> dict[str, Any]:
     """Return the variables of the chat template that a request sets; `PromptError` for those that it does not read."""
-    given = dict(request.chat_template_kwargs)
+    begins = request.add_generation_prompt and not request.continue_final_message
+    own = {"add_generation_prompt": begins, "continue_final_message": request.continue_final_message}
+    asked = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
-        given["reasoning_effort"] = request.reasoning_effort
-    template = str(tokenizer.get_chat_template()) if given and tokenizer.chat_template else ""
-    for name in given:
-        if name in _TEMPLATES or name not in _read_by(template):
-            raise PromptError(f"this model's chat template takes no {name!r:.60} from a request; leave it out")
-    return given
+        asked["reasoning_effort"] = request.reasoning_effort
+    template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+    read = _read_by(template)
+    wrong = [name for name in asked if name in _TEMPLATES or name not in read]
+    if not request.add_generation_prompt and "add_generation_prompt" not in read:
+        wrong.append("add_generation_prompt")
+    if wrong:
+        raise PromptError(f"this model's chat template takes no {wrong[0]!r:.60} from a request; leave it out")
+    return own | asked
 
 
 @lru_cache(maxsize=8)

@@ -92,11 +92,25 @@ def test_an_answer_is_held_to_a_schema(http: httpx.Client, example: Example) -> 
     assert reply["choices"][0]["message"]["content"] in ('{"yes": true}', '{"yes": false}')
 
 
+def test_how_tokens_are_drawn(http: httpx.Client, example: Example) -> None:
+    def drawn(**how: Any) -> str:
+        body = request_for(example, "Who?") | {"temperature": 1, "seed": 0} | how
+        return str(http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+
+    likeliest = drawn(temperature=0)
+    assert drawn(min_p=1) == drawn(top_k=1) == drawn(temperature=1e-300) == likeliest
+    assert drawn(temperature=0, repetition_penalty=100) != likeliest
+    assert drawn() == drawn(min_p=0, top_k=0, top_p=1, repetition_penalty=1)
+
+
 def test_what_vllm_cannot_do_is_said(http: httpx.Client, example: Example) -> None:
     body = request_for(example, "Who?")
     refused = http.post("/v1/chat/completions", json=body | {"recompute_ratio": 0.5})
     assert refused.status_code == 400
     assert "--backend engine" in refused.json()["error"]["message"]
+    call = {"prompt": {"segments": ["Who?"]}, "wait_s": 0}
+    refused = http.post("/v1/engine/answer", json=call)
+    assert refused.status_code == 400 and "wait_s=0 is not possible" in refused.text
     long = {"prompt": "word " * 3000, "max_tokens": 1}
     refused = http.post("/v1/completions", json=long)
     assert refused.status_code == 400

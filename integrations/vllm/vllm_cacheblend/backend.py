@@ -74,6 +74,10 @@ class VLLMBackend(Backend):
                 f"{', '.join(others)} is not possible here: vLLM goes on after stored KV and recomputes nothing in it; leave it "
                 "out, or serve with --backend engine"
             )
+        if asked.wait_s is not None and asked.wait_s < asked.timeout_s:
+            raise ConfigError(
+                f"wait_s={asked.wait_s:g} is not possible here: vLLM does not tell a wait from an answer; leave it out"
+            )
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
         # A late request is told so at once, though what the thread encodes is encoded to its end.
         opening = anyio.to_thread.run_sync(stored_prefix, library, asked.prompt, abandon_on_cancel=True)
