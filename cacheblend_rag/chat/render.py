@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -17,12 +19,16 @@ __all__ = [
     "apply_template",
     "around_context",
     "around_question",
+    "block_text",
     "knows_tools",
+    "past_call",
     "render_chat",
 ]
 
 Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
-_PROBE = "probe_of_cacheblend"
+_PROBE, _TITLE = "probe_of_cacheblend", "title_of_cacheblend"
+# Other names of the roles that templates know.
+_ROLES = {"developer": "system", "function": "tool", "chatbot": "assistant", "model": "assistant"}
 
 
 @dataclass(eq=False)
@@ -70,11 +76,29 @@ class Passage(Generic[Piece]):
     title: str
     chunk: Piece
 
+    def parts(self) -> list[str | Piece]:
+        """Return the chunk below its title, if it has one."""
+        return [f"{self.title}\n", self.chunk] if self.title else [self.chunk]
+
+
+def block_text(block: Any) -> str | None:
+    """Return the text of a content block, in the form of OpenAI's, Anthropic's or Google's messages; None if it is none."""
+    kind = block.get("type", "text") if isinstance(block, dict) else None
+    text = block.get("refusal" if kind == "refusal" else "text") if kind else block
+    return text if isinstance(text, str) and kind in (None, "text", "input_text", "output_text", "refusal") else None
+
+
+def past_call(name: str, arguments: Any, id: str | None = None) -> dict[str, Any]:
+    """Return a tool call that was made as chat templates take it: they write its arguments themselves, from an object."""
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+    return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments or {}}}
+
 
 def knows_tools(tokenizer: Any) -> bool:
     """Return whether a tokenizer's chat template shows tools to the model."""
     function = {"name": _PROBE, "description": "None.", "parameters": {"type": "object", "properties": {}}}
-    return _shows_probe(tokenizer, tools=[{"type": "function", "function": function}])
+    return _PROBE in _rendered(tokenizer, tools=[{"type": "function", "function": function}])
 
 
 def render_chat(
@@ -94,18 +118,20 @@ def render_chat(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("this model's tokenizer has no chat template; set tokenizer.chat_template, or use BlendLLM")
-    is_about_tools = tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
-    if is_about_tools and not knows_tools(tokenizer):
+    if tools and not knows_tools(tokenizer):
         raise PromptError(
-            "this model's chat template has no tools, so neither tools nor their calls and results can be shown to it; put what "
-            "a tool returned into a user message, or use a model that has learnt to call tools"
+            "this model's chat template has no tools, so none can be shown to it; use a model that has learnt to call tools"
         )
     holes = Holes[Piece]()
     variables |= {"tools": list(tools)} if tools else {}
-    if documents and _shows_probe(tokenizer, documents=[{"title": "", "text": _PROBE}]):
-        variables["documents"] = [{"title": each.title, "text": holes.text([each.chunk])} for each in documents]
+    shows = _rendered(tokenizer, documents=[{"title": _TITLE, "text": _PROBE}]) if documents else ""
+    if _PROBE in shows:
+        variables["documents"] = [
+            {"title": each.title, "text": holes.text([each.chunk] if _TITLE in shows else each.parts())}
+            for each in documents
+        ]
     elif documents:
-        placed = around_question(turns, [part for each in documents for part in (each.chunk, BLANK_LINE)])
+        placed = around_question(turns, [part for each in documents for part in (*each.parts(), BLANK_LINE)])
         if placed is None:
             raise PromptError("documents= needs a user message to go into; there is none among the messages")
         turns = placed
@@ -118,20 +144,33 @@ def render_chat(
 def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables: Any) -> str:
     """Write turns as one text, up to where the assistant's answer begins, with the BOS if the template writes one.
 
-    Some templates know no system message, or only one. Those get the system messages as one, or at the head of the first
-    user message. `PromptError` if the template refuses them.
+    All that is said and called stands in it. Where the template refuses a turn or passes over it, system messages become one or
+    join the first user message; else calls of tools and their results become words of the assistant and the user.
+    `PromptError` if even then it refuses them or leaves something out.
     """
-    refusal: Exception | None = None
-    for change in (list, _one_system_turn, _without_system_turn):
+    turns = [{**turn, "role": _ROLES.get(turn["role"], turn["role"])} for turn in turns]
+    variables = {"add_generation_prompt": True, **variables}
+    problem, cause, tried = "", None, list[Any]()
+    changes = (list, _calls_apart, _calls_as_words), (list, _one_system_turn, _without_system_turn)
+    for shown in (join(change(turns)) for change in changes[0] for join in changes[1]):
+        if shown in tried:
+            continue
+        tried.append(shown)
         try:
-            given = {"add_generation_prompt": True, **variables}
-            return str(tokenizer.apply_chat_template(change(turns), tokenize=False, **given))
+            text = rest = str(tokenizer.apply_chat_template(shown, tokenize=False, **variables))
+            # What may stand there besides, so that finding it says nothing of what was said.
+            own = f"{tokenizer.chat_template}{variables}{[{**turn, 'content': ''} for turn in shown]}"
+            is_doubtful = any(turn.get("tool_calls") for turn in shown)
+            for said in sorted(filter(None, (turn["content"].strip() for turn in shown)), key=len, reverse=True):
+                is_doubtful = is_doubtful or said not in rest or said in own
+                rest = rest.replace(said, "\0", 1)
+            if not is_doubtful or not (lost := _passed_over(tokenizer, shown, variables)):
+                return text
+            problem = problem or f"drops or changes content: it does not show the {lost}; say it in another role"
         except Exception as error:  # a template may raise what it likes, mostly about the order of roles
-            refusal = refusal or error
-    raise PromptError(
-        f"the model's chat template refuses messages with the roles {[turn['role'] for turn in turns]}: {refusal}; change their "
-        "order"
-    ) from refusal
+            roles = [turn["role"] for turn in turns]
+            problem, cause = problem or f"refuses messages with the roles {roles}: {error}; change their order", error
+    raise PromptError(f"the model's chat template {problem}") from cause
 
 
 def around_context(tokenizer: Any, head: str, tail: str) -> tuple[str, str]:
@@ -159,11 +198,48 @@ def _without_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return [{"role": "user", "content": first["content"]}, *others]
 
 
-def _shows_probe(tokenizer: Any, **variables: Any) -> bool:
+def _calls_apart(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns with what is said beside calls in turns of its own."""
+    apart: list[dict[str, Any]] = []
+    for turn in turns:
+        beside = turn["content"] if turn.get("tool_calls") else ""
+        apart += [{"role": turn["role"], "content": beside}, {**turn, "content": ""}] if beside else [turn]
+    return apart
+
+
+def _calls_as_words(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns with calls as JSON of the assistant, their results as the user's, and neighbours as one."""
+    words: list[dict[str, Any]] = []
+    for turn in turns:
+        role = "user" if turn["role"] == "tool" else turn["role"]
+        said = [turn["content"], *(json.dumps(call["function"], default=str) for call in turn.get("tool_calls", ()))]
+        said[:0] = [words.pop()["content"]] if words and words[-1]["role"] == role else []
+        words.append({"role": role, "content": "\n\n".join(filter(None, said))})
+    return words
+
+
+def _passed_over(tokenizer: Any, turns: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str | None:
+    """Return which of the turns a template does not show, as is seen by marks around words and in the places of names."""
+    asked, marks = [], [f"{_PROBE}-{number}." for number in range(len(turns))]
+    for mark, turn in zip(marks, turns, strict=True):
+        # Templates may leave out what an earlier answer thought.
+        thoughts, end, words = turn["content"].rpartition("</think>")
+        marked = f"{thoughts}{end}{mark}{words}{mark}" if turn["content"].strip() else ""
+        calls = [{**call, "function": call["function"] | {"name": mark}} for call in turn.get("tool_calls", ())]
+        asked.append(turn | {"content": marked} | ({"tool_calls": calls} if calls else {}))
+    text = str(tokenizer.apply_chat_template(asked, tokenize=False, **variables))
+    for mark, turn in zip(marks, turns, strict=True):
+        if text.count(mark) < 2 * bool(turn["content"].strip()) + len(turn.get("tool_calls", ())):
+            return f"{turn['role']} message {turn['content']!r:.60}"
+    return None
+
+
+def _rendered(tokenizer: Any, **variables: Any) -> str:
+    """Return what a template makes of a greeting with variables; nothing if it refuses them."""
     try:
-        return _PROBE in apply_template(tokenizer, [{"role": "user", "content": "Hello."}], **variables)
+        return apply_template(tokenizer, [{"role": "user", "content": "Hello."}], **variables)
     except PromptError:
-        return False
+        return ""
 
 
 def around_question(

@@ -10,6 +10,7 @@ from langchain_core.messages import (
     AIMessage,
     BaseMessage,
     ChatMessage,
+    FunctionMessage,
     HumanMessage,
     SystemMessage,
     ToolMessage,
@@ -36,6 +37,7 @@ _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (HumanMessage, "user"),
     (AIMessage, "assistant"),
     (ToolMessage, "tool"),
+    (FunctionMessage, "tool"),
 )
 
 
@@ -146,7 +148,7 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 def passages(documents: Sequence[Document]) -> list[Passage[Chunk]]:
     """Return documents beside a conversation, leaving out those without text."""
     chunks = as_chunks(documents)
-    titles = [str(document.metadata.get("title", "")) for document in documents if document.page_content]
+    titles = [str(document.metadata.get("title") or "") for document in documents if document.page_content]
     return [Passage(title, chunk) for title, chunk in zip(titles, chunks, strict=True)]
 
 

@@ -14,6 +14,8 @@ from langchain_core.documents import Document
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.messages import (
     AIMessage,
+    ChatMessage,
+    FunctionMessage,
     HumanMessage,
     SystemMessage,
     ToolMessage,
@@ -269,8 +271,6 @@ def test_documents_as_blocks_are_chunks_as_they_are(engine: BlendEngine, chunks:
     [
         [HumanMessage([{"type": "image", "url": "http://somewhere/a.png"}])],
         [HumanMessage([{"type": "text-plain", "mime_type": "text/plain", "url": "http://somewhere/a.txt"}])],
-        [HumanMessage("x"), AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])],
-        [ToolMessage("found", tool_call_id="1")],
         [],
     ],
 )
@@ -298,6 +298,29 @@ def test_a_template_that_is_particular_about_roles(tiny: LlamaForCausalLM, token
         assert kept and kept == history[-len(kept) :]
         # What no template shows is counted by itself.
         assert llm.get_num_tokens_from_messages([AIMessage("Hi.")]) == llm.get_num_tokens("Hi.") > 0
+
+
+def test_what_a_template_passes_over_is_shown_elsewhere(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
+    users = copy.deepcopy(tokenizer)
+    users.chat_template = (
+        "{% for m in messages if m.role in ['user', 'assistant'] %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    with BlendEngine(tiny, users, **engine_settings(self_check=False)) as engine:
+        llm = ChatBlend(engine=engine)
+        for told in (SystemMessage("Be brief."), ChatMessage("Be brief.", role="developer")):
+            assert llm.blend_prompt([told, HumanMessage("Where?")]).segments == ["[user]Be brief.\n\nWhere?"]
+        for found in (ToolMessage("At sea.", tool_call_id="1"), FunctionMessage("At sea.", name="look")):
+            assert llm.blend_prompt([HumanMessage("Where?"), found]).segments == ["[user]Where?\n\nAt sea."]
+        with pytest.raises(PromptError, match="does not show the critic message 'Bad'"):
+            llm.blend_prompt([HumanMessage("Where?"), ChatMessage("Bad", role="critic")])
+        documents = [
+            Document("At noon.", metadata={"title": "Winter timetable"}),
+            Document("Never.", metadata={"title": None}),
+        ]
+        prompt = llm.blend_prompt("When?", documents=documents)
+        noon, never = (segment for segment in prompt.segments if isinstance(segment, Chunk))
+        assert prompt.segments == ["[user]Winter timetable\n", noon, "\n\n", never, "\n\nWhen?"]
+        assert (noon.text, never.text) == ("At noon.", "Never.")
 
 
 def test_chat_needs_a_chat_template(tiny: LlamaForCausalLM, tokenizer: Any) -> None:

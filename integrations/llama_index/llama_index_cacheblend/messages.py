@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,9 +16,10 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
     ThinkingBlock,
+    ToolCallBlock,
 )
 
-from cacheblend_rag.chat.render import apply_template
+from cacheblend_rag.chat.render import apply_template, past_call
 from cacheblend_rag.engine import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.report import CallReport
@@ -37,26 +38,43 @@ Make = Callable[[str, str | None, GenerationResult | None], R]
 def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
     """Write chat messages as one prompt, up to where the assistant's answer begins, with the BOS if the template writes one.
 
-    Some templates know no system message, or only one. Those get the system messages as one, or at the head of the first user
-    message. `PromptError` if a message holds something other than text, or the template refuses the messages.
+    All that is said and called stands in it (`apply_template`). `PromptError` if a message holds something other than text and
+    calls of tools, or the template shows it nowhere.
     """
-    turns = [{"role": each.role.value, "content": "\n".join(_texts(each.role, each.blocks))} for each in messages]
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role, more = message.role.value, message.additional_kwargs
+        texts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for block in message.blocks:
+            cited = [TextBlock(text=block.title), *block.content] if isinstance(block, CitableBlock) else [block]
+            for part in cited:
+                if isinstance(part, TextBlock):
+                    texts.append(part.text)
+                elif isinstance(part, ToolCallBlock):
+                    calls.append(past_call(part.tool_name, part.tool_kwargs, part.tool_call_id))
+                elif not isinstance(part, _SILENT):
+                    raise PromptError(
+                        f"a {role} message holds a {type(part).__name__}, and BlendLLM reads text only; leave it out"
+                    )
+        calls = calls or [_call(each) for each in more.get("tool_calls") or ()]
+        turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+        turn |= {name: more[name] for name in ("name", "tool_call_id") if isinstance(more.get(name), str)}
+        turns.append(turn | ({"tool_calls": calls} if calls else {}))
     try:
         return apply_template(tokenizer, turns)
     except PromptError as error:
         raise PromptError(f"{error}; or give BlendLLM a messages_to_prompt of your own") from error
 
 
-def _texts(role: MessageRole, blocks: Sequence[Any]) -> Iterator[str]:
-    for block in blocks:
-        if isinstance(block, TextBlock):
-            yield block.text
-        elif isinstance(block, CitableBlock):
-            yield from _texts(role, block.content)
-        elif not isinstance(block, _SILENT):
-            raise PromptError(
-                f"a {role.value} message holds a {type(block).__name__}, and BlendLLM reads text only; leave it out"
-            )
+def _call(given: Any) -> dict[str, Any]:
+    """Return a past call as LlamaIndex's classes for OpenAI and Anthropic keep it beside a message."""
+    call = given if isinstance(given, dict) else dict(given)
+    function = call.get("function", call)
+    function = function if isinstance(function, dict) else dict(function)
+    if not isinstance(function.get("name"), str):
+        raise PromptError(f"a message has the tool call {given!r:.80}, which has no name; leave it out")
+    return past_call(function["name"], function.get("arguments", function.get("input")), call.get("id"))
 
 
 def as_completion(text: str, delta: str | None, result: GenerationResult | None) -> CompletionResponse:

@@ -19,6 +19,7 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, CacheBlendError, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
+from integrations.langchain.tests.asking import TOOL_TEMPLATE
 from integrations.llama_index.tests.conftest import MakeLLM, own_answer
 from llama_index_cacheblend import BlendLLM
 from llama_index_cacheblend.messages import render_messages
@@ -218,13 +219,33 @@ def test_images_are_refused(llm: BlendLLM) -> None:
         llm.chat([message])
 
 
-def test_text_to_be_cited_is_read_and_calls_of_tools_are_refused(llm: BlendLLM) -> None:
-    cited = CitableBlock(title="t", source="s", content=[TextBlock(text="Mara was born in Oslo.")])
+def test_text_to_be_cited_and_calls_of_tools_are_shown(llm: BlendLLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    cited = CitableBlock(title="Born", source="s", content=[TextBlock(text="Mara was born in Oslo.")])
     shown = llm.messages_to_prompt([ChatMessage(blocks=[cited, TextBlock(text="Where?")])])
-    assert "Mara was born in Oslo.\nWhere?" in shown
-    call = ToolCallBlock(tool_call_id="1", tool_name="search", tool_kwargs={})
-    with pytest.raises(PromptError, match="holds a ToolCallBlock"):
-        llm.messages_to_prompt([ChatMessage(role=MessageRole.ASSISTANT, blocks=[ThinkingBlock(content="hm"), call])])
+    assert "Born\nMara was born in Oslo.\nWhere?" in shown
+    knows = copy.deepcopy(tokenizer)
+    knows.chat_template = TOOL_TEMPLATE
+    block = ToolCallBlock(tool_call_id="1", tool_name="look", tool_kwargs='{"at": "sea"}')
+    function = {"name": "look", "arguments": '{"at": "sea"}'}
+    kept = (
+        [{"type": "function", "id": "1", "function": function}],
+        [{"type": "tool_use", "name": "look", "input": {"at": "sea"}}],
+    )
+    answers = [ChatMessage(role="assistant", blocks=[ThinkingBlock(content="hm"), block])]
+    answers += [ChatMessage("", role="assistant", additional_kwargs={"tool_calls": calls}) for calls in kept]
+    for answer in answers:
+        said = [
+            ChatMessage("Who?"),
+            answer,
+            ChatMessage("A ship.", role="tool", additional_kwargs={"tool_call_id": "1"}),
+        ]
+        text = render_messages(knows, said)
+        assert '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>' in text
+        assert "<tool_response>\nA ship.\n</tool_response>" in text and "hm" not in text
+        # The reference model's own template has no tools.
+        assert '{"name": "look", "arguments": {"at": "sea"}}' in llm.messages_to_prompt(said)
+    with pytest.raises(PromptError, match="has no name"):
+        render_messages(knows, [ChatMessage("", role="assistant", additional_kwargs={"tool_calls": [{"id": "1"}]})])
 
 
 @pytest.mark.parametrize("refused", ["system", "second system"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, aclosing
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
-from cacheblend_rag.chat.render import Passage, around_question, render_chat
+from cacheblend_rag.chat.render import Passage, around_question, block_text, past_call, render_chat
 from cacheblend_rag.chat.tools import ToolGate, call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
@@ -157,7 +156,7 @@ async def _keep(asker: Asker, library: ChunkLibrary, keep: bool, replies: Replie
         replies.pages = [await in_thread(make, asker.owner, library, answer.report) for answer in answers]
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 _FIELDS = {"role", "content", "name"}
 _FIELDS_OF = {"assistant": {"tool_calls", "refusal"}, "tool": {"tool_call_id"}}
 _Part = str | Chunk | ChunkRef
@@ -246,7 +245,7 @@ def _read_by(template: str) -> set[str]:
 
 
 def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
-    before = [part for each in _passages(library, documents) for part in (each.chunk, BLANK_LINE)]
+    before = [part for each in _passages(library, documents) for part in (*each.parts(), BLANK_LINE)]
     if isinstance(prompt, str):
         return catalog_of(library).prompt(library, [*before, *([prompt] if prompt else [])])
     return BlendPrompt(segments=[*before, prompt])
@@ -302,9 +301,9 @@ def _stored(id: str | None, text: str | None) -> Chunk | ChunkRef:
 
 def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
     """Return a message as chat templates take it, its content being a list of text and chunks."""
-    role = _ROLES.get(str(message.get("role")))
-    if role is None:
-        raise PromptError(f"message {number} has the role {message.get('role')!r:.40}; give one of {', '.join(_ROLES)}")
+    role = str(message.get("role"))
+    if role not in _ROLES:
+        raise PromptError(f"message {number} has the role {role!r:.40}; give one of {', '.join(sorted(_ROLES))}")
     _check_fields(message, _FIELDS | _FIELDS_OF.get(role, set()), f"message {number}")
     content = [message.get("content"), message.get("refusal")]
     turn: dict[str, Any] = {"role": role, "content": [part for each in content for part in _content(each, number)]}
@@ -337,12 +336,12 @@ def _content(content: Any, number: int) -> list[_Part]:
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else None
         text, id = (part.get("text"), part.get("id")) if isinstance(part, dict) else (None, None)
-        if kind == "text" and isinstance(text, str):
-            _check_fields(part, ("type", "text"), f"a text of message {number}")
-            parts.append(text)
+        if kind is not None and (said := block_text(part)) is not None:
+            _check_fields(part, ("type", "text", "refusal"), f"a text of message {number}")
+            parts.append(said)
         elif kind == "document" and isinstance(text, str | None) and isinstance(id, str | None) and (text or id):
-            _check_fields(part, ("type", "id", "text"), f"a document of message {number}")
-            parts.append(_stored(id, text))
+            _check_fields(part, ("type", "id", "text", "title"), f"a document of message {number}")
+            parts += Passage(str(part.get("title") or ""), _stored(id, text)).parts()
         else:
             raise PromptError(
                 f"message {number} has content of the type {kind!r:.40}; this model reads text, and documents: "
@@ -357,12 +356,9 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         _check_fields(call, ("id", "type", "function", "index"), f"a tool call of message {number}")
         function = call["function"]
         _check_fields(function, ("name", "arguments"), f"a tool call of message {number}")
-        arguments = function["arguments"]
-        # Templates write arguments themselves, from objects.
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return {"type": "function", "id": call["id"], "function": {"name": function["name"], "arguments": arguments}}
+        return past_call(function["name"], function.get("arguments"), call["id"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PromptError(
             f"message {number} has a tool call that cannot be read ({type(error).__name__}: {error}); give id, function.name "
-            "and function.arguments, which is JSON"
+            "and function.arguments"
         ) from error

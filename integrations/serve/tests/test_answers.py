@@ -340,3 +340,25 @@ def test_openais_types_parse_every_reply(engine: BlendEngine, serve: Serve) -> N
     ):
         error = ErrorObject.model_validate(client.post(f"/v1/{path}", json=body).json()["error"])
         assert error.message and error.type == "invalid_request_error"
+
+
+def test_what_a_template_passes_over_is_shown_elsewhere(engine: BlendEngine, serve: Serve) -> None:
+    shown = "<|{{ m.role }}|>\n{{ m.content }}\n"
+    engine.tokenizer.chat_template = (
+        f"{{% for m in messages if m.role in ['user', 'assistant'] %}}{shown}{{% endfor %}}"
+    )
+    client = serve(engine)
+    engine.add([Chunk(CHUNKS["mara"], "mara")])
+    rule, title = "Context: the ferry to Lund leaves at noon.", "Winter timetable"
+
+    def tokens(*turns: dict[str, Any], **more: Any) -> int:
+        return int(ask(client, messages=[*turns, *QUESTION], **more)["usage"]["prompt_tokens"])
+
+    said = len(engine.tokenizer.tokenize(rule))
+    for role in ("system", "developer", "tool", "function"):
+        assert tokens({"role": role, "content": rule}) >= tokens() + said
+    beside = {"type": "document", "id": "mara", "title": title}
+    assert tokens(documents=[{"id": "mara", "title": title}]) > tokens(documents=["mara"])
+    assert tokens({"role": "user", "content": [beside]}) > tokens({"role": "user", "content": [beside | {"title": ""}]})
+    call = {"type": "function", "id": "1", "function": {"name": "look", "arguments": ""}}
+    assert tokens({"role": "assistant", "content": None, "tool_calls": [call]}) > tokens()
