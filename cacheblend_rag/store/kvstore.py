@@ -6,14 +6,13 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
@@ -25,12 +24,10 @@ from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped
 from cacheblend_rag.store.memory import DeviceTier, RamReader, RamTier
-from cacheblend_rag.store.names import Names, NamesSource, SharedNames, drop_nameless, has_name
+from cacheblend_rag.store.names import Names, NamesSource, drop_nameless, has_name, look_up
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["KVStore"]
-
-Result = TypeVar("Result")
 
 _log = getLogger(__name__)
 
@@ -59,7 +56,6 @@ class KVStore:
         self.outlives_process, self.path = tiers.disk is not None, tiers.path
         self._waiting: WorkQueue[Entry] = WorkQueue(self._write, write_back_bytes, "cacheblend-write-back")
         self._names = Names(tiers.index, tiers.clock)
-        self._shared: SharedNames | None = None
         self._closed = False
         self._process = os.getpid()
         # When KV of misses could not be stored last, why not, until `flush` tells it, and whose had no room to wait in.
@@ -70,29 +66,24 @@ class KVStore:
     @property
     def names(self) -> Names:
         """The names, to be looked up; where machines share them, as all have left them (`RemoteUnavailableError` if unknown)."""
-        if self._shared is not None:
-            self._shared.catch_up()
+        self._names.catch_up()
         return self._names
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
-        if self._shared is not None:
-            self._shared.catch_up()
-        return self._names.lookup(namespace, ids)
+        self._names.catch_up()
+        with self._index.read() as connection:
+            return look_up(connection, namespace, ids)
 
     def follow(self, source: NamesSource) -> None:
         """Share names with other machines from now on, none being here yet; what they have done is read before this returns."""
-        self._names = self._shared = source(self._index, self._clock, self.path, self._drop)
-        self._shared.catch_up()
+        self._names = source(self._index, self._clock, self.path, self._drop)
+        self._names.catch_up()
 
     @property
     def follows_others(self) -> bool:
         """Whether the index is a copy of names that machines share, whichever store follows them now."""
         return bool(self._index.rows("SELECT 1 FROM shared"))
-
-    def _changing(self, deed: Callable[[], Result]) -> Result:
-        """Return what `deed` returns, which changes names; where machines share them, for all."""
-        return deed() if self._shared is None else self._shared.change(deed)
 
     def samples(self) -> list[AbstractContextManager[KVStore]]:
         """Return for each tier what opens an empty store that has KV in that tier alone, to measure how fast it is read."""
@@ -266,7 +257,7 @@ class KVStore:
             change = partial(self._names.record, namespace, records, tenant, rules, expires_at, whole)
             # Their KV has no name until then.
             spared, ids = {record.key for record in records}, {record.id for record in records}
-            self._drop(self._changing(lambda: self._tiers.with_room(change, spared)))
+            self._drop(self._names.change(lambda: self._tiers.with_room(change, spared)))
             self._drop_tied(namespace, ids)
 
     def forget(self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()) -> int:
@@ -274,7 +265,7 @@ class KVStore:
         if not ids and not sources:
             return 0
         remove = partial(self._names.remove, namespace, ids, sources)
-        found, ended, dropped = self._changing(lambda: self._tiers.with_room(remove))
+        found, ended, dropped = self._names.change(lambda: self._tiers.with_room(remove))
         self._drop(dropped)
         self._drop_tied(namespace, found | set(ids), ended)
         return len(found)
@@ -293,9 +284,8 @@ class KVStore:
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
         self._waiting.cancel({key for key, miss, _ in self._waiting.items() if tenant in (None, miss.tenant)})
-        if self._shared is not None:
-            for deed in self._shared.removals(tenant):
-                self._drop(self._shared.change(partial(self._tiers.with_room, deed)))
+        for deed in self._names.removals(tenant):
+            self._drop(self._names.change(partial(self._tiers.with_room, deed)))
         dropped = self._tiers.with_room(lambda: self._index.clear(tenant))
         self._tiers.clear(tenant)
         self._drop(dropped)
@@ -325,8 +315,7 @@ class KVStore:
         self._waiting.close()
         if self._offsite:
             self._offsite.close()
-        if self._shared is not None:
-            self._shared.close()
+        self._names.close()
         self._tiers.close()
 
     def _waits(self, key: str, now: float) -> Entry | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,6 @@ from cacheblend_rag.store.index import Dropped, Index, claim, drop_entries, pinn
 __all__ = [
     "Names",
     "NamesSource",
-    "SharedNames",
     "check_known",
     "drop_nameless",
     "end_sources",
@@ -42,9 +40,24 @@ class Names:
     """The names in an index; each method is one transaction, and says which KV is to be dropped with what it changes."""
 
     is_shared = False
+    """Whether machines share them, so that the index has a copy; such a subclass has these four methods, and `_publish`."""
 
     def __init__(self, index: Index, now: Callable[[], float]) -> None:
         self._database, self._rows, self._now = index, index.rows, now
+
+    def catch_up(self) -> None:
+        """Bring the index up to date, or raise `RemoteUnavailableError`; called before each look-up."""
+
+    def change(self, deed: Callable[[], Result]) -> Result:
+        """Return what `deed` returns, which records or removes names in a transaction; again if others were quicker."""
+        return deed()
+
+    def removals(self, tenant: str | None) -> Iterator[Callable[[], Dropped]]:
+        """Yield the changes that remove, for all machines, all names or those of one tenant."""
+        yield from ()
+
+    def close(self) -> None:
+        """Release connections."""
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         with self._database.read() as connection:
@@ -235,33 +248,11 @@ class Names:
             yield connection, Drafts(connection, namespace, now)
 
 
-class SharedNames(Names, ABC):
-    """Names that machines share, a copy of which is in the index.
+NamesSource = Callable[[Index, Callable[[], float], Path | None, Callable[[Dropped], None]], Names]
+"""Opens shared names over a store: its index, clock and folder, and what has its tiers follow dropped names.
 
-    A package registers what opens them as an entry point of the group ``cacheblend_rag.names``, by the scheme of their URL.
-    """
-
-    is_shared = True
-
-    @abstractmethod
-    def catch_up(self) -> None:
-        """Bring the index up to date, or raise `RemoteUnavailableError`; called before each look-up."""
-
-    @abstractmethod
-    def change(self, deed: Callable[[], Result]) -> Result:
-        """Return what `deed` returns, which records or removes names in a transaction; again if others were quicker."""
-
-    @abstractmethod
-    def removals(self, tenant: str | None) -> Iterator[Callable[[], Dropped]]:
-        """Yield the changes that remove all names, or those of one tenant."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release connections."""
-
-
-NamesSource = Callable[[Index, Callable[[], float], Path | None, Callable[[Dropped], None]], SharedNames]
-"""Opens shared names over a store: its index, clock and folder, and what has its tiers follow dropped names."""
+A package registers it as an entry point of the group ``cacheblend_rag.names``, by the scheme of its URL.
+"""
 
 
 def check_known(ids: Sequence[str], known: Collection[str]) -> None:

@@ -22,8 +22,8 @@ from cacheblend_rag.store.documents import Drafts, NamedPiece
 from cacheblend_rag.store.folder import locked
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import (
+    Names,
     NamesSource,
-    SharedNames,
     drop_nameless,
     end_sources,
     keys_of,
@@ -51,7 +51,7 @@ def open_names(url: str) -> NamesSource:
     return partial(LoggedNames, NameLog(url))
 
 
-class LoggedNames(SharedNames):
+class LoggedNames(Names):
     """The names in a log, followed by an index.
 
     One thread of one process of a machine at a time reads the log and writes to the index what has changed; who looks names up
@@ -71,6 +71,8 @@ class LoggedNames(SharedNames):
     drop : callable
         Has the tiers follow what the names have dropped.
     """
+
+    is_shared = True
 
     def __init__(
         self,
