@@ -70,11 +70,7 @@ def unpack_layer(packed: PackedLayer) -> LayerKV:
 
 
 def repack_layer(packed: PackedLayer, codec: Codec) -> PackedLayer:
-    """Return a layer as `codec` keeps it, of no more bytes than before unless `codec` is native.
-
-    "native" unpacks it. Any other codec packs it if that takes fewer bytes than it has, and leaves it alone otherwise, since
-    what a narrower codec has lost does not come back. What is to stay exact stays as it is.
-    """
+    """Return a layer packed by `codec`, or as it is if that is exact, or gains nothing; "native" unpacks it."""
     if packed.codec in (codec.name, EXACT.name):
         return packed
     repacked = codec.pack(unpack_layer(packed))

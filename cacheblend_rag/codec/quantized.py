@@ -59,11 +59,7 @@ class QuantizedCodec:
         )
 
     def _quantize(self, tensor: torch.Tensor, along: Axis) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return grid and codes, or None if there are none.
-
-        The grid is ``(2, num_kv_heads, groups, head_dim)`` along channels and ``(2, num_kv_heads, seq_len, groups)`` within
-        tokens, least and step; the codes are flat.
-        """
+        """Return least and step of each group, ``(2, num_kv_heads, ...)``, and flat codes; None where there are none."""
         if tensor.dim() != 3 or tensor.numel() == 0 or tensor.dtype not in _QUANTIZABLE:
             return None
         axis = _axis(along)
@@ -123,10 +119,7 @@ def _half_up(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Put numbers of few bits into bytes: the first part of the tensor in the lowest bits, and so on.
-
-    So that packing and unpacking run over whole stretches of memory.
-    """
+    """Put numbers of few bits into bytes, the first part in the lowest bits, so that both ways run over whole stretches."""
     lanes = 8 // bits
     flat = codes.flatten()
     each = -(-flat.numel() // lanes)

@@ -48,10 +48,7 @@ class Making:
         return cls(0.0 if selector.name == "none" else ratio, selector)
 
     def serves(self, asked: Making) -> bool:
-        """Return whether rows made so are no worse than what is asked for.
-
-        Ratios are compared within one selector only: what one makes of a ratio says nothing about what another would.
-        """
+        """Return whether rows made so are no worse than what is asked for; ratios of two selectors cannot be compared."""
         return self.selector == asked.selector and asked.ratio <= self.ratio
 
 
@@ -128,10 +125,7 @@ class KeptTurns:
             return self._turns.get(owner)
 
     def fresh(self, owner: object, given: Mapping[str, str]) -> HeldTurn | None:
-        """Return of a conversation what knows of no chunk that is gone, forget the rest, and mark it as used.
-
-        `given` are the keys of a prompt's chunks by their ids, which may be news.
-        """
+        """Return what knows of no chunk that is gone, or has another key in `given`; forget the rest, and mark it as used."""
         with self.lock:
             self._cut([owner], self._names([owner]), given)
             turn = self._turns.pop(owner, None)

@@ -153,10 +153,7 @@ class Turn:
         self._expiry: dict[str, float] = {}
 
     def begin(self, prompt: AssembledPrompt, store: KnownChunks, ttl_s: float | None) -> None:
-        """Note until when the KV of the prompt's chunks may be used; what the store does not hold lives for `ttl_s`.
-
-        Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
-        """
+        """Note, before it is opened, until when the KV of the prompt's chunks may be used; `ttl_s` is for what is not stored."""
         keys = list({chunk.key: None for chunk in (*prompt.chunks, *prompt.computed)})
         default, now = math.inf if ttl_s is None else ttl_s, time.time()
         for key, life in zip(keys, store.lifetimes(keys), strict=True):
@@ -213,10 +210,7 @@ class Turn:
         resumption: Resumption | None,
         making: Making | None,
     ) -> None:
-        """Hold a turn that is over, with the KV of all that the model has read, which is taken over, instead of the one before.
-
-        `making` is how its rows were made, None where it was prefilled in full.
-        """
+        """Hold an ended turn with the KV of all it has read instead of the one before; `making` is None of a full prefill."""
         if prompt.places is not None:
             return
         ids = (prompt.layout.token_ids + tuple(output_ids))[: layers[0].keys.shape[2]]
@@ -248,11 +242,8 @@ def _gaps(start: int, spans: Sequence[ChunkSpan], end: int) -> Iterator[tuple[in
 def _find_runs(
     held: Sequence[int], wanted: Sequence[int], gaps: Iterator[tuple[int, int]], after: int
 ) -> Iterator[Run]:
-    """Yield runs of `wanted`, within the gaps, that are in `held` from row `after` on, in the same order in both.
-
-    Each row of `held` is used once at most. A chat only grows, so a question that is asked a second time finds nothing left
-    of the first time, and is computed.
-    """
+    """Yield runs of `wanted` in the gaps that are in `held` from row `after` on, in one order and each row used once at most."""
+    # A chat only grows, so a question that is asked a second time finds nothing left of the first time, and is computed.
     places: dict[tuple[int, ...], list[int]] = {}
     for row in range(after, len(held) - _LEAST_RUN + 1):
         places.setdefault(tuple(held[row : row + _LEAST_RUN]), []).append(row)
@@ -299,10 +290,7 @@ def _now(device: torch.device) -> torch.cuda.Event | None:
 def _seen_by(
     prompt: AssembledPrompt, resumption: Resumption | None, expiry: Mapping[str, float]
 ) -> dict[tuple[str | None, str], Seen]:
-    """Return the first row of this turn that may know of each chunk, and when the chunk is over.
-
-    What knew of a chunk in the previous turn is over when it would have been there.
-    """
+    """Return the first row of this turn that may know of each chunk, and when that is over, in an earlier turn or in this one."""
     seen: dict[tuple[str | None, str], Seen] = {}
     if resumption is not None and resumption.held is not None:
         resumed = resumption.continued

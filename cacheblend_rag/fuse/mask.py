@@ -95,10 +95,7 @@ def attend_in_blocks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Attend by a `RowMask` where that is given, and by `function` otherwise; for `replace_attention`.
-
-    Only transformers' own ``sdpa`` is replaced, so what users register under other names runs as it is.
-    """
+    """Attend by a `RowMask` in transformers' own ``sdpa``, and by `function` otherwise; for `replace_attention`."""
     asked = args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in _ASKED_BESIDES)
     if (
         function is sdpa_attention_forward

@@ -26,11 +26,7 @@ class Plan:
 
 
 def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None = None) -> Selector:
-    """Return the selector that the settings name; `ConfigError` if a model of `num_layers` layers does not have what it needs.
-
-    With `decoder` it is also seen that the model shows what the settings need to see of it: its attention, and the KV of
-    check layers.
-    """
+    """Return the selector that settings name; `ConfigError` if a model of so many layers, or `decoder`, lacks what it needs."""
     selector = make_selector(blend.selector)
     selector.validate(num_layers)
     if decoder is None or not blend.enabled:

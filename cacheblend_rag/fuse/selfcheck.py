@@ -24,18 +24,13 @@ _DISTANCE = 11
 
 
 def true_kv(layers: Sequence[LayerKV]) -> LayerSource:
-    """Return a source of copies of the model's own KV of the whole prompt, ``(1, num_kv_heads, prompt_len, head_dim)`` each.
-
-    With it, any selection must give the model's own logits.
-    """
+    """Return a source of copies of a whole prompt's own KV, over which any selection must give the model's own logits."""
     return lambda layer: LayerKV(*(tensor.clone() for tensor in layers[layer]))
 
 
 @torch.no_grad()
 def check_blending(decoder: Decoder) -> None:
-    """Raise `UnsupportedModelError` if computing some rows over the model's own KV, or KV that was moved, is not what the
-    model computes.
-    """
+    """Raise `UnsupportedModelError` if some rows over the model's own KV, or moved KV, differ from what the model computes."""
     name = type(decoder.model).__name__
     with refusing_failures(name, "blended"):
         drawn = _random_ids(decoder, 1)
@@ -133,11 +128,7 @@ def _tolerance(decoder: Decoder) -> float:
 
 
 def _kv_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return how far two tensors, ``(1, num_kv_heads, seq_len, head_dim)``, are apart, over the scale of `b`.
-
-    In half precision that is the median of the tokens: rounding sends a token to other experts now and then, but a wrong rotation
-    moves all of them.
-    """
+    """Return how far KV is apart over the scale of `b`; in half precision the median token, as rounding may change experts."""
     if b.dtype == torch.float32:
         return _relative(a, b)
     apart = (a.float() - b.float()).square().sum(dim=(0, 1, 3))

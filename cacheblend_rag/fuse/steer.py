@@ -291,9 +291,7 @@ class Steering:
         self._rows = torch.cat((self._text_rows, self._chosen)).sort().values
 
     def scatter(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge freshly computed rows, ``(1, num_kv_heads, rows, head_dim)``, into the layer's chunk KV; return that of the
-        whole prompt.
-        """
+        """Merge fresh rows, ``(1, num_kv_heads, rows, head_dim)``, into the layer's chunk KV; return that of the whole prompt."""
         held = self._cache.kv_layers[layer]
         if self._rows is None:
             return held.update(keys, values)

@@ -83,10 +83,7 @@ class Assembly:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def _cut(self, least_rows: int) -> list[Piece]:
-        """Group chunks that follow each other closely, so that many small ones cost one copy and one rotation a layer.
-
-        A piece of `least_rows` rows takes no further chunk; the chunks of one piece are all resident or none.
-        """
+        """Group close chunks, up to `least_rows` rows, all resident or none: many small ones cost one copy and rotation."""
         pieces: list[Piece] = []
         for index, (span, reader) in enumerate(zip(self._layout.chunks, self._readers, strict=True)):
             is_resident = reader.devices == self._devices
@@ -105,11 +102,7 @@ class Assembly:
 
     @torch.no_grad()
     def fill(self, layer: int, piece: Piece) -> int:
-        """Read one layer of the chunks of a piece and put it into the layer's buffer; return its bytes.
-
-        What is resident on a device of its own is put into place by `finish`. `ChunkReadError` if the stored KV of a chunk
-        is gone or damaged.
-        """
+        """Read one layer of a piece into the layer's buffer and return its bytes; what is resident elsewhere `finish` does."""
         is_staged = _is_staged(self._devices[layer])
         if piece.is_resident and is_staged:
             return 0
@@ -133,10 +126,7 @@ class Assembly:
 
     @torch.no_grad()
     def finish(self, layer: int) -> LayerKV | Upload:
-        """Take away a layer of which every piece was filled, on its way to its device if that is not the CPU.
-
-        What is copied from pinned memory may be let go at once, since its caching allocator waits for the copy.
-        """
+        """Take away a filled layer, on its way to its device; pinned memory may be let go, its allocator waits for copies."""
         device = self._devices[layer]
         with self._lock:
             buffer = self._buffers.pop(layer, None)

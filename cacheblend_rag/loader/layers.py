@@ -112,11 +112,7 @@ class LayerLoader:
         return self._host_wait_s + stalled_ms / 1000
 
     def synchronize(self, layer: int) -> LayerKV:
-        """Wait until a layer is loaded and hand it over; each layer once, in ascending order.
-
-        It is ``(1, num_kv_heads, capacity, head_dim)``; rows of chunk tokens are filled, all others are undefined.
-        `ChunkReadError` if the stored KV of a chunk is gone or damaged.
-        """
+        """Wait for a layer, ``(1, num_kv_heads, capacity, head_dim)`` with the chunks' rows filled; each once, in order."""
         device = self._devices[layer]
         started = self._times.asked[layer] = time.perf_counter()
         waited_from = _mark(device) if device.type == "cuda" else None

@@ -108,10 +108,7 @@ def replace_attention(replacement: AttentionFunction, *, innermost: bool = True)
 
 
 def watch_attention(watcher: Callable[[AttentionCall], None], *, before: bool = False) -> AbstractContextManager[None]:
-    """Have `watcher` called at every attention call of this thread, for the duration of a ``with`` block.
-
-    With `before` it is called before the attention is computed, and may leave the layer by raising.
-    """
+    """Have `watcher` called at every attention call of this thread in a ``with`` block; `before` it, it may raise to leave."""
     return replace_attention(partial(_watched, watcher, before), innermost=False)
 
 

@@ -75,18 +75,11 @@ class KVCacheLayer(DynamicLayer):
         return self.held_tokens + self.evicted_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return for how many tokens a mask is made, and how many come before them.
-
-        Tokens that were kept are all in the past of those to come, so it does not matter that the mask takes them for their later
-        neighbours.
-        """
+        """Return for how many tokens a mask is made, and how many come before: all kept ones are past, whichever they are."""
         return self.held_tokens + query_length, self.evicted_tokens
 
     def keep(self, rows: torch.Tensor, room: int) -> None:
-        """Drop all tokens but some, give back their memory, and leave room for `room` more.
-
-        `rows` are the tokens that each head keeps, ascending, int64, ``(num_kv_heads, kept)``.
-        """
+        """Drop all tokens but ``rows[head]``, ascending, ``(num_kv_heads, kept)``, and leave room for `room` more."""
         assert self.keys is not None and self.values is not None
         kept = []
         for tensor in (self.keys, self.values):
@@ -121,10 +114,7 @@ class KVCache(Cache):
 
     @classmethod
     def after(cls, prefix: Sequence[LayerKV], batch: int, length: int) -> KVCache:
-        """Return a cache of `batch` rows of room for `length` tokens that all begin with the same tokens.
-
-        `prefix` is those tokens' KV, ``(1, num_kv_heads, prefix_len, head_dim)`` for each layer.
-        """
+        """Return a cache of `batch` rows with room for `length` tokens, which all begin with those of the layers in `prefix`."""
         cache = cls(len(prefix))
         for layer, kept in zip(cache.kv_layers, prefix, strict=True):
             layer.hold(_with_room(kept, length, batch), kept.keys.shape[2])

@@ -34,10 +34,7 @@ _REFERENCE = "reference"
 def load_pretrained(
     model: str | Path, config: EngineConfig, model_kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a model, on its device, and its tokenizer; see `BlendEngine.from_pretrained`.
-
-    `ConfigError` if there is no such model, it cannot be reached, its device is not there, or an option is a setting.
-    """
+    """Load a model, on its device, and its tokenizer, or raise `ConfigError`; see `BlendEngine.from_pretrained`."""
     settings = sorted(_ONLY_SETTINGS.intersection(model_kwargs))
     if settings:
         name, value = settings[0], model_kwargs[settings[0]]
@@ -69,9 +66,7 @@ def load_pretrained(
 
 
 def model_folder(model: str | Path) -> Path:
-    """Return the folder of a model, which is downloaded first if it is on the Hub and not here; `ConfigError` if it cannot be
-    had.
-    """
+    """Return the folder of a model, downloaded from the Hub if need be; `ConfigError` if it cannot be had."""
     name = _checked_name(model)
     if Path(name).is_dir():
         return Path(name)

@@ -145,9 +145,7 @@ def refusing_failures(name: str, doing: str) -> Iterator[None]:
 
 
 def inspect_model(model: PreTrainedModel) -> Decoder:
-    """Find out how to blend on a model in evaluation mode, running it on a few tokens; `UnsupportedModelError` with the reason
-    if not.
-    """
+    """Find out, on a few tokens, how to blend on a model in evaluation mode; `UnsupportedModelError` with the reason if not."""
     _refuse_by_configuration(model)
     name = type(model).__name__
     with uncompiled(model), refusing_failures(name, "inspected"):
@@ -235,10 +233,7 @@ def rope_types(model: PreTrainedModel) -> set[str]:
 
 
 def rope_reach(model: PreTrainedModel) -> int | None:
-    """Return the position from which on rotary frequencies depend on the length of the prompt; None where they never do.
-
-    Scaling of the kinds "dynamic" and "longrope" leaves the frequencies alone up to the length of the first training.
-    """
+    """Return up to which position rotary frequencies ("dynamic", "longrope") ignore the prompt's length; None for any."""
     config = model.config.get_text_config(decoder=True)
     reaches = []
     for parameters in _rope_parameters(model):

@@ -34,10 +34,7 @@ def layer_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
 def before_layers(
     layers: Sequence[nn.Module], before: Callable[[int, dict[str, Any]], dict[str, Any] | None]
 ) -> Iterator[None]:
-    """Have `before` called at each call of a layer in a ``with`` block, with the layer's number and its arguments by their names.
-
-    The layer is called with the arguments that it returns; None leaves the call alone.
-    """
+    """Have `before` called with a layer's number and arguments at each call in a ``with`` block; it may replace these."""
 
     def hook(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = layer_parameters(type(module).forward)

@@ -38,9 +38,7 @@ class PaddedBatch:
         self._logits: list[torch.Tensor | None] = [None] * len(prompts)
 
     def take(self, row: int, cache: KVCache, logits: torch.Tensor) -> None:
-        """Copy a prompt's KV, in its cache after the prefill, into its row, and keep the logits of the token after it,
-        ``(vocab,)``.
-        """
+        """Copy a prompt's KV from its cache into its row, and keep the logits of the token after it, ``(vocab,)``."""
         held = cache.kv()
         if not self._buffers:
             self._buffers = [LayerKV(*(self._buffer(tensor) for tensor in layer)) for layer in held]

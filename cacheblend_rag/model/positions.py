@@ -42,10 +42,7 @@ def takes_positions(decoder: nn.Module) -> bool:
 
 @torch.no_grad()
 def kv_at(decoder: nn.Module, num_layers: int, ids: torch.Tensor, position: int) -> list[LayerKV]:
-    """Return the KV of tokens, ``(batch, seq_len)``, that see each other and nothing else, the first of them at `position`.
-
-    Layers that have none are left out.
-    """
+    """Return the KV of tokens, ``(batch, seq_len)``, that see each other alone, the first at `position`, in layers with any."""
     cache = KVCache(num_layers)
     if takes_positions(decoder):
         positions = position + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -173,11 +170,7 @@ def column_biases(
 def biases_at(
     layers: Sequence[nn.Module], names: Sequence[str], cache: KVCache, positions: Sequence[int]
 ) -> Iterator[None]:
-    """Add for the duration of a ``with`` block what belongs to the true positions; calls with another cache are left alone.
-
-    The arguments with `names`, from `column_biases`, are moved for the one sequence in `cache`: its first tokens stand at
-    `positions`, and later ones follow the last without gaps.
-    """
+    """Move the biases (`column_biases`) of the sequence in `cache` to its true positions during a ``with`` block."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def move(number: int, arguments: dict[str, Any]) -> dict[str, Any] | None:

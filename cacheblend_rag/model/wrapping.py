@@ -27,11 +27,7 @@ def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def past_adapters(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model to call instead of one that PEFT has put something around, or the model itself.
-
-    Up to version 0.20, PEFT calls the forward of the model inside directly, which hooks do not see. What else it does there is
-    for kinds of adapters that are refused.
-    """
+    """Return the model inside what PEFT has put around it, whose forward, up to version 0.20, PEFT calls past all hooks."""
     return unwrapped(model) if hasattr(model, "get_base_model") else model
 
 

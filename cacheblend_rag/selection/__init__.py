@@ -79,10 +79,7 @@ _MOST_CHARACTERS = 500
 
 @lru_cache(maxsize=256)
 def parse_selector(text: str) -> Selector:
-    """Return the selector that a string names: ``"query"``, or ``"hkvd(check_layers=[1, 8], deviation=both)"``.
-
-    `ConfigError` if there is no selector of that name, it has no such option, or a value has no meaning.
-    """
+    """Return the selector of a string like ``"query"`` or ``"hkvd(check_layers=[1, 8])"``; `ConfigError` if it has no meaning."""
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"selector={text[:40]!r}... has {len(text)} characters, and may have {_MOST_CHARACTERS}")
     name, options = text.strip(), dict[str, Any]()

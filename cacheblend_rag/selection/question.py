@@ -115,9 +115,7 @@ def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
 
 
 def stop_layer(asked: int | None, num_layers: int) -> int | None:
-    """Return the layer from which on no chunk token is recomputed, None where they are in all layers; `ConfigError` beyond the
-    last.
-    """
+    """Return from which layer on no chunk token is recomputed, None for no layer; `ConfigError` beyond the last."""
     # By measurement on the reference model (docs/selectors.md) the first two thirds of the layers carry what a chunk's tokens
     # take from other chunks.
     stop = -(-2 * num_layers // 3) if asked is None else asked

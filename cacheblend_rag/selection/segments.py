@@ -10,10 +10,7 @@ __all__ = ["pick", "segment_numbers"]
 
 
 def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: int) -> torch.Tensor:
-    """Return which segment, from 0 on, each of some chunk rows belongs to; rows and numbers ascend, int64.
-
-    Each chunk is cut into as few segments of at most `segment_tokens` tokens as possible, all of like length.
-    """
+    """Return the segment of each chunk row, from 0 on; chunks are cut into as few as possible, of like length. All ascend."""
     starts: list[int] = []
     for span in layout.chunks:
         count = -(-len(span) // segment_tokens)
