@@ -378,14 +378,9 @@ def first_logits(model: PreTrainedModel, noted: list[torch.Tensor]) -> Iterator[
 
 
 def distances(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
-    """Return how far the distribution that logits ``(vocab,)`` stand for is from that of others.
+    """Return the Kullback-Leibler divergence, in nats, and total variation distance of two distributions by their logits.
 
     Beside the first one's 256 likeliest tokens all others are taken as one, by which distances can only be smaller.
-
-    Returns
-    -------
-    (float, float)
-        The Kullback-Leibler divergence, in nats, and the total variation distance: 0, the same, to 1, nothing shared.
     """
     p, q = (each.detach().to("cpu", torch.float64).softmax(-1) for each in (one, other))
     p, likeliest = p.topk(min(_LARGEST, p.numel()))

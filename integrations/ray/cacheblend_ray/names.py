@@ -91,26 +91,14 @@ class LoggedNames(Names):
         self._holder = threading.local()
 
     def catch_up(self) -> None:
-        """Bring the index up to date.
-
-        Raises
-        ------
-        RemoteUnavailableError
-            If the log is out of reach: what is in the index may be out of date, and is not looked up.
-        """
+        """Bring the index up to date; `RemoteUnavailableError` if the log is out of reach, and nothing is looked up."""
         if getattr(self._holder, "is_here", False):
             return
         with self._alone(_PATIENCE_S):
             self._read()
 
     def change(self, deed: Callable[[], Result]) -> Result:
-        """Return what `deed` returns, which changes names in a transaction that the log's answer lets commit.
-
-        Raises
-        ------
-        RemoteUnavailableError
-            If the log is out of reach, or others are quicker again and again; nothing has changed.
-        """
+        """Return what `deed` returns once the log lets it commit; `RemoteUnavailableError` if others are always quicker."""
         until, wait_s = time.monotonic() + _TRY_S, _FIRST_WAIT_S
         while True:
             with self._alone(_TRY_S):

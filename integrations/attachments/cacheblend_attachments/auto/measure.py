@@ -310,10 +310,7 @@ def forget_pages(path: Path) -> None:
 
 
 def _scratch_kv(sample: Sequence[LayerKV], decoder: Decoder, rows: int) -> LayerSource:
-    """Return a source whose layers are there at once, all of them in the same memory: what is in them takes no time.
-
-    `sample` has one layer each of the model's own KV, for its shape and dtype.
-    """
+    """Return a source whose layers, of the sample's shape and dtype, are all in the same memory: they take no time."""
     buffers: dict[tuple[torch.Size, torch.device], LayerKV] = {}
     layers = []
     for device, kv in zip(decoder.devices, sample, strict=True):
@@ -325,20 +322,7 @@ def _scratch_kv(sample: Sequence[LayerKV], decoder: Decoder, rows: int) -> Layer
 
 
 def fit_costs(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Fit seconds as a sum of terms with factors of at least 0, the relative errors squared being least.
-
-    Parameters
-    ----------
-    amounts : sequence of sequence of float
-        For each measurement the amount of each term.
-    seconds : sequence of float
-        What was measured, above 0.
-
-    Returns
-    -------
-    list of float
-        One factor for each term.
-    """
+    """Return the factor, at least 0, of each term whose amounts sum up to the seconds, with the least squared relative error."""
     weighted = np.array(amounts, dtype=np.float64) / np.maximum(np.array(seconds, dtype=np.float64), 1e-9)[:, None]
     # Terms differ by many powers of ten; the solver wants them alike.
     scale = np.maximum(np.abs(weighted).max(axis=0), 1e-30)

@@ -81,15 +81,7 @@ class Bootstrap:
         wholes: Sequence[float] | NDArray[np.float64],
         clusters: Sequence[int],
     ) -> Interval:
-        """Return the sum of some values over that of others, of the same questions, and its interval.
-
-        Parameters
-        ----------
-        parts, wholes : sequence of float
-            One of each for each question, at least one.
-        clusters : sequence of int
-            The context of each question.
-        """
+        """Return the sum of some values over that of others, of the same questions in their contexts, and its interval."""
         _, numbers = np.unique(np.asarray(clusters), return_inverse=True)
         given, of = (np.asarray(each, dtype=np.float64) for each in (parts, wholes))
         above, below = (np.bincount(numbers, weights=each) for each in (given, of))

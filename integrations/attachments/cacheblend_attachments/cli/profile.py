@@ -77,13 +77,7 @@ def profile(
 
 
 def predicted_works(engine: BlendEngine, found: Profile, chunk_tokens: int) -> dict[tuple[str, str, int], Work]:
-    """Return prompts of some numbers of chunks after one token, with a question, their KV in each tier that was measured.
-
-    Returns
-    -------
-    dict of (str, str, int) to Work
-        By tier, codec and number of chunks.
-    """
+    """Return prompts by tier, codec and number of chunks, whose KV is in each tier that was measured."""
     from cacheblend_attachments.auto import StoredKV, prompt_work
     from cacheblend_rag.layout import ChunkSpan, PromptLayout
 
