@@ -19,22 +19,7 @@ from transformers import LogitsProcessor
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Guide", "check_grammar", "framed_json_grammar", "json_grammar", "requested_schema", "schema_request"]
-
-
-def requested_schema(response_format: Any) -> dict[str, Any]:
-    """Return the JSON schema that OpenAI's ``response_format`` asks for; `ConfigError` if it is of no known form."""
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind == "json_object":
-        return {"type": "object"}
-    asked = response_format.get("json_schema") if kind == "json_schema" else None
-    if isinstance(asked, dict) and isinstance(asked.get("schema"), dict):
-        schema: dict[str, Any] = asked["schema"]
-        return schema
-    raise ConfigError(
-        f"response_format={response_format!r:.200} is not known; give {{'type': 'json_object'}}, or {{'type': 'json_schema', "
-        "'json_schema': {'name': ..., 'schema': ...}}}, or use with_structured_output"
-    )
+__all__ = ["Guide", "framed_json_grammar", "json_grammar", "schema_request"]
 
 
 def schema_request(schema: dict[str, Any]) -> str:
@@ -65,13 +50,6 @@ def framed_json_grammar(frames: Iterable[tuple[str, dict[str, Any], str]]) -> st
     if problem:
         raise ConfigError(f"this JSON schema cannot be enforced: {problem}; leave that part out of the schema")
     return grammar
-
-
-def check_grammar(grammar: str) -> None:
-    """Raise `ConfigError` if a grammar, in llguidance's form of Lark, is none."""
-    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
-    if problem:
-        raise ConfigError(f"the grammar cannot be read: {problem:.200}; give it in llguidance's form of Lark")
 
 
 class Guide(LogitsProcessor):

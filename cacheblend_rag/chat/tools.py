@@ -7,7 +7,9 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from cacheblend_rag.chat.grammar import framed_json_grammar
@@ -19,6 +21,8 @@ __all__ = ["ToolCall", "ToolGate", "ToolReply", "UnreadCall", "call_grammar", "c
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CUT = "the call was cut off at the token limit of the answer; raise max_tokens"
 _BEGUN_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
+# Before calls that stand alone.
+_MARKS = ("[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -56,12 +60,11 @@ def chosen_tools(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[list[dic
 
     `choice` is "auto" or None, "none" or False, "any", "required" or True, or a tool: its name, or OpenAI's form of it.
     """
-    if choice is None or choice == "auto":
-        return list(tools), False
-    if choice is False or choice == "none":
+    choice = choice["type"] if isinstance(choice, dict) and choice.keys() == {"type"} else choice
+    if choice in (None, "auto", True, "any", "required"):
+        return list(tools), choice not in (None, "auto")
+    if choice in (False, "none"):
         return [], False
-    if choice is True or choice in ("any", "required"):
-        return list(tools), True
     function = choice.get("function", choice) if isinstance(choice, dict) else {"name": choice}
     name = function.get("name") if isinstance(function, dict) else None
     named = [tool for tool in tools if tool["function"]["name"] == name]
@@ -86,133 +89,154 @@ def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
 
 
 def parse_calls(
-    text: str, tools: Sequence[dict[str, Any]] = (), *, is_cut: bool = False, must_call: bool = False
+    text: str, tools: Sequence[dict[str, Any]], *, is_cut: bool = False, must_call: bool = False, one_call: bool = False
 ) -> ToolReply:
-    """Read the tool calls in an answer; where there are none, it is the text as it is.
+    """Read the calls of these tools in an answer; all else is text as it was written.
 
     The forms are those that models write: JSON or XML between ``<tool_call>`` tags, JSON alone (one object, several with ``;``
     between them, or a list), with ``arguments`` or ``parameters``, ``[TOOL_CALLS]`` before a list, and a list of Python calls.
-    XML does not say which of its values are text: what is, by the schemas of the tools that were offered, stays as it is written.
-    `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is not text.
+    XML does not say which of its values are text: what is, by the schemas of the tools, stays as it is written.
+    `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is not text, and
+    `one_call` that what is called after the first is text.
     """
-    reply = _read(text, tools, is_cut)
+    reply = _read(text, tools, is_cut, one_call)
     if must_call and not reply.calls and not reply.invalid:
         error = _CUT if is_cut else "the answer had to be a call, but is not one"
         return ToolReply("", invalid=[UnreadCall(None, text.strip(), _new_id(), error)])
     return reply
 
 
-def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool) -> ToolReply:
-    if _OPEN in text:
-        before, *blocks = text.split(_OPEN)
-        reply = ToolReply(before.rstrip())
-        for block in blocks:
-            body, closed, after = block.partition(_CLOSE)
-            if not closed:
-                part = max((n for n in range(1, len(_CLOSE)) if body.endswith(_CLOSE[:n])), default=0)
-                body = body[: len(body) - part]
-            _read_block(body, tools, reply, is_cut and not closed)
-            reply.text += after.strip()
-        return reply
-    body = text.strip()
-    for mark in ("[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>"):
-        body = body.removeprefix(mark).lstrip()
-    calls = _json_calls(body) or _python_calls(body)
-    return ToolReply("", calls) if calls else ToolReply(text)
+def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool, one_call: bool) -> ToolReply:
+    names = [tool["function"]["name"] for tool in tools]
+    reply, place = ToolReply(""), 0
+    if _begins(text, names):
+        body = text.strip()
+        for mark in _MARKS:
+            body = body.removeprefix(mark).lstrip()
+        if _take(reply, _json_calls(body) or _python_calls(body), body, names, one_call):
+            return reply
+    while (begin := text.find(_OPEN, place)) >= 0 and not (one_call and reply.calls):
+        body, closed, after = text[begin + len(_OPEN) :].partition(_CLOSE)
+        reply.text += text[place:begin]
+        place = len(text) - len(after)
+        body = body if closed else body[: len(body) - _beginning(body, _CLOSE)]
+        begins = _begins(body, names, in_tags=True)
+        calls = (_json_calls(body.strip()) or _xml_calls(body, tools)) if begins else []
+        if not calls and (begins or (begins is None and is_cut and not closed)):
+            begun = _BEGUN_CALL.match(body)
+            name, arguments = begun.groups() if begun else (None, body.strip())
+            error = "no JSON with a name and arguments, and no <function=...> element is between the tags"
+            reply.invalid.append(UnreadCall(name, arguments, _new_id(), _CUT if is_cut and not closed else error))
+        elif not _take(reply, calls, body, names, one_call):
+            reply.text += text[begin:place]
+    reply.text += text[place:]
+    # Blanks alone part calls from each other, and are no text.
+    reply.text = reply.text if reply.text.strip() or not (reply.calls or reply.invalid) else ""
+    return reply
 
 
 class ToolGate:
-    """Lets a streamed answer through up to where a tool call may begin."""
+    """Lets a streamed answer through up to where a call of one of these tools may begin."""
 
-    def __init__(self) -> None:
-        self._seen = ""
-        self._shown = 0
-
-    @property
-    def shown(self) -> int:
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        self.shown = 0
         """Number of characters that have passed."""
-        return self._shown
+        self._seen = ""
+        self._names = [tool["function"]["name"] for tool in tools]
 
     def pass_on(self, piece: str) -> str:
         """Take in the next piece and return what can be shown now."""
         self._seen += piece
-        end = len(self._seen)
-        if self._seen.lstrip()[:1] in ("", "{", "[", "<"):
-            begin = self._seen.lstrip()
-            # A tag that turns out to be another one is text.
-            if not begin or begin[0] != "<" or _OPEN.startswith(begin[: len(_OPEN)]) or begin.startswith("<|"):
-                return ""
-        place = self._seen.find(_OPEN)
-        if place >= 0:
-            end = place
-        else:
-            end -= max((n for n in range(1, len(_OPEN)) if self._seen.endswith(_OPEN[:n])), default=0)
-        # What is blank before a call is not part of the text.
-        end = len(self._seen[:end].rstrip())
-        shown = self._seen[self._shown : end]
-        self._shown = max(self._shown, end)
+        if not self.shown and _begins(self._seen, self._names) is not False:
+            return ""
+        end = self.shown
+        while (end := self._seen.find(_OPEN, end)) >= 0:
+            if _begins(self._seen[end + len(_OPEN) :], self._names, in_tags=True) is not False:
+                break
+            end += len(_OPEN)
+        end = len(self._seen) - _beginning(self._seen, _OPEN) if end < 0 else end
+        shown = self._seen[self.shown : end] if self._seen[:end].strip() else ""
+        self.shown += len(shown)
         return shown
 
 
-def _read_block(body: str, tools: Sequence[dict[str, Any]], reply: ToolReply, is_cut: bool) -> None:
-    calls = _json_calls(body.strip()) or _xml_calls(body, tools)
-    if calls:
-        reply.calls += calls
-    else:
-        begun = _BEGUN_CALL.match(body)
-        name, arguments = begun.groups() if begun else (None, body.strip())
-        error = "no JSON with a name and arguments, and no <function=...> element is between the tags"
-        error = _CUT if is_cut else error
-        reply.invalid.append(UnreadCall(name, arguments, _new_id(), error))
+def _begins(text: str, names: Sequence[str], *, in_tags: bool = False) -> bool | None:
+    """Return whether a text begins as a call of one of these tools does; None while it is too short to say."""
+    begun, heads = "".join(text.split()), _heads(tuple(names), in_tags)
+    if any(begun.startswith(head) for head in heads):
+        return True
+    return None if any(head.startswith(begun) for head in heads) else False
 
 
-def _json_calls(body: str) -> list[ToolCall]:
-    """Return the calls of a text that is nothing but JSON, or none."""
-    decoder = json.JSONDecoder(strict=False)
-    found: list[Any] = []
-    place = 0
-    while place < len(body):
+@lru_cache(maxsize=64)
+def _heads(names: tuple[str, ...], in_tags: bool) -> list[str]:
+    """Return what calls of these tools begin with, without blanks."""
+    opened = ("{", '{"type":"function",', '{"function":{', '{"type":"function","function":{')
+    keys = [f'"name":{json.dumps(name, ensure_ascii=False)}' for name in names] + ['"arguments":', '"parameters":'][
+        : 2 * len(names)
+    ]
+    heads = ["".join(f"{listed}{each}{key}".split()) for listed in ("", "[") for each in opened for key in keys]
+    if in_tags:
+        return heads + [f"<function={name}>" for name in names]
+    return [mark + head for mark in ("", *_MARKS) for head in (*heads, *(f"[{name}(" for name in names))]
+
+
+def _beginning(text: str, tag: str) -> int:
+    """Return how many characters of a tag a text ends with, less than all."""
+    return max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
+
+
+def _take(reply: ToolReply, calls: list[tuple[ToolCall, str]], body: str, names: Sequence[str], one_call: bool) -> bool:
+    """Add the calls that a text consists of to a reply, if there are some and all are of these tools."""
+    if not calls or any(call.name not in names for call, _ in calls):
+        return False
+    if one_call and len(calls) > 1:
+        reply.text += body.partition(calls[0][1])[2]
+        calls = calls[:1]
+    reply.calls += [call for call, _ in calls]
+    return True
+
+
+def _json_calls(body: str) -> list[tuple[ToolCall, str]]:
+    """Return the calls of a text that is nothing but JSON, each with its own, or none."""
+    decoder, place = json.JSONDecoder(strict=False), 0
+    calls: list[tuple[ToolCall, str]] = []
+    while True:
+        # Several stand in a list, or have something between them.
+        place = len(body) - len(body[place:].lstrip("[],; \n\t"))
+        if place == len(body):
+            return calls
         try:
-            value, place = decoder.raw_decode(body, place)
-        except json.JSONDecodeError:
+            value, end = decoder.raw_decode(body, place)
+        except (json.JSONDecodeError, RecursionError):
             return []
-        found += value if isinstance(value, list) else [value]
-        place += len(body[place:]) - len(body[place:].lstrip("; \n\t"))
-    calls = [_call_of(value) for value in found]
-    return [call for call in calls if call is not None] if all(calls) else []
+        call = _call_of(value)
+        if call is None:
+            return []
+        calls.append((call, body[place:end]))
+        place = end
 
 
 def _call_of(value: Any) -> ToolCall | None:
-    if not isinstance(value, dict):
-        return None
-    value = value.get("function") if isinstance(value.get("function"), dict) else value
-    name = value.get("name")
-    arguments = next((value[key] for key in ("arguments", "parameters") if key in value), None)
+    value = value.get("function", value) if isinstance(value, dict) else None
+    name = value.get("name") if isinstance(value, dict) else None
+    arguments = value.get("arguments", value.get("parameters")) if name else None
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            return None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name, arguments, _new_id())
+    return ToolCall(name, arguments, _new_id()) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
-def _xml_calls(body: str, tools: Sequence[dict[str, Any]]) -> list[ToolCall]:
+def _xml_calls(body: str, tools: Sequence[dict[str, Any]]) -> list[tuple[ToolCall, str]]:
     if _XML_CALL.sub("", body):
         return []
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    return [
-        ToolCall(
-            name,
-            {
-                key: _value(text, schemas.get(name, {}).get("properties", {}).get(key))
-                for key, text in _XML_PARAMETER.findall(parameters)
-            },
-            _new_id(),
-        )
-        for name, parameters in _XML_CALL.findall(body)
-    ]
+    calls = []
+    for match in _XML_CALL.finditer(body):
+        known = schemas.get(match[1], {}).get("properties", {})
+        arguments = {key: _value(text, known.get(key)) for key, text in _XML_PARAMETER.findall(match[2])}
+        calls.append((ToolCall(match[1], arguments, _new_id()), match[0]))
+    return calls
 
 
 def _value(text: str, schema: Any) -> Any:
@@ -227,17 +251,17 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
-def _python_calls(body: str) -> list[ToolCall]:
-    """Return the calls of a text like ``[weather(city="Oslo"), time()]``, or none."""
+def _python_calls(body: str) -> list[tuple[ToolCall, str]]:
+    """Return the calls of a text like ``[weather(city="Oslo"), time()]``, each with its own, or none."""
     try:
         tree = ast.parse(body, mode="eval").body
-        elements = tree.elts if isinstance(tree, ast.List) else []
         calls = []
-        for element in elements:
+        for element in tree.elts if isinstance(tree, ast.List) else []:
             if not isinstance(element, ast.Call) or element.args or any(word.arg is None for word in element.keywords):
                 return []
             arguments = {str(word.arg): ast.literal_eval(word.value) for word in element.keywords}
-            calls.append(ToolCall(ast.unparse(element.func), arguments, _new_id()))
+            call = ToolCall(ast.unparse(element.func), arguments, _new_id())
+            calls.append((call, ast.get_source_segment(body, element) or ""))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return []
     return calls

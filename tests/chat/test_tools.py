@@ -11,6 +11,7 @@ from cacheblend_rag.chat.tools import ToolGate, parse_calls
 
 CALL = ("weather", {"city": "Oslo", "days": 2})
 TWO = [CALL, ("time", {})]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
 
 
 def as_json(name: str, args: dict[str, Any], key: str = "arguments") -> str:
@@ -40,33 +41,71 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_read_in_the_forms_that_models_write(form: str) -> None:
     text, calls = FORMS[form]
-    reply = parse_calls(text)
+    reply = parse_calls(text, TOOLS)
     assert [(call.name, call.arguments) for call in reply.calls] == calls
     assert reply.text == ""
     assert not reply.invalid
     assert len({call.id for call in reply.calls}) == len(calls)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("offered", [[], [{"function": {"name": "gcc"}}]], ids=["none", "another"])
+def test_what_calls_a_tool_that_was_not_offered_is_text(form: str, offered: list[dict[str, Any]]) -> None:
+    text = f"{FORMS[form][0]} "
+    reply, gate = parse_calls(text, offered, is_cut=True), ToolGate(offered)
+    assert (reply.text, reply.calls, reply.invalid) == (text, [], [])
+    assert "".join(gate.pass_on(letter) for letter in text) == text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_call_is_text_where_one_is_allowed(form: str) -> None:
+    text, calls = FORMS[form]
+    reply = parse_calls(text, TOOLS, one_call=True)
+    assert [(call.name, call.arguments) for call in reply.calls] == calls[:1]
+    assert ("time" in reply.text) == (len(calls) > 1) and "Oslo" not in reply.text
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "Four.", '{"a": "b"}', "[1, 2]", "[x for x in y]", '{"name": "weather"', "weather(1)", "[f(1)]", "{}", "[]"],
+    [
+        *(
+            "",
+            "Four.",
+            '{"a": "b"}',
+            "[1, 2]",
+            "[x for x in y]",
+            '{"name": "weather"',
+            "weather(1)",
+            "[f(1)]",
+            "{}",
+            "[]",
+        ),
+        *('{"name": "weather", "days": 2}', '{"name": "gcc", "parameters": {"O": 2}}', "[weather(1)]", "<tool_", " \n"),
+        *("Write `<tool_call>` first.", "<tool_call>nothing</tool_call>\n", '<tool_call>\n{"a": 1}\n</tool_call> x'),
+    ],
 )
 def test_what_is_no_call_is_text(text: str) -> None:
-    reply = parse_calls(text)
+    reply = parse_calls(text, TOOLS)
     assert (reply.text, reply.calls, reply.invalid) == (text, [], [])
 
 
 def test_a_call_that_cannot_be_read_is_said_to_be_invalid() -> None:
-    reply = parse_calls('Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Os')
-    assert reply.text == "Well."
+    reply = parse_calls('Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Os', TOOLS)
+    assert reply.text == "Well.\n"
     assert not reply.calls
     assert (reply.invalid[0].name, reply.invalid[0].arguments) == ("weather", '{"city": "Os')
+
+
+def test_the_text_around_calls_keeps_its_blanks() -> None:
+    call = FORMS["tags"][0]
+    assert parse_calls(f"  Well,\n\n{call}\n and\n{call}\n", TOOLS).text == "  Well,\n\n\n and\n\n"
+    assert parse_calls(f"\n{call}\n{call}\n", TOOLS).text == ""
 
 
 @pytest.mark.parametrize("kept", range(1, len("\n</tool_call>")))
 def test_a_call_whose_closing_tag_was_cut_is_a_call(kept: int) -> None:
     text, calls = FORMS["tags"]
-    reply = parse_calls(text[:-kept], is_cut=True, must_call=True)
+    reply = parse_calls(text[:-kept], TOOLS, is_cut=True, must_call=True)
     assert [(call.name, call.arguments) for call in reply.calls] == calls
     assert (reply.text, reply.invalid) == ("", [])
 
@@ -75,26 +114,48 @@ def test_a_call_whose_closing_tag_was_cut_is_a_call(kept: int) -> None:
 def test_a_call_that_was_cut_is_said_to_be(form: str) -> None:
     text, _ = FORMS[form]
     for size in range(text.index("weather") + 12):
-        reply = parse_calls(text[:size], is_cut=True, must_call=True)
+        reply = parse_calls(text[:size], TOOLS, is_cut=True, must_call=True)
         assert (reply.text, reply.calls) == ("", [])
         assert "raise max_tokens" in reply.invalid[0].error
-    assert parse_calls("<tool_", is_cut=True).text == "<tool_"
-    assert "raise" not in str(parse_calls("<tool_call>nothing</tool_call>", is_cut=True).invalid[0].error)
-    assert "had to be a call" in str(parse_calls("Well.", must_call=True).invalid[0].error)
+    assert "had to be a call" in str(parse_calls("Well.", TOOLS, must_call=True).invalid[0].error)
 
 
-@given(st.text(max_size=60), st.lists(st.integers(1, 12), max_size=12), st.sampled_from([*FORMS, "none"]))
-def test_a_stream_shows_what_the_answer_says(before: str, cuts: list[int], form: str) -> None:
-    text = before + (FORMS[form][0] if form.startswith("tags") else "") or FORMS.get(form, ("",))[0]
-    gate = ToolGate()
+OTHER = '<tool_call>\n{"name": "gcc", "arguments": {}}\n</tool_call>'
+
+
+@given(
+    st.sampled_from(["", "Well. ", "\n", " {", "[We", "<b>", OTHER, '{"id": 1}']) | st.text(max_size=40),
+    st.lists(st.integers(1, 12), max_size=12),
+    st.sampled_from([*FORMS, "none"]),
+    st.sampled_from(["", "\n", " So.", OTHER]),
+    st.booleans(),
+)
+def test_a_stream_shows_what_the_answer_says(before: str, cuts: list[int], form: str, after: str, one: bool) -> None:
+    text = before + FORMS.get(form, ("",))[0] + after
+    gate = ToolGate(TOOLS)
     shown, rest = "", text
     for size in [*cuts, len(text)]:
         shown += gate.pass_on(rest[:size])
         rest = rest[size:]
-    reply = parse_calls(text)
+    reply = parse_calls(text, TOOLS, one_call=one)
     assert len(shown) == gate.shown
     assert reply.text.startswith(shown)
-    assert "<tool_call>" not in shown
+    if not reply.calls and not reply.invalid:
+        assert reply.text == text
+
+
+@pytest.mark.parametrize("text", ['{"answer": "It is ', '{"name": "gcc"', "[1, ", "<b>", f"{OTHER} It", '[{"id'])
+def test_a_stream_waits_no_longer_than_a_call_may_begin(text: str) -> None:
+    assert ToolGate(TOOLS).pass_on(text) == text
+    gate = ToolGate(TOOLS)
+    assert "".join(gate.pass_on(letter) for letter in text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "{", '{ "na', '{"name": "wea', '[{"function": {"name": "t', "[time", "<tool_c", "[TOOL_"]
+)
+def test_a_stream_waits_while_a_call_may_begin(text: str) -> None:
+    assert ToolGate(TOOLS).pass_on(text) == ""
 
 
 def test_what_is_text_by_its_schema_stays_as_it_is_written() -> None:

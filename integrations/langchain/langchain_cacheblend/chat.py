@@ -20,18 +20,21 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
-from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema
+from cacheblend_rag.chat.grammar import Guide, json_grammar
 from cacheblend_rag.chat.render import knows_tools, render_chat
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.chunk import carried_prompt
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.calls import Call, info_of, usage_of, with_objects
-from langchain_cacheblend.forms import AnswerForm, as_functions, call_chunks, calls_of, with_schema
+from langchain_cacheblend.forms import AnswerForm, as_functions, call_chunks, calls_of, requested_schema, with_schema
 from langchain_cacheblend.holes import fixed_head
 from langchain_cacheblend.messages import passages, turns_of
 from langchain_cacheblend.model import BlendModel
 
 __all__ = ["ChatBlend"]
+
+# OpenAI's word for no form at all.
+_TEXT = {"type": "text"}
 
 _NO_TOOLS = (
     "this model's chat template has no tools, so it cannot be told of any; use a model that has learnt to call tools, or "
@@ -223,7 +226,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        gate = ToolGate() if kwargs.get("tools") else None
+        gate = ToolGate(_callable(kwargs)[0]) if kwargs.get("tools") else None
         for piece in self._pieces(self._prepared(messages, stop, kwargs)):
             for chunk in self._chunks(piece, gate, kwargs):
                 if run_manager is not None:
@@ -237,7 +240,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        gate = ToolGate() if kwargs.get("tools") else None
+        gate = ToolGate(_callable(kwargs)[0]) if kwargs.get("tools") else None
         async for piece in self._apieces(partial(self._prepared, messages, stop, kwargs)):
             for chunk in self._chunks(piece, gate, kwargs):
                 if run_manager is not None:
@@ -250,15 +253,17 @@ class ChatBlend(BlendModel, BaseChatModel):
         response_format = options.pop("response_format", None)
         offered, choice = options.pop("tools", None), options.pop("tool_choice", None)
         tools, must_call = chosen_tools(as_functions(offered or ()), choice) if offered or choice else ([], False)
+        if must_call and not tools:
+            raise ConfigError(f"tool_choice={choice!r:.80} asks for a call, and there are no tools; give tools")
         for name in ("strict", "parallel_tool_calls"):
             options.pop(name, None)
         grammar = None
-        if response_format is not None:
+        if response_format not in (None, _TEXT):
             schema = requested_schema(response_format)
             grammar = json_grammar(schema)
             if response_format["type"] == "json_schema":
                 messages = with_schema(messages, schema)
-        elif must_call and tools:
+        elif must_call:
             grammar = call_grammar(tools, str(self.engine.tokenizer.get_chat_template(tools=tools)))
         prompt = self.blend_prompt(messages, tools=tools, documents=documents)
         if grammar is not None:
@@ -309,8 +314,15 @@ class ChatBlend(BlendModel, BaseChatModel):
         return profile | ({} if self.engine.window is None else {"max_input_tokens": self.engine.window})
 
 
+def _callable(kwargs: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    """Return the tools that the answer to a call may call, and whether it has to call one."""
+    if kwargs.get("response_format") not in (None, _TEXT):
+        return [], False
+    return chosen_tools(as_functions(kwargs["tools"]), kwargs.get("tool_choice"))
+
+
 def _reply(answer: Answer, kwargs: dict[str, Any]) -> ToolReply:
     """Read an answer to a call that came with tools."""
-    tools, must_call = chosen_tools(as_functions(kwargs["tools"]), kwargs.get("tool_choice"))
-    must_call = must_call and kwargs.get("response_format") is None
-    return parse_calls(answer.text, tools, is_cut=answer.finish_reason == "length", must_call=must_call)
+    tools, must_call = _callable(kwargs)
+    is_cut, one_call = answer.finish_reason == "length", kwargs.get("parallel_tool_calls") is False
+    return parse_calls(answer.text, tools, is_cut=is_cut, must_call=must_call, one_call=one_call)

@@ -19,7 +19,7 @@ from cacheblend_rag.chat.grammar import schema_request
 from cacheblend_rag.chat.tools import ToolReply
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["AnswerForm", "as_functions", "call_chunks", "calls_of", "with_schema"]
+__all__ = ["AnswerForm", "as_functions", "call_chunks", "calls_of", "requested_schema", "with_schema"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,21 @@ class AnswerForm:
         if missing:
             raise ValueError(f"{', '.join(missing)} missing")
         return value
+
+
+def requested_schema(response_format: Any) -> dict[str, Any]:
+    """Return the JSON schema that OpenAI's ``response_format`` asks for; `ConfigError` if it is of no known form."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "json_object":
+        return {"type": "object"}
+    asked = response_format.get("json_schema") if kind == "json_schema" else None
+    if isinstance(asked, dict) and isinstance(asked.get("schema"), dict):
+        schema: dict[str, Any] = asked["schema"]
+        return schema
+    raise ConfigError(
+        f"response_format={response_format!r:.200} is not known; give {{'type': 'json_object'}}, or {{'type': 'json_schema', "
+        "'json_schema': {'name': ..., 'schema': ...}}}, or use with_structured_output"
+    )
 
 
 def with_schema(messages: list[BaseMessage], schema: dict[str, Any]) -> list[BaseMessage]:

@@ -102,6 +102,50 @@ def test_without_having_to_the_answer_is_text(tool_engine: BlendEngine) -> None:
     assert "".join(piece.text for piece in bound.stream("Rain?")) == answer.content
 
 
+ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+
+
+@pytest.mark.parametrize(
+    ("says", "options", "text", "calls"),
+    [
+        (ONE, {}, "", 1),
+        (f"I look.\n<tool_call>{ONE}</tool_call> ", {}, "I look.\n ", 1),
+        (ONE, {"tool_choice": "none"}, ONE, 0),
+        (ONE.replace("weather", "gcc"), {}, ONE.replace("weather", "gcc"), 0),
+        (ONE, {"tools": [Age]}, ONE, 0),
+        (ONE, {"tools": []}, ONE, 0),
+        (ONE, {"response_format": {"type": "json_object"}}, ONE, 0),
+        (ONE, {"response_format": {"type": "text"}}, "", 1),
+        (f"{ONE}; {ONE}", {}, "", 2),
+        (f"{ONE}; {ONE}", {"parallel_tool_calls": False}, f"; {ONE}", 1),
+    ],
+)
+async def test_an_answer_is_read_as_the_request_allows(
+    tool_engine: BlendEngine, says: str, options: dict[str, Any], text: str, calls: int
+) -> None:
+    ids = tool_engine.tokenizer(says, add_special_tokens=False)["input_ids"]
+    begun: list[int] = []
+
+    def write(_: int, seen: Any) -> list[int]:
+        begun.append(len(seen))
+        return [ids[min(len(seen) - begun[0], len(ids) - 1)]]
+
+    llm = ChatBlend(engine=tool_engine, max_tokens=len(ids), generation_kwargs={"prefix_allowed_tokens_fn": write})
+    bound = llm.bind(**({"tools": [weather]} | options))
+    answer = bound.invoke("Rain?")
+    begun.clear()
+    streamed = None
+    async for piece in bound.astream("Rain?"):
+        streamed = piece if streamed is None else streamed + piece
+    for said in (answer, streamed):
+        assert (said.content, len(said.tool_calls), said.invalid_tool_calls) == (text, calls, [])
+
+
+def test_a_call_without_tools_cannot_be_asked_for(tool_engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="there are no tools"):
+        ChatBlend(engine=tool_engine).invoke("Rain?", tool_choice="any")
+
+
 def test_what_a_tool_retrieved_is_blended(tool_engine: BlendEngine, embedding: Any, chunks: dict[str, str]) -> None:
     from langchain_core.vectorstores import InMemoryVectorStore
 

@@ -120,8 +120,7 @@ class Asked:
         if not self.tools:
             return None
         is_cut = answer.finish_reason == "length"
-        reply = parse_calls(answer.text, self.tools, is_cut=is_cut, must_call=self.must_call)
-        reply.calls = reply.calls[:1] if self.one_call else reply.calls
+        reply = parse_calls(answer.text, self.tools, is_cut=is_cut, must_call=self.must_call, one_call=self.one_call)
         # OpenAI's form has no place for calls that cannot be read: what was written is shown.
         return reply if not reply.invalid else ToolReply(answer.text)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.catalog import catalog_of
-from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
+from cacheblend_rag.chat.grammar import json_grammar, schema_request
 from cacheblend_rag.chat.render import Passage, around_question, block_text, past_call, render_chat
 from cacheblend_rag.chat.tools import ToolGate, call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
@@ -125,7 +125,7 @@ async def _pieces(
     answers: list[Answer] = []
     has_begun = False
     for number, call in enumerate(calls):
-        gate = ToolGate() if call.tools else None
+        gate = ToolGate(call.tools) if call.tools else None
         async with aclosing(speak(call)) as spoken:
             async for piece in spoken:
                 # Not before there is something to say: until then, what goes wrong has a status of its own.
@@ -199,7 +199,7 @@ def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig)
     grammar: str | None = None
     if request.response_format is not None and request.response_format.type != "text":
         form = request.response_format.json_schema
-        schema = requested_schema(request.response_format.model_dump(by_alias=True))
+        schema = {"type": "object"} if form is None else form.shape
         grammar = json_grammar(schema)
         if form is not None:
             shown = schema if form.description is None else {"description": form.description} | schema
@@ -212,6 +212,8 @@ def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig)
     asked = [part for part in turns[-1]["content"] if isinstance(part, str)] if turns[-1]["role"] == "user" else []
     prompt = catalog_of(library).prompt(library, parts, asked="".join(asked))
     called = _asked(prompt, request, config, grammar)
+    # An answer that has another form is no call.
+    tools = tools if grammar is None or must_call else []
     return replace(called, tools=tools, must_call=must_call, one_call=not request.parallel_tool_calls)
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
+from llguidance import LLMatcher
 
 from cacheblend_rag.chat.answer import Answer
-from cacheblend_rag.chat.grammar import check_grammar
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.errors import PromptError
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.backend import Asked
 from cacheblend_serve.chunks import store
 from cacheblend_serve.client.wire import AnswerCall, ChunksCall, IdsCall, PromptItem
@@ -163,7 +163,7 @@ def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> A
     prompt = request.prompt.prompt()
     check_length(library, prompt, config)
     if request.grammar is not None:
-        check_grammar(request.grammar)
+        _check_grammar(request.grammar)
     return Asked(
         prompt,
         request.max_tokens,
@@ -178,6 +178,13 @@ def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> A
         grammar=request.grammar,
         blend=request.blend,
     )
+
+
+def _check_grammar(grammar: str) -> None:
+    """Raise `ConfigError` if a grammar, in llguidance's form of Lark, is none."""
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
+    if problem:
+        raise ConfigError(f"the grammar cannot be read: {problem:.200}; give it in llguidance's form of Lark")
 
 
 async def _pieces(asker: Asker, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:

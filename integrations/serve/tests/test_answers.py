@@ -362,3 +362,45 @@ def test_what_a_template_passes_over_is_shown_elsewhere(engine: BlendEngine, ser
     assert tokens({"role": "user", "content": [beside]}) > tokens({"role": "user", "content": [beside | {"title": ""}]})
     call = {"type": "function", "id": "1", "function": {"name": "look", "arguments": ""}}
     assert tokens({"role": "assistant", "content": None, "tool_calls": [call]}) > tokens()
+
+
+ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+
+
+@pytest.mark.parametrize(
+    ("says", "body", "text", "calls"),
+    [
+        (ONE, {}, None, 1),
+        (f"I look.\n<tool_call>{ONE}</tool_call> ", {}, "I look.\n ", 1),
+        (ONE, {"tool_choice": "none"}, ONE, 0),
+        (ONE.replace("weather", "gcc"), {}, ONE.replace("weather", "gcc"), 0),
+        (ONE, {"tools": []}, ONE, 0),
+        (ONE, {"response_format": {"type": "json_object"}}, ONE, 0),
+        (f"{ONE}; {ONE}", {}, None, 2),
+        (f"{ONE}; {ONE}", {"parallel_tool_calls": False}, f"; {ONE}", 1),
+        ('<tool_call>{"name": "weather", "argu', {}, '<tool_call>{"name": "weather", "argu', 0),
+    ],
+)
+def test_an_answer_is_read_as_the_request_allows(
+    engine: BlendEngine, serve: Serve, says: str, body: dict[str, Any], text: str | None, calls: int
+) -> None:
+    engine.tokenizer.chat_template = TOOL_TEMPLATE
+    client = serve(engine)
+    ids = engine.tokenizer(says, add_special_tokens=False)["input_ids"]
+    left: list[int] = []
+
+    def write(module: Any, given: Any, scores: Any) -> Any:
+        scores[..., -1, :] = -1e9
+        scores[..., -1, left.pop(0)] = 0.0
+        return scores
+
+    body = {"tools": [{"type": "function", "function": {"name": "weather"}}], "max_tokens": len(ids)} | body
+    hook = engine.model.get_output_embeddings().register_forward_hook(write)
+    left[:] = ids
+    message = ask(client, **body)["choices"][0]["message"]
+    left[:] = ids
+    deltas = [event["choices"][0]["delta"] for event in events(client, messages=QUESTION, temperature=0, **body)]
+    hook.remove()
+    assert (message["content"], len(message.get("tool_calls", []))) == (text, calls)
+    assert "".join(delta.get("content") or "" for delta in deltas) == (text or "")
+    assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == calls
