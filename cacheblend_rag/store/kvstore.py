@@ -54,7 +54,8 @@ class KVStore:
         self._clock = tiers.clock
         self.is_private = tiers.disk is None and offsite is None
         self.outlives_process, self.path = tiers.disk is not None, tiers.path
-        self._waiting: WorkQueue[Entry] = WorkQueue(self._write, write_back_bytes, "cacheblend-write-back")
+        limit_bytes = write_back_bytes if self.path else 0
+        self._waiting: WorkQueue[Entry] = WorkQueue(self._write, limit_bytes, "cacheblend-write-back")
         self._names = Names(tiers.index, tiers.clock)
         self._closed = False
         self._process = os.getpid()
@@ -107,8 +108,9 @@ class KVStore:
         valid_key(key)
         self._index.check_open()
         self._tiers.follow()
-        waiting = self._waits(key, self._clock())
-        return RamReader(waiting.kv) if waiting else self._tiers.get(key) or self._open_remote(key)
+        if self._waiting.limit_bytes and (waiting := self._waits(key, self._clock())):
+            return RamReader(waiting.kv)
+        return self._tiers.get(key) or self._open_remote(key)
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room."""
@@ -146,7 +148,7 @@ class KVStore:
                 key, replace(miss, tied=(namespace, [*(record.id for record in records), *known][0], None))
             )
             return True
-        if not self._waiting.limit_bytes or self._tiers.disk is None:
+        if not self._waiting.limit_bytes:
             self._write(key, miss)
             return True
         if self._waiting.put(key, miss, kv.nbytes):
@@ -389,7 +391,7 @@ class KVStore:
         if self._closed or (named is None and was_named):
             return
         entry = Entry(named or "", kv=kv, is_copy=True)
-        if named is None or not self._waiting.limit_bytes or self._tiers.path is None:
+        if named is None or not self._waiting.limit_bytes:
             self._tiers.ram.keep(key, entry)
         else:
             self._waiting.put(key, entry, kv.nbytes)

@@ -194,11 +194,7 @@ class Tiers:
             self.disk.close()
 
     def promoting(
-        self,
-        key: str,
-        source: ChunkFile | RamReader,
-        entry: Entry,
-        to_ram: Callable[[PackedKV], None] | None = None,
+        self, key: str, source: ChunkFile | RamReader, entry: Entry, to_ram: Callable[[PackedKV], None] | None = None
     ) -> KVReader:
         """Return a reader of what is under a key that brings it into faster tiers where it fits."""
         in_ram = on_device = None
@@ -308,12 +304,7 @@ class PromotingReader(KVReader):
     prompt are opened, and none that it needs has to be read because it had to go.
     """
 
-    def __init__(
-        self,
-        source: ChunkFile | RamReader,
-        to_ram: Promotion | None,
-        to_device: Promotion | None,
-    ) -> None:
+    def __init__(self, source: ChunkFile | RamReader, to_ram: Promotion | None, to_device: Promotion | None) -> None:
         chunk = source.token_ids, source.start, source.context
         super().__init__(*chunk, source.num_layers, source.codec, source.packed_bytes)
         self.tier = source.tier
