@@ -28,7 +28,9 @@ __all__ = [
 Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
 _PROBE, _TITLE = "probe_of_cacheblend", "title_of_cacheblend"
 # Other names of the roles that templates know.
-_ROLES = {"developer": "system", "function": "tool", "chatbot": "assistant", "model": "assistant"}
+_ROLES = {"developer": "system", "function": "tool", "human": "user"} | dict.fromkeys(
+    ("ai", "chatbot", "model"), "assistant"
+)
 
 
 @dataclass(eq=False)

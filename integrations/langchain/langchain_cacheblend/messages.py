@@ -17,9 +17,10 @@ from langchain_core.messages import (
     get_buffer_string,
 )
 from langchain_core.messages.content import PlainTextContentBlock
+from langchain_core.messages.tool import tool_call
 
 from cacheblend_rag import Chunk
-from cacheblend_rag.chat.render import Holes, Passage
+from cacheblend_rag.chat.render import Holes, Passage, block_text, past_call
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.places import DOCUMENT_KEYS
@@ -30,8 +31,17 @@ __all__ = ["as_chunks", "chunk_block", "documents_to_blocks", "parts_of", "passa
 _INLINE = "cacheblend_inline"
 # Another: what it was made of.
 _SOURCE = "cacheblend_source"
-# Said again by AIMessage.tool_calls, or never shown to a model again.
-_NOT_SHOWN_OF_ANSWERS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "reasoning", "thinking")
+# Thoughts of answers, which are not shown to a model again, and what streams leave of calls.
+_NOT_SHOWN_OF_ANSWERS = ("input_json_delta", "reasoning", "redacted_thinking", "thinking", "tool_call_chunk")
+# Calls among the content of answers, as Anthropic, OpenAI and LangChain write them: what arguments and ids are called there.
+_CALLS = {
+    "tool_use": ("input", "id"),
+    "function_call": ("arguments", "call_id"),
+    "tool_call": ("args", "id"),
+    "invalid_tool_call": ("args", "id"),
+}
+# Results of calls among the content of other messages, and what their ids are called there.
+_RESULTS = {"tool_result": "tool_use_id", "function_call_output": "call_id"}
 _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (SystemMessage, "system"),
     (HumanMessage, "user"),
@@ -84,20 +94,22 @@ def chunk_block(chunk: Chunk, *, inline: bool = False) -> PlainTextContentBlock:
 def parts_of(message: BaseMessage) -> list[str | Chunk]:
     """Return the content of a message as text and documents; `PromptError` for anything else.
 
-    A document is a block of type "text-plain", or a document among the artifact of a retriever's tool message, where the
-    message's text holds it. A blank line parts a block from what stands beside it.
+    A document is a block of type "text-plain" (or Anthropic's "document", of text), or a document among the artifact of a
+    retriever's tool message, where the message's text holds it. A blank line parts a block from what stands beside it. Content
+    is read in the forms of OpenAI's, Anthropic's and Google's messages; thoughts and calls of answers are no part of it.
     """
     if isinstance(message.content, str):
         if isinstance(message, ToolMessage):
             return _found(message.content, message.artifact)
-        return [message.content]
+        return [message.content or str(message.additional_kwargs.get("refusal") or "")]
     parts: list[str | Chunk] = []
     inline = False
     for block in message.content:
-        if isinstance(message, AIMessage) and isinstance(block, dict) and block.get("type") in _NOT_SHOWN_OF_ANSWERS:
+        kind = block.get("type") if isinstance(block, dict) and isinstance(message, AIMessage) else None
+        if kind in _NOT_SHOWN_OF_ANSWERS or kind in _CALLS:
             continue
         was_inline, inline = inline, isinstance(block, dict) and bool((block.get("extras") or {}).get(_INLINE))
-        for number, part in enumerate([block] if isinstance(block, str) else _block_parts(block)):
+        for number, part in enumerate(_block_parts(block)):
             if not (part if isinstance(part, str) else part.text):
                 continue
             before = parts[-1] if parts else ""
@@ -116,13 +128,8 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
     `PromptError` if a message holds something else than these, or is none of a conversation with a model.
     """
-    names = {
-        call["id"]: call["name"]
-        for message in messages
-        if isinstance(message, AIMessage)
-        for call in message.tool_calls
-    }
-    turns = []
+    turns: list[dict[str, Any]] = []
+    names: dict[str | None, str] = {}
     for message in messages:
         named = (name for kind, name in _ROLES if isinstance(message, kind))
         role = message.role if isinstance(message, ChatMessage) else next(named, None)
@@ -130,19 +137,51 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
             raise PromptError(
                 f"a {type(message).__name__} cannot be part of a conversation that ChatBlend shows to its model"
             )
+        blocks = message.content if isinstance(message.content, list) else []
+        results = [each for each in blocks if isinstance(each, dict) and each.get("type") in _RESULTS]
+        for block in results:
+            id = block.get(_RESULTS[block["type"]])
+            turns.append({"role": "tool", "content": _block_parts(block), "tool_call_id": id})
+            turns[-1] |= {"name": names[id]} if id in names else {}
+        if results:
+            message = message.model_copy(update={"content": [each for each in blocks if each not in results]})
+            if not message.content:
+                continue
         turn: dict[str, Any] = {"role": role, "content": parts_of(message)}
         if isinstance(message, ToolMessage):
             turn["tool_call_id"] = message.tool_call_id
-            name = message.name or names.get(message.tool_call_id)
-            if name:
-                turn["name"] = name
-        elif isinstance(message, AIMessage) and message.tool_calls:
-            turn["tool_calls"] = [
-                {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
-                for call in message.tool_calls
-            ]
+        if isinstance(message, ToolMessage | FunctionMessage):
+            name = message.name or names.get(turn.get("tool_call_id"))
+            turn |= {"name": name} if name else {}
+        elif isinstance(message, AIMessage):
+            # Of what had to be a call and is none, there are only the words.
+            turn["content"] += [call["args"] or "" for call in message.invalid_tool_calls if not call["name"]]
+            calls = _past_calls(message)
+            turn |= {"tool_calls": calls} if calls else {}
+            names |= {call["id"]: call["function"]["name"] for call in calls}
         turns.append(turn)
     return turns
+
+
+def _past_calls(message: AIMessage) -> list[dict[str, Any]]:
+    """Return the calls of an answer, wherever the class that wrote it keeps them."""
+    given: list[tuple[Any, Any, Any]] = [(call["name"], call["args"], call["id"]) for call in message.tool_calls]
+    given += [(call["name"], call["args"], call["id"]) for call in message.invalid_tool_calls if call["name"]]
+    known = {id for *_, id in given if id}
+    for block in message.content:
+        if isinstance(block, dict) and block.get("type") in _CALLS:
+            arguments, id = (block.get(name) for name in _CALLS[block["type"]])
+            given += [] if id in known else [(block.get("name"), arguments, id)]
+    if not given:
+        kept = [(call.get("function"), call.get("id")) for call in message.additional_kwargs.get("tool_calls") or ()]
+        for function, id in kept or [(message.additional_kwargs.get("function_call"), None)]:
+            given += [(function.get("name"), function.get("arguments"), id)] if function else []
+    for name, arguments, _ in given:
+        if not name:
+            raise PromptError(
+                f"an answer has a tool call without a name, of the arguments {arguments!r:.80}; leave it out"
+            )
+    return [past_call(name, arguments, id) for name, arguments, id in given]
 
 
 def passages(documents: Sequence[Document]) -> list[Passage[Chunk]]:
@@ -156,6 +195,10 @@ def render_text(messages: Sequence[BaseMessage]) -> list[str | Chunk]:
     """Write messages as one text, as LangChain does it for models that take a string, without losing documents."""
     holes = Holes[Chunk]()
     flat = [message.model_copy(update={"content": holes.text(parts_of(message))}) for message in messages]
+    for message, given in zip(flat, messages, strict=True):
+        if isinstance(message, AIMessage) and isinstance(given, AIMessage) and not message.tool_calls:
+            functions = [(call["function"], call["id"]) for call in _past_calls(given)]
+            message.tool_calls = [tool_call(name=each["name"], args=each["arguments"], id=id) for each, id in functions]
     parts = holes.split(get_buffer_string(flat))
     holes.check()
     return parts
@@ -165,14 +208,22 @@ def _chunk(document: Document) -> Chunk:
     return Chunk(document.page_content, document.id or None, source=document.metadata.get(DOCUMENT_KEYS[0]))
 
 
-def _block_parts(block: dict[str, Any]) -> list[str | Chunk]:
-    kind, text = block.get("type"), block.get("text")
-    if kind == "text" and isinstance(text, str):
-        return [text]
+def _block_parts(block: str | dict[str, Any]) -> list[str | Chunk]:
+    said = block_text(block)
+    if said is not None or isinstance(block, str):
+        return [said or ""]
+    kind, text, held = block.get("type"), block.get("text"), block.get("content", block.get("output"))
+    source = block.get("source")
+    if kind == "document" and isinstance(source, dict):
+        kind = "text-plain" if source.get("type") == "text" else kind
+        text, held = source.get("data"), source.get("content")
+    about: list[str | Chunk] = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
     if kind == "text-plain" and isinstance(text, str):
-        about = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
         source = (block.get("extras") or {}).get(_SOURCE)
         return [*about, Chunk(text, block.get("id") or None, source=source)] if text else []
+    if kind in _RESULTS or (kind in ("document", "search_result") and held):
+        parts = [_block_parts(each) for each in (held if isinstance(held, list) else [held or ""])]
+        return [*about, *(part for each in parts for part in each)]
     raise PromptError(
         f"a content block of type {kind!r} with the keys {sorted(block)} cannot be shown to this model; it takes blocks of type "
         "text, and text-plain for documents, both with text"

@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 from langchain_core.documents import Document
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, FunctionMessage, HumanMessage, ToolMessage
 from langchain_core.output_parsers.openai_tools import PydanticToolsParser
 from langchain_core.tools import create_retriever_tool, tool
 from pydantic import BaseModel, Field
 from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
 from integrations.langchain.tests.asking import TOOL_TEMPLATE, chunk_ids
-from langchain_cacheblend import BlendVectorStore, ChatBlend
+from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend
 from langchain_cacheblend.forms import AnswerForm, as_functions
 
 
@@ -144,6 +144,119 @@ async def test_an_answer_is_read_as_the_request_allows(
 def test_a_call_without_tools_cannot_be_asked_for(tool_engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match="there are no tools"):
         ChatBlend(engine=tool_engine).invoke("Rain?", tool_choice="any")
+
+
+def raw_call(arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+OSLO = '{"city": "Oslo"}'
+CALLED = {"name": "weather", "args": {"city": "Oslo"}, "id": "1", "type": "tool_call"}
+RAIN, SO = ToolMessage("rain", tool_call_id="1"), HumanMessage("So?")
+# The same conversation, as the classes for several providers write it.
+HISTORIES: dict[str, list[Any]] = {
+    "LangChain": [AIMessage("I look.", tool_calls=[CALLED]), RAIN, SO],
+    "LangChain's blocks": [AIMessage(content_blocks=[{"type": "text", "text": "I look."}, CALLED]), RAIN, SO],
+    "Anthropic": [
+        AIMessage(
+            [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "text", "text": "I look.", "citations": []},
+                {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Oslo"}},
+            ]
+        ),
+        HumanMessage(
+            [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "rain"}]}, "So?"]
+        ),
+    ],
+    "OpenAI, chat": [AIMessage("I look.", additional_kwargs={"tool_calls": [raw_call(OSLO)]}), RAIN, SO],
+    "OpenAI, functions": [
+        AIMessage("I look.", additional_kwargs={"function_call": {"name": "weather", "arguments": OSLO}}),
+        FunctionMessage("rain", name="weather"),
+        SO,
+    ],
+    "OpenAI, responses": [
+        AIMessage(
+            [
+                {"type": "reasoning", "summary": []},
+                {"type": "output_text", "text": "I look.", "annotations": []},
+                {"type": "function_call", "name": "weather", "arguments": OSLO, "call_id": "1"},
+            ],
+            tool_calls=[CALLED],
+        ),
+        HumanMessage([{"type": "function_call_output", "call_id": "1", "output": "rain"}]),
+        HumanMessage([{"type": "input_text", "text": "So?"}]),
+    ],
+    "Google": [AIMessage(["I look."], tool_calls=[CALLED]), RAIN, HumanMessage([{"text": "So?"}])],
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_histories_of_other_classes_are_read(tool_engine: BlendEngine, name: str) -> None:
+    def shown(llm: Any, messages: list[Any]) -> str:
+        prompt = llm.blend_prompt([HumanMessage("And Oslo?"), *messages])
+        return "".join(part if isinstance(part, str) else part.text for part in prompt.segments)
+
+    assert shown(ChatBlend(engine=tool_engine), HISTORIES[name]) == shown(
+        ChatBlend(engine=tool_engine), HISTORIES["LangChain"]
+    )
+    text = shown(BlendLLM(engine=tool_engine), HISTORIES[name])
+    assert all(each in text for each in ("And Oslo?", "I look.", "weather", "Oslo", "rain", "So?"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [("", "{}"), ("null", "{}"), (OSLO, OSLO), ("Oslo", '"Oslo"'), ('{"a', '"{\\"a"')],
+)
+def test_past_calls_may_have_any_arguments(tool_engine: BlendEngine, arguments: str, shown: str) -> None:
+    answer = AIMessage("", additional_kwargs={"tool_calls": [raw_call(arguments)]})
+    [*_, last] = ChatBlend(engine=tool_engine).blend_prompt([HumanMessage("And Oslo?"), answer, RAIN]).segments
+    assert f'{{"name": "weather", "arguments": {shown}}}' in str(last)
+
+
+def test_what_was_no_call_and_refusals_are_words(tool_engine: BlendEngine) -> None:
+    cut = {"type": "invalid_tool_call", "name": None, "args": "{'city", "id": "1", "error": "It was cut off."}
+    for answer in (
+        AIMessage("", invalid_tool_calls=[cut]),
+        AIMessage("", additional_kwargs={"refusal": "{'city"}),
+        AIMessage([{"type": "refusal", "refusal": "{'city"}]),
+    ):
+        assert "<|assistant|>\n{'city" in str(ChatBlend(engine=tool_engine).blend_prompt([SO, answer, SO]).segments[-1])
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "image_url", "image_url": {"url": "http://somewhere/a.png"}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}},
+        {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": {}}]},
+        {"type": "tool_use", "id": "1", "input": {}},
+    ],
+)
+def test_what_has_no_equivalent_is_refused_by_its_name(engine: BlendEngine, block: dict[str, Any]) -> None:
+    message = AIMessage([block]) if block["type"].endswith("use") else HumanMessage([block])
+    with pytest.raises(
+        PromptError, match=r"a content block of type '(image|input_audio|document|server)|call without a name"
+    ):
+        ChatBlend(engine=engine).blend_prompt([message])
+
+
+def test_documents_in_anthropics_form_are_chunks(engine: BlendEngine) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "Mara Lind was born in Oslo."}
+    block = {"type": "document", "title": "Mara", "source": source}
+    found = {
+        "type": "search_result",
+        "source": "x",
+        "title": "Works",
+        "content": [{"type": "text", "text": "A baker."}],
+    }
+    prompt = ChatBlend(engine=engine).blend_prompt([HumanMessage([block, found, "Where?"])])
+    (chunk,) = (each for each in prompt.segments if isinstance(each, Chunk))
+    assert chunk.text == source["data"]
+    before, after = (str(each) for each in prompt.segments if each is not chunk)
+    assert before.endswith("Mara\n") and "Works\nA baker." in after
 
 
 def test_what_a_tool_retrieved_is_blended(tool_engine: BlendEngine, embedding: Any, chunks: dict[str, str]) -> None:
