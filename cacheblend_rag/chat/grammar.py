@@ -48,7 +48,9 @@ def framed_json_grammar(frames: Iterable[tuple[str, dict[str, Any], str]]) -> st
     grammar = f"start: {' | '.join(rules)}"
     problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
     if problem:
-        raise ConfigError(f"this JSON schema cannot be enforced: {problem}; leave that part out of the schema")
+        # Behind the reason stands the whole grammar.
+        reason = problem.partition("\n   1 | ")[0]
+        raise ConfigError(f"this JSON schema cannot be enforced: {reason}; leave that part out of the schema")
     return grammar
 
 

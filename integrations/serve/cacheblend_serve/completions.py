@@ -158,7 +158,7 @@ async def _keep(asker: Asker, library: ChunkLibrary, keep: bool, replies: Replie
 
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 _FIELDS = {"role", "content", "name"}
-_FIELDS_OF = {"assistant": {"tool_calls", "refusal"}, "tool": {"tool_call_id"}}
+_FIELDS_OF = {"assistant": {"tool_calls", "function_call", "refusal"}, "tool": {"tool_call_id"}}
 _Part = str | Chunk | ChunkRef
 
 
@@ -315,6 +315,9 @@ def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
                 raise PromptError(f"message {number} has {name}={value!r:.40}, which is no text; give a string")
             turn[name] = value
     calls = message.get("tool_calls")
+    if not calls and message.get("function_call"):
+        # As clients wrote it before there were tools.
+        calls = [{"id": None, "function": message["function_call"]}]
     if calls:
         if not isinstance(calls, list):
             raise PromptError(f"message {number} has tool_calls={calls!r:.40}, which is no list; give a list of calls")

@@ -362,6 +362,7 @@ def test_what_a_template_passes_over_is_shown_elsewhere(engine: BlendEngine, ser
     assert tokens({"role": "user", "content": [beside]}) > tokens({"role": "user", "content": [beside | {"title": ""}]})
     call = {"type": "function", "id": "1", "function": {"name": "look", "arguments": ""}}
     assert tokens({"role": "assistant", "content": None, "tool_calls": [call]}) > tokens()
+    assert tokens({"role": "assistant", "content": None, "function_call": call["function"]}) > tokens()
 
 
 ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
