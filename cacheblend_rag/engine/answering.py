@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.engine.protocol import Library, Present
@@ -172,6 +173,15 @@ class ChunkCollection:
         except Exception as error:  # whatever a vector store raises, and an engine that was closed meanwhile
             logger.debug("it is not known what the vector store has no longer: %s", error)
         return forgotten
+
+    @classmethod
+    def present(cls, library: ref[Library], ids: list[str]) -> set[str]:
+        """Return those of the ids that a vector store over the library has, as far as it can say."""
+        found = set[str]()
+        for each in list(cls._living):
+            with suppress(Exception):  # whatever a vector store raises
+                found.update((each._present(ids) or ()) if each._library is library() else ())
+        return found
 
     def _family(self) -> list[ChunkCollection]:
         return [each for each in list(self._living) if each._library is self._library]

@@ -7,8 +7,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from weakref import ref
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list
 from cacheblend_rag.config import EngineConfig
@@ -88,6 +90,7 @@ class ChunkLibrary(ABC):
         self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config, tuning)
         self._ingest = Ingest(self._assembler, self._supply, store, form, config)
         self._supply.on_late = self._ingest.encode_later
+        self._supply.present = partial(ChunkCollection.present, ref(self))
         self._prefetcher = Prefetcher(answering, tuning.threads)
 
     @property

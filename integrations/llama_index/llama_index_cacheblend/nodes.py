@@ -83,7 +83,9 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
                 f"object of type {type(text).__name__}"
             )
         if text and text.strip():
-            chunks.append(Chunk(text.strip(), node.node_id, source=node.ref_doc_id))
+            # What was made of a node for one query, a citation, has its document but no place in it.
+            is_piece = getattr(node, "start_char_idx", None) is not None or NodeRelationship.CHILD in node.relationships
+            chunks.append(Chunk(text.strip(), node.node_id, source=node.ref_doc_id if is_piece else None))
     return chunks
 
 
@@ -293,7 +295,7 @@ class NodeEncoder:
                         chunk = placed(chunk, node, self.boundary, followers)
                     is_above = NodeRelationship.CHILD in node.relationships
                     # The latter are in a docstore, to merge others into.
-                    chunks.append(replace(chunk, indexed=not is_above))
+                    chunks.append(replace(chunk, source=node.ref_doc_id, indexed=not is_above))
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
         self._awaited = followers - {node.node_id for node in nodes}

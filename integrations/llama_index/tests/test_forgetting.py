@@ -7,9 +7,9 @@ import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.node_parser import HierarchicalNodeParser, SentenceWindowNodeParser, get_leaf_nodes
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
-from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
 from llama_index.core.retrievers import AutoMergingRetriever
-from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from cacheblend_rag import BlendPrompt, Chunk
@@ -98,3 +98,40 @@ def test_deletions_elsewhere_seen(make_llm: MakeLLM, tmp_path: Path, embedding: 
         store.add(some_nodes(embedding, "d", "c")[:1])
     expected = {"a0", "a2", "a4", *(f"b{number}" for number in range(5))} | ({"c0"} if when == "adding" else set())
     assert set(llm.engine.ids()) == expected
+
+
+def test_what_was_made_for_one_query_leaves_nothing(
+    make_llm: MakeLLM, tmp_path: Path, embedding: WordEmbedding
+) -> None:
+    llm = make_llm(store=tmp_path / "kv")
+    index = VectorStoreIndex.from_documents(
+        [Document(text=" ".join(FACTS), id_="d")],
+        storage_context=StorageContext.from_defaults(vector_store=wrapped(llm, tmp_path)),
+        embed_model=embedding,
+    )
+    synthesizer = BlendSynthesizer(llm)
+    cited = CitationQueryEngine.from_args(
+        index, llm, response_synthesizer=synthesizer, citation_chunk_size=32, citation_chunk_overlap=0
+    )
+
+    def ask(number: int) -> tuple[set[str], int, int]:
+        answer = [NodeWithScore(node=TextNode(text=f"Sub question: Who is {number}?\nResponse: Mara {number}"))]
+        synthesizer.synthesize("Who?", answer)
+        cited.query(FACTS[number % len(FACTS)])
+        llm.engine.flush()
+        figures = llm.engine.store.stats()
+        return set(llm.engine.ids()), figures.nodes, figures.entries
+
+    before = ask(0)
+    assert all(ask(number) == before for number in range(1, 12))
+
+
+def test_what_the_index_has_without_a_document_is_kept(llm: BlendLLM, chroma: ChromaVectorStore) -> None:
+    store = BlendVectorStore(chroma, engine=llm.engine)
+    node = TextNode(text=FACTS[0], id_="a", embedding=[1.0])
+    store.inner.add([node])
+    BlendSynthesizer(llm).synthesize("Who?", [NodeWithScore(node=node)])
+    llm.engine.flush()
+    assert llm.engine.ids() == ["a"]
+    store.delete_nodes(["a"])
+    assert not llm.engine.ids()

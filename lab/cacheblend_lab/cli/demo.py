@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption
-from cacheblend_rag.cli.output import console, make_quiet, on_interrupt, progress_bar, say_seconds, write_json
+from cacheblend_rag.cli.output import console, on_interrupt, progress_bar, say_seconds, write_json
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
@@ -38,18 +39,21 @@ def demo(
     Half of them go through LlamaIndex and half through LangChain. The KV is computed on the way in. A second run finds it there.
     """
     started = time.perf_counter()
-    make_quiet()
     name = model or str(_packaged_model())
-    # Before a model is loaded.
-    with needs_extra("demo", "the demo"):
-        from cacheblend_lab.demo.run import run_demo
-        from cacheblend_lab.demo.screen import show_demo
-
+    with progress_bar("loading both frameworks and the model") as progress, ExitStack() as stack:
+        progress(0, 2)
+        # Before a model is loaded.
+        with needs_extra("demo", "the demo"):
+            from cacheblend_lab.demo.run import run_demo
+            from cacheblend_lab.demo.screen import show_demo
+        progress(1, 2)
+        engine = stack.enter_context(open_engine(name, store=folder / "kv"))
+        held = stack.pop_all()
     with (
+        held,
         on_interrupt(
             lambda: f"what was put into Chroma is kept in {folder} with its KV; the same command goes on from there"
         ),
-        open_engine(name, store=folder / "kv") as engine,
         progress_bar("reading and asking") as progress,
     ):
         added, answered = run_demo(folder, engine, questions=questions, retrieved=retrieved, progress=progress)
