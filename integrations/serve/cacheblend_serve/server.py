@@ -158,7 +158,7 @@ async def _asker(request: Request) -> Asker:
     known = [each.alias for each in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in known:
-            hint = did_you_mean(name, known) or "; leave it out"
+            hint = did_you_mean(name[:60], known) or "; leave it out"
             raise HTTPException(400, f"the parameter {name!r:.60} of the address is not supported here{hint}")
     return Asker(request.app.state.server, request.state.owner, request)
 

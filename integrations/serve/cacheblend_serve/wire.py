@@ -32,7 +32,8 @@ _MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _One = Annotated[float, Field(ge=1, le=1)]
 _NoList = Annotated[list[Any], Field(max_length=0)]
-_Tokens = Annotated[list[int], Field(min_length=1)]
+# The first thing that is wrong is said: a list of a million has a million.
+_Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 _NoObject = Annotated[dict[str, Any], Field(max_length=0)]
 
 
@@ -70,7 +71,7 @@ class Bookkeeping(_Sent):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] = Field(default={})
+    metadata: dict[str, Any] = Field(default={}, max_length=16)
 
 
 class DoneAnyway(_Sent):
@@ -195,18 +196,18 @@ class ResponseFormat(_Sent):
 class ChatRequest(Decoding):
     """A request of ``/v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: list[ToolItem] = Field(default=[])
+    tools: list[ToolItem] = Field(default=[], fail_fast=True)
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default={})
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     logprobs: Literal[False] = False
-    modalities: list[Literal["text"]] = Field(default=[])
+    modalities: list[Literal["text"]] = Field(default=[], max_length=1)
     top_logprobs: _Zero = 0
     verbosity: Literal["medium"] | None = None
 
@@ -240,9 +241,9 @@ class CompletionRequest(Decoding):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
         | _Tokens
-        | Annotated[list[_Tokens], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[list[_Tokens], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
     )
     suffix: Literal[""] = ""
 

@@ -20,6 +20,7 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -29,11 +30,13 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.app import Guarded
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.cli import _server
+from cacheblend_serve.client.wire import AnswerCall, ChunksCall
 from cacheblend_serve.errors import Overload, explained
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.responses import EventStream, Whole
 from cacheblend_serve.server import Gate, Rates, Server
 from cacheblend_serve.settings import ServeConfig
+from cacheblend_serve.wire import AddRequest, ChatRequest, CompletionRequest, DocumentRequest, IdsRequest
 from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, process_of
 from tests.limits import wait_until
 from tests.poison import BEYOND, outcomes, spare_token
@@ -45,6 +48,7 @@ LONG = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500}
 TOOL = {"type": "function", "function": {"name": "weather"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CALL = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+MANY = 20_001
 JSON = {"Content-Type": "application/json"}
 
 
@@ -164,6 +168,32 @@ def test_a_token_beyond_the_model_is_refused_to_its_caller_alone(engine: BlendEn
             assert reply.status_code == 200, reply.text
         else:
             assert BEYOND in error(reply, 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [1.5] * MANY}),
+        (CompletionRequest, {"prompt": [["x"] * MANY]}),
+        (CompletionRequest, {"prompt": [[]] * MANY}),
+        (CompletionRequest, {"prompt": "x", "documents": [5] * MANY, "stop": [5] * MANY, "bad_words": [5] * MANY}),
+        (ChatRequest, {"messages": [5] * MANY}),
+        (ChatRequest, {"messages": MESSAGES, "tools": [{}] * MANY, "modalities": [5] * MANY}),
+        (ChatRequest, {"messages": MESSAGES, "metadata": dict.fromkeys(map(str, range(MANY)), 5)}),
+        (ChatRequest, {"messages": MESSAGES} | dict.fromkeys(map(str, range(MANY)), 5)),
+        (AddRequest, {"chunks": [{}] * MANY}),
+        (DocumentRequest, {"chunks": [5] * MANY}),
+        (IdsRequest, {"ids": [5] * MANY}),
+        (ChunksCall, {"chunks": [{"text": "x", "token_ids": [1.5] * MANY}]}),
+        (AnswerCall, {"prompt": {"segments": [[1.5] * MANY]}}),
+        (AnswerCall, {"prompt": {"segments": [{"chunk": {"text": "x", "positions": ["x"] * MANY}}]}}),
+    ],
+)
+def test_not_all_that_is_wrong_is_told(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    # Each error takes a while to make, and all other callers wait meanwhile.
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() < 20
 
 
 def test_json_that_is_nested_too_deeply_and_half_characters(tiny_client: httpx.Client) -> None:

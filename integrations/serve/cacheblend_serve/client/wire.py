@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
-from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -35,6 +34,8 @@ _MOST_CHUNKS = 10_000
 _MOST_SEGMENTS = 20_000
 # Of a segment that is given in token ids.
 _MOST_TOKENS = 2_000_000
+# Of an unknown field, in what is said of it.
+_NAME_CHARS = 60
 
 
 class Item(BaseModel):
@@ -55,12 +56,24 @@ def known_fields(given: Any, known: Collection[str]) -> Any:
     said = {name: value for name, value in given.items() if value is not None}
     for name in said:
         if name not in known:
-            words = {"field": name, "hint": did_you_mean(name, known) or "; leave it out"}
+            field = name[:_NAME_CHARS]
+            words = {"field": field, "hint": did_you_mean(field, known) or "; leave it out"}
             raise PydanticCustomError("unknown_field", "not supported here{hint}", words)
     return said
 
 
-_Chunk = Annotated[Chunk, BeforeValidator(partial(known_fields, known=[each.name for each in fields(Chunk)]))]
+def _chunk_fields(given: Any) -> Any:
+    said = known_fields(given, _CHUNK_FIELDS)
+    for name in ("token_ids", "positions"):
+        numbers = said.get(name) if isinstance(said, Mapping) else None
+        # pydantic would tell of each that is wrong, and there may be a million.
+        if isinstance(numbers, list) and not all(type(each) is int for each in numbers):
+            raise PydanticCustomError("int_list", "{name} are not all whole numbers", {"name": name})
+    return said
+
+
+_CHUNK_FIELDS = [each.name for each in fields(Chunk)]
+_Chunk = Annotated[Chunk, BeforeValidator(_chunk_fields)]
 
 
 class SegmentItem(Item):
@@ -89,7 +102,7 @@ class SegmentItem(Item):
 class PromptItem(Item):
     """A prompt, as `BlendPrompt` has it."""
 
-    segments: list[str | Annotated[list[int], Field(max_length=_MOST_TOKENS)] | SegmentItem] = Field(
+    segments: list[str | Annotated[list[int], Field(max_length=_MOST_TOKENS, fail_fast=True)] | SegmentItem] = Field(
         max_length=_MOST_SEGMENTS
     )
     skip_unknown: bool = False
