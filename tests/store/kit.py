@@ -102,6 +102,11 @@ def same(left: ChunkKV, right: ChunkKV) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
+def held(store: KVStore, numbers: range) -> list[int]:
+    """Return those of the numbers whose KV is held."""
+    return [number for number in numbers if store.holds([key_of(number)])[0]]
+
+
 def is_held(store: KVStore, number: int) -> bool:
     """Return whether a chunk is there, and reads as it was put."""
     reader = store.open(key_of(number))

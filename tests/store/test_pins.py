@@ -9,13 +9,9 @@ from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.store import KVStore, check_store, pin_chunks
 from tests.engines import MakeEngine
 from tests.families import words
-from tests.store.kit import files_of, key_of, make_kv, open_store, read, record
+from tests.store.kit import files_of, held, key_of, make_kv, open_store, read, record
 
 KV_BYTES = make_kv(0).nbytes
-
-
-def held(store: KVStore, numbers: range) -> list[int]:
-    return [number for number in numbers if store.holds([key_of(number)])[0]]
 
 
 def put(store: KVStore, *numbers: int) -> None:

@@ -10,16 +10,11 @@ import torch
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ChunkReadError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.base import Entry
 from cacheblend_rag.store.memory import RamTier
-from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, opened, put, read, record, same
+from tests.store.kit import files_of, held, is_held, key_of, make_kv, open_store, opened, put, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
-
-
-def held(store: KVStore, numbers: range) -> list[int]:
-    return [number for number in numbers if store.holds([key_of(number)])[0]]
 
 
 def test_ram_keeps_what_was_used_last() -> None:

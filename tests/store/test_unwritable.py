@@ -14,13 +14,12 @@ from cacheblend_rag.store import KVStore
 from tests.store.kit import (
     add,
     fill,
+    is_held,
     key_of,
     make_kv,
     open_store,
-    read,
     record,
     remount,
-    same,
     small_disk,
     writing_elsewhere,
 )
@@ -29,11 +28,6 @@ from tests.store.kit import (
 def miss(store: KVStore, number: int, ttl_s: float | None = None) -> None:
     """Keep the KV of a miss, as an answer does."""
     assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)], ttl_s=ttl_s)
-
-
-def is_hit(store: KVStore, number: int) -> bool:
-    reader = store.open(key_of(number))
-    return reader is not None and same(read(reader), make_kv(number))
 
 
 @contextmanager
@@ -57,7 +51,7 @@ def test_another_process_writes(tmp_path: Path, write_back_bytes: int, caplog: p
             for number in (2, 3, 4):
                 miss(store, number)
             assert store.names.lookup("ns", ["n1", "n4"]) == [record("n1", 1), None]
-            assert all(is_hit(store, number) for number in (1, 2, 3, 4))
+            assert all(is_held(store, number) for number in (1, 2, 3, 4))
         with within(1.2), pytest.raises(StoreError, match=r"index.sqlite is locked: another"):
             store.put(key_of(5), make_kv(5))
         with pytest.raises(StoreError, match="locked"):
@@ -65,7 +59,7 @@ def test_another_process_writes(tmp_path: Path, write_back_bytes: int, caplog: p
         # What is damaged is not met again, even if its entry cannot be dropped now.
         with pytest.raises(StoreError):
             store.discard(key_of(1), wait=False)
-        assert not is_hit(store, 1) and store.holds([key_of(1)]) == [False]
+        assert not is_held(store, 1) and store.holds([key_of(1)]) == [False]
     assert [each.levelname for each in caplog.records] == ["WARNING"]
     assert "in memory by this process alone" in caplog.text
     # What prompts bring next is written again; what is in RAM alone goes with its name.
@@ -73,7 +67,7 @@ def test_another_process_writes(tmp_path: Path, write_back_bytes: int, caplog: p
     store.flush()
     assert store.holds([key_of(number) for number in (2, 6)]) == [False, True]
     assert store.forget("ns", ["n2", "n6"]) == 1
-    assert [is_hit(store, number) for number in (2, 3, 6)] == [False, True, False]
+    assert [is_held(store, number) for number in (2, 3, 6)] == [False, True, False]
 
 
 def test_another_process_is_stuck_opening_it(tmp_path: Path) -> None:
@@ -103,9 +97,9 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
         for number in (2, 3):
             miss(store, number)
         miss(store, 4, ttl_s=50)
-        assert all(is_hit(store, number) for number in (1, 2, 3, 4))
+        assert all(is_held(store, number) for number in (1, 2, 3, 4))
         wall[0] += 100
-        assert (is_hit(store, 4), is_hit(store, 3)) == (False, True)
+        assert (is_held(store, 4), is_held(store, 3)) == (False, True)
         store.flush()
         store.close()
         assert len(caplog.messages) == 1 and "in memory by this process alone" in caplog.text
@@ -121,7 +115,7 @@ def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.Lo
             miss(store, number)
             store.settle()
             fill(disk)
-        assert all(is_hit(store, number) for number in (1, 38, 39))
+        assert all(is_held(store, number) for number in (1, 38, 39))
         assert caplog.text.count("of a miss was not stored") == 1
         with pytest.raises(StoreError, match="no space left"):
             store.flush()
