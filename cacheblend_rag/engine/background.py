@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
@@ -17,6 +18,8 @@ from cacheblend_rag.report import AddResult
 __all__ = ["AddJob", "Feed", "Jobs", "in_thread"]
 
 logger = logging.getLogger(__name__)
+
+_LOGGED_S = 5.0
 
 Piece = TypeVar("Piece")
 Outcome = TypeVar("Outcome")
@@ -35,6 +38,7 @@ class AddJob:
     def __init__(self, finished: int, total: int, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.progress = (finished, total)
         self._on_progress = on_progress
+        self._started = self._logged = time.monotonic()
         self._future: Future[AddResult] = Future()
 
     def done(self) -> bool:
@@ -65,7 +69,10 @@ class AddJob:
             self.tell()
 
     def tell(self) -> None:
-        """Call `on_progress`."""
+        """Call `on_progress`, and log how far it is if that was not done for five seconds."""
+        if (now := time.monotonic()) - self._logged > _LOGGED_S:
+            self._logged = now
+            logger.info("%d of %d chunks encoded after %.0f s", *self.progress, now - self._started)
         if self._on_progress is not None:
             self._on_progress(*self.progress)
 

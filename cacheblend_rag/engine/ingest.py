@@ -35,6 +35,9 @@ _TRIAL_S = 1.0
 _WRITTEN = 8
 # Beside its file a chunk has a row, and is brought to its place: each is synced as well.
 _SYNCED = 2
+# Tokens a byte that text seldom has, and how many tokens of such chunks are worth a warning.
+_DENSE = 0.75
+_MANY_DENSE = 2000
 
 
 class _Text:
@@ -124,6 +127,7 @@ class Ingest:
         self._config = config
         # Of a model without blending no KV is ever missing.
         self._encodes = form is not None
+        self._kv_bytes_per_token = 0 if form is None else form.kv_bytes_per_token
         self._has_told = False
         self._categories: set[str] = set()
         self.jobs = Jobs()
@@ -243,6 +247,7 @@ class Ingest:
         self._store.settle()
         records: list[NodeRecord] = []
         positions: dict[str, tuple[int, ...] | None] = {}
+        accepted: list[Chunk] = []
         refused: list[str] = []
         refusals: list[Exception] = []
         # Chunks without an id are all kept; of several with one id the last counts.
@@ -252,6 +257,7 @@ class Ingest:
                 chunk = replace(chunk, document=None, body=None, source=None)
             try:
                 records.append(self._assembler.record(chunk))
+                accepted.append(chunk)
                 positions[records[-1].key] = self._assembler.places(chunk)
             except PromptError as error:
                 if on_refused is None:
@@ -259,6 +265,21 @@ class Ingest:
                     continue
                 on_refused(chunk, error)
                 refused += [] if chunk.id is None else [chunk.id]
+        dense = [
+            len(record.token_ids)
+            for record, chunk in zip(records, accepted, strict=True)
+            if chunk.token_ids is None and len(record.token_ids) > _DENSE * len(chunk.text.encode())
+        ]
+        if sum(dense) > _MANY_DENSE and self._encodes:
+            logger.warning(
+                "%d of %d chunks have nearly a token a byte (%d tokens), as base64, hashes and numbers do, and scripts that the "
+                "tokenizer hardly knows: %.0f MB of KV before the disk's codec, %s; leave out what nobody will ask for",
+                len(dense),
+                len(records),
+                sum(dense),
+                sum(dense) * self._kv_bytes_per_token / 1e6,
+                self._config.disk_codec,
+            )
         if refused and not is_trial:
             self._store.forget(self._namespace, refused)
         rules = self._assembler.rules

@@ -1,7 +1,9 @@
 """Adding in the background and on second use: nothing is lost, nothing deleted comes back, prompts go first."""
 
+import base64
 import gc
 import logging
+import random
 import re
 import subprocess
 import sys
@@ -410,3 +412,22 @@ def test_many_short_texts_of_one_name_are_encoded_alone(engine: BlendEngine, bac
     assert None not in add("starts", start=range(50))
     assert None not in add("linked", previous=[None, *(f"linked{n}" for n in range(49))])
     assert None not in add("lines", "{0}\n{1}")
+
+
+@pytest.mark.parametrize("kind", ["base64", "text"])
+def test_what_has_very_many_tokens_is_warned_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    blob = base64.b64encode(random.Random(0).randbytes(3000)).decode()
+    text = blob if kind == "base64" else "The harbour office opens at eight. " * (len(blob) // 35)
+    with BlendEngine.from_pretrained("reference") as engine:
+        engine.estimate([Chunk(text[at : at + 100], f"c{at}") for at in range(0, len(text), 100)])
+    told = [record.message for record in caplog.records if "MB of KV before the disk's codec" in record.message]
+    assert len(told) == (kind == "base64")
+
+
+def test_a_long_addition_logs_how_far_it_is(
+    engine: BlendEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("cacheblend_rag.engine.background._LOGGED_S", 0.0)
+    engine.add(CHUNKS)
+    assert "6 of 6 chunks encoded after 0 s" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -12,6 +13,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.chunk import document_name, text_hash
@@ -27,7 +29,7 @@ __all__ = ["BlendVectorStore"]
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS = ("background", "context", "boundary", "document_keys", "name")
+_OPTIONS = ("background", "show_progress", "context", "boundary", "document_keys", "name")
 
 
 class BlendVectorStore(SearchesInner):
@@ -47,6 +49,9 @@ class BlendVectorStore(SearchesInner):
         The address of a server whose engine it is, instead of `engine`.
     background : bool
         Whether adding returns before the texts are encoded, which continues in the background; `flush` waits for it.
+    show_progress : bool
+        Whether to show a progress bar while texts are encoded, unless in the background. The log has a line every five seconds
+        at level INFO in any case.
     context : {"document", "none"}
         Whether a text is encoded after those that precede it in its document, or alone. Alone, no chunk knows of another, as
         it should be for texts whose readers differ from one to the next.
@@ -78,6 +83,7 @@ class BlendVectorStore(SearchesInner):
         engine: Engine | None = None,
         server: str | None = None,
         background: bool = False,
+        show_progress: bool = False,
         context: str = "document",
         boundary: Sequence[str] = (),
         document_keys: Sequence[str] = DOCUMENT_KEYS,
@@ -89,6 +95,7 @@ class BlendVectorStore(SearchesInner):
             )
         self.engine = engine = chosen_engine(engine, server)
         self.background = background
+        self.show_progress = show_progress
         self._inventory = Inventory(inner)
         self._siblings = Siblings(inner, engine, name)
         self.places = DocumentPlaces(engine, self._siblings.name, document_keys, boundary, context)
@@ -277,6 +284,9 @@ class BlendVectorStore(SearchesInner):
             # A store may hold documents without text; there is nothing to encode in them.
             self.engine.delete([id for id, text in zip(ids, texts, strict=True) if not text.strip()])
         try:
+            if progress is None and self.show_progress and not self.background:
+                with tqdm(desc="Encoding texts", unit="text") as bar:
+                    return self.engine.add(chunks, progress=partial(_advance, bar), on_refused=_warn_of)
             return self.engine.add(chunks, progress=progress, on_refused=_warn_of, background=self.background)
         except BaseException:
             # Rather no chunk under an id than the text that the store has just replaced.
@@ -389,6 +399,11 @@ class BlendVectorStore(SearchesInner):
 
 def _of(documents: Sequence[Document]) -> tuple[list[str], list[dict[str, Any]]]:
     return [document.page_content for document in documents], [document.metadata for document in documents]
+
+
+def _advance(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
 
 
 def _warn_of(chunk: Chunk, refusal: PromptError) -> None:

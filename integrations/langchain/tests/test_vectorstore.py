@@ -549,3 +549,12 @@ def test_deletions_elsewhere_seen(tiny: Any, tokenizer: Any, embedding: Embeddin
         else:
             ids += store.add_documents([Document("Another text of it.", metadata={"source": "d"})])
         assert set(engine.ids()) == set(ids[2:])
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_bar_shows_how_far_it_is(
+    engine: BlendEngine, embedding: Embeddings, capsys: pytest.CaptureFixture[str], shown: bool
+) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine, show_progress=shown)
+    store.add_texts(["One goat.", "Another goat."])
+    assert ("2/2" in capsys.readouterr().err) == shown
