@@ -28,6 +28,7 @@ __all__ = [
 
 # Of one request.
 _MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000
+_MOST_MESSAGES, _MOST_TOOLS = 10_000, 1000
 # Fields that are taken with the value that asks for what is done anyway, and refused with any other.
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _One = Annotated[float, Field(ge=1, le=1)]
@@ -196,9 +197,9 @@ class ResponseFormat(_Sent):
 class ChatRequest(Decoding):
     """A request of ``/v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: list[ToolItem] = Field(default=[], fail_fast=True)
+    tools: list[ToolItem] = Field(default=[], max_length=_MOST_TOOLS, fail_fast=True)
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None

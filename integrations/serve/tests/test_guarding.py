@@ -76,6 +76,8 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
         ),
         (SHORT | {"stop": ["x"] * 17}, 400, "at most 16 items"),
         (SHORT | {"documents": ["x"] * 1001}, 400, "at most 1000 items"),
+        (SHORT | {"tools": [TOOL] * 1001}, 400, "at most 1000 items"),
+        (SHORT | {"messages": MESSAGES * 10_001}, 400, "at most 10000 items"),
         (SHORT | {"n": 2}, 400, "n: Input should be less than or equal to 1, not 2"),
         (SHORT | {"logprobs": True}, 400, "logprobs: Input should be False, not True"),
         (SHORT | {"cache_salt": "x"}, 400, "cache_salt: not supported here; leave it out"),
