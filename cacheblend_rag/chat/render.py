@@ -154,18 +154,19 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
     variables = {"add_generation_prompt": True, **variables}
     problem, cause, tried = "", None, list[Any]()
     changes = (list, _calls_apart, _calls_as_words), (list, _one_system_turn, _without_system_turn)
-    for shown in (join(change(turns)) for change in changes[0] for join in changes[1]):
+    for shown in (change(join(turns)) for change in changes[0] for join in changes[1]):
         if shown in tried:
             continue
         tried.append(shown)
         try:
-            text = rest = str(tokenizer.apply_chat_template(shown, tokenize=False, **variables))
+            text, place = str(tokenizer.apply_chat_template(shown, tokenize=False, **variables)), 0
             # What may stand there besides, so that finding it says nothing of what was said.
             own = f"{tokenizer.chat_template}{variables}{[{**turn, 'content': ''} for turn in shown]}"
             is_doubtful = any(turn.get("tool_calls") for turn in shown)
-            for said in sorted(filter(None, (turn["content"].strip() for turn in shown)), key=len, reverse=True):
-                is_doubtful = is_doubtful or said not in rest or said in own
-                rest = rest.replace(said, "\0", 1)
+            for said in filter(None, (turn["content"].strip() for turn in shown)):
+                found = text.find(said, place)
+                is_doubtful = is_doubtful or found < 0 or said in own
+                place = found + len(said)
             if not is_doubtful or not (lost := _passed_over(tokenizer, shown, variables)):
                 return text
             problem = problem or f"drops or changes content: it does not show the {lost}; say it in another role"
