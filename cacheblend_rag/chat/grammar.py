@@ -105,8 +105,8 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     for each in nodes:
         joined = [each, *parts.get(id(each), {}).values()]
         says_more = any(part.keys() & {"additionalProperties", "patternProperties"} for part in joined)
-        if id(each) not in shared and not says_more and (len(joined) > 1 or "properties" in each):
-            names = [name for part in joined for name in (*part.get("properties", ()), *part.get("required", ()))]
+        names = [name for part in joined for name in (*part.get("properties", ()), *part.get("required", ()))]
+        if id(each) not in shared and not says_more and ("properties" in each or (names and len(joined) > 1)):
             each["properties"] = dict.fromkeys(names, True) | each.get("properties", {})
             each["additionalProperties"] = False
     return schema
@@ -114,10 +114,8 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _is_joined(schema: dict[str, Any]) -> bool:
     """Return whether a value has to fit several schemas at once."""
-    beside = sum(name in schema for name in ("anyOf", "oneOf", "$ref")) + bool(
-        schema.keys() & {"properties", "required"}
-    )
-    return beside + len(schema.get("allOf", ())) > 1
+    kinds = {"properties" if name == "required" else name for name in schema} & {"properties", "anyOf", "oneOf", "$ref"}
+    return len(kinds) + len(schema.get("allOf", ())) > 1
 
 
 def _parts(schema: dict[str, Any], root: dict[str, Any], found: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -49,6 +49,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"a": true, "b": 1}'],
         ['{"a": true}', '{"a": true, "b": 1, "c": 2}'],
     ),
+    "parts without names": ({"allOf": [{"type": "object"}, {"description": "Any."}]}, ["{}", '{"x": 1}'], ["1"]),
     "names that are keywords": (
         {"type": "object", "properties": {"properties": flag("a"), "allOf": {"type": "integer"}}},
         ['{"properties": {"a": true}, "allOf": 1}'],

@@ -157,7 +157,8 @@ class ChatBlend(BlendModel, BaseChatModel):
         method : {"json_schema", "json_mode", "function_calling"}
             "json_schema" states the schema in the last user message and constrains the answer to it token by token;
             "json_mode" allows any JSON object, so say in the prompt which; "function_calling" turns the schema into a tool, for
-            models whose template has tools.
+            models whose template has tools. Objects have the properties that the schema names and no others, unless it says
+            ``additionalProperties``.
         include_raw : bool
             Whether to return a dictionary of the message (raw), the object (parsed) and what went wrong (parsing_error) instead.
         strict : bool, optional
