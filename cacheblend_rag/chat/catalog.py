@@ -8,14 +8,17 @@ import re
 import threading
 import unicodedata
 import weakref
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, is_part, text_hash
 from cacheblend_rag.engine import ChunkLibrary, Library
 from cacheblend_rag.errors import BackendError, StoreError
+from cacheblend_rag.lexer import MARK, lexer_of
 from cacheblend_rag.store.base import NameChanges
 
 __all__ = ["ChunkCatalog", "catalog_of"]
@@ -52,20 +55,19 @@ class ChunkCatalog:
         that is stored in several documents, the chunk of the one that has most chunks here is taken; where two have as many,
         none of theirs: it is one that is encoded alone, with or without an id.
         """
+        said = text.split(MARK)
+        marks, plain = list(accumulate(map(len, said[:-1]))), "".join(said)
         with self._lock:
-            matches = self._finder.find(text, min_chars)
+            matches = self._finder.find(plain, min_chars)
         is_clear = all(len(match.ids) == 1 for match in matches)
         ids = [match.ids[0] for match in matches] if is_clear else _choose(engine, matches)
+        cuts = [0, *chain.from_iterable((match.start, match.stop) for match in matches), len(plain)]
+        at = [cut + len(MARK) * bisect_left(marks, cut) for cut in cuts]
         segments: list[Segment] = []
-        end = 0
-        for match, id in zip(matches, ids, strict=True):
-            if match.start > end:
-                segments.append(text[end : match.start])
-            segments.append(Chunk(text[match.start : match.stop], id))
-            end = match.stop
-        if end < len(text):
-            segments.append(text[end:])
-        return segments
+        for number, (match, id) in enumerate(zip(matches, ids, strict=True)):
+            segments += [text[at[2 * number] : at[2 * number + 1]], Chunk(plain[match.start : match.stop], id)]
+        segments.append(text[at[-2] : at[-1]])
+        return [each for each in segments if each]
 
     def prompt(
         self, engine: Library, parts: Sequence[Segment], min_chars: int = HEAD_CHARS, asked: str | None = None
@@ -82,9 +84,10 @@ class ChunkCatalog:
         for part in parts:
             begin = len(segments)
             segments += self.split(engine, part, min_chars) if isinstance(part, str) else [part]
-        segments = _with_question(segments, begin, asked)
+        segments = _with_question(segments, begin, asked, engine.tokenizer)
         if not any(isinstance(segment, Chunk) for segment in segments):
-            self._look_closer(engine, "".join(part for part in segments if isinstance(part, str)), min_chars)
+            text = "".join(part for part in segments if isinstance(part, str)).replace(MARK, "")
+            self._look_closer(engine, text, min_chars)
         return BlendPrompt(segments=segments)
 
     def _look_closer(self, engine: Library, text: str, min_chars: int) -> None:
@@ -148,7 +151,7 @@ class ChunkCatalog:
         """Take in chunks that are new or have another text than before."""
         records = [record for record in engine.records(ids) if record is not None]
         fresh: list[tuple[str, str]] = []
-        texts = _texts(engine.tokenizer, [list(record.token_ids) for record in records])
+        texts = lexer_of(engine.tokenizer).texts([record.token_ids for record in records])
         for record, text in zip(records, texts, strict=True):
             id = record.id
             readable = text_hash(text) == record.text_hash
@@ -182,7 +185,7 @@ def _unescaped(escaped: re.Match[str]) -> str:
     return str(json.loads(f'"{escaped[0]}"'))
 
 
-def _with_question(segments: list[Segment], begin: int, asked: str) -> list[Segment]:
+def _with_question(segments: list[Segment], begin: int, asked: str, tokenizer: Any) -> list[Segment]:
     """Return segments with the last one that is a chunk as text, if it was found from `begin` on and is the end of `asked`.
 
     What follows another chunk, with nothing but blanks between, is one more passage, and what stands alone is all there is.
@@ -194,7 +197,7 @@ def _with_question(segments: list[Segment], begin: int, asked: str) -> list[Segm
     if not isinstance(before, str) or (place > 1 and not before.strip()):
         return segments
     after = "".join(each for each in segments[place + 1 :] if isinstance(each, str))
-    return [*segments[: place - 1], f"{before}{found.text}{after}"]
+    return [*segments[: place - 1], f"{before}{lexer_of(tokenizer).said(found.text)}{after}"]
 
 
 def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:
@@ -220,14 +223,6 @@ def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:
         return next((id for id in entry if document[id] is None), None)
 
     return [served(entry) for entry in entries]
-
-
-def _texts(tokenizer: Any, token_ids: Sequence[list[int]]) -> list[str]:
-    """Decode many chunks; the fast tokenizers do it in one go, without a Python loop over the tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        return list(backend.decode_batch(token_ids, skip_special_tokens=False))
-    return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in token_ids]
 
 
 _catalogs: weakref.WeakKeyDictionary[Library, ChunkCatalog] = weakref.WeakKeyDictionary()

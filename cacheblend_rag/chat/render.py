@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.lexer import lexer_of
 
 __all__ = [
     "Holes",
@@ -148,10 +149,10 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
 
     All that is said and called stands in it. Where the template refuses a turn or passes over it, system messages become one or
     join the first user message; else calls of tools and their results become words of the assistant and the user.
-    `PromptError` if even then it refuses them or leaves something out.
+    `PromptError` if even then it refuses them or leaves something out. The template alone writes control tokens (`Lexer.said`).
     """
     turns = [{**turn, "role": _ROLES.get(turn["role"], turn["role"])} for turn in turns]
-    variables = {"add_generation_prompt": True, **variables}
+    turns, variables = lexer_of(tokenizer).said([turns, {"add_generation_prompt": True, **variables}])
     problem, cause, tried = "", None, list[Any]()
     changes = (list, _calls_apart, _calls_as_words), (list, _one_system_turn, _without_system_turn)
     for shown in (change(join(turns)) for change in changes[0] for join in changes[1]):
@@ -215,7 +216,10 @@ def _calls_as_words(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     words: list[dict[str, Any]] = []
     for turn in turns:
         role = "user" if turn["role"] == "tool" else turn["role"]
-        said = [turn["content"], *(json.dumps(call["function"], default=str) for call in turn.get("tool_calls", ()))]
+        said = [
+            turn["content"],
+            *(json.dumps(call["function"], ensure_ascii=False, default=str) for call in turn.get("tool_calls", ())),
+        ]
         said[:0] = [words.pop()["content"]] if words and words[-1]["role"] == role else []
         words.append({"role": role, "content": "\n\n".join(filter(None, said))})
     return words

@@ -20,6 +20,7 @@ from cacheblend_rag.documents.splitter import Passage
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.store import KVStore, open_store
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class Library:
         Where the tokenizer has a chat template, it is the user's message of a chat.
         """
         tokenizer = self._engine.tokenizer
-        prefix, suffix = _INSTRUCTION, f"\n\nQuestion: {question}"
+        prefix, suffix = _INSTRUCTION, f"\n\nQuestion: {lexer_of(tokenizer).said(question)}"
         if getattr(tokenizer, "chat_template", None):
             prefix, suffix = around_context(tokenizer, prefix, suffix)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, check_text, text_hash
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.errors import (
@@ -25,12 +25,13 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.preamble import default_preamble
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk, PromptHead
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.report import OTHER_TEXT
-from cacheblend_rag.store import KVReader, NodeRecord
+from cacheblend_rag.store import NodeRecord
 
 __all__ = ["LEAST_HEAD", "Assembler"]
 
@@ -99,34 +100,32 @@ class Assembler:
         )
         # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
         owner = "" if config.tenant is None else f"|{config.tenant}"
+        if lexer_of(tokenizer).has_prefix:
+            # Before, a blank was put before each chunk.
+            owner = f"{owner}|chunks go on"
         self.namespace = hashlib.blake2b(f"{identity}|{self.preamble}{owner}".encode(), digest_size=16).hexdigest()
 
     def _preamble(self, wanted: str | Sequence[int] | None, form: Decoder | ModelCard | None) -> tuple[int, ...]:
         if wanted is None and form is not None and self._is_movable:
             most = None if self._window is None else self._window // _LEAST_WINDOWS
-            return self._with_bos(self.tokenize(default_preamble(self.tokenizer)))[:most]
+            return self.tokenize(default_preamble(self.tokenizer), begins=True)[:most]
         if isinstance(wanted, Sequence) and not isinstance(wanted, str):
             return self._checked(wanted)
-        return self._with_bos(self.tokenize(wanted or ""))
+        return self.tokenize(wanted or "", begins=True)
 
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the ids of `text` on its own, without special tokens added.
+    def tokenize(self, text: str, *, begins: bool = False) -> tuple[int, ...]:
+        """Return the ids of a text that goes on, or, with the BOS, of one that begins a prompt.
 
         `PromptError` if it holds half a character, or a token that the model has no embedding of.
         """
-        check_text(text)
-        # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
-        return self._checked(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = lexer_of(self.tokenizer).read(text, begins=begins)[0]
+        if max(ids, default=0) >= self._num_embeddings:
+            self._checked(ids)
+        return (*(self._bos if begins and tuple(ids[: len(self._bos)]) != self._bos else ()), *ids)
 
     def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
         """Return the store key of the KV of a chunk that is encoded alone; see `chunk_key`."""
         return chunk_key(self.namespace, token_ids, places)
-
-    def is_of(self, reader: KVReader, chunk: PromptChunk) -> bool:
-        """Return whether stored KV is of a chunk's tokens, in the context that its key says."""
-        return reader.token_ids == chunk.kv_ids and chunk.key == chunk_key(
-            self.namespace, chunk.kv_ids, chunk.positions, reader.context
-        )
 
     def places(self, chunk: Chunk) -> tuple[int, ...] | None:
         """Return the positions of a chunk's tokens when they are encoded; None for right after the preamble, without gaps.
@@ -149,9 +148,11 @@ class Assembler:
         if chunk.token_ids is not None:
             ids = self._checked(chunk.token_ids)
         elif chunk.document is None or self.rules.limit == 0:
-            ids = self.tokenize(chunk.text)
+            ids = self.tokenize(lexer_of(self.tokenizer).said(chunk.text))
         else:
             ids, place = self._placed(chunk)
+            if max(ids, default=0) >= self._num_embeddings:
+                self._checked(ids)
         if not ids:
             raise EmptyChunkError(
                 f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
@@ -161,7 +162,7 @@ class Assembler:
                 f"chunk {chunk.id!r} has {len(ids)} tokens; after the preamble that is more than the "
                 f"model's window of {self._window}; split it"
             )
-        places = self.places(chunk)
+        places = None if chunk.positions is None else self.places(chunk)
         if self._window is not None and places is not None and places[-1] >= self._window:
             raise PromptTooLongError(
                 f"chunk {chunk.id!r} reaches position {places[-1]}, but the model's window is {self._window}; leave less room "
@@ -169,7 +170,7 @@ class Assembler:
             )
         # A prompt that places its segments has its own idea of what stands between them.
         separator = self.rules.separator if chunk.positions is None else ()
-        key = self.key(ids + separator, places)
+        key = chunk_key(self.namespace, ids + separator, places)
         origin = chunk.source, chunk.indexed
         return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place, *origin)
 
@@ -177,14 +178,9 @@ class Assembler:
         """Return the tokens of a piece of a document, and its place."""
         assert chunk.document is not None
         begin, end = (0, len(chunk.text)) if chunk.body is None else chunk.body
-        if getattr(self.tokenizer, "is_fast", False):
-            check_text(chunk.text)
-            options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": True}
-            encoding = self.tokenizer(chunk.text, **options)
-            ids, stops = self._checked(encoding["input_ids"]), [stop for _, stop in encoding["offset_mapping"]]
-        else:
-            ids = self.tokenize(chunk.text)
-            stops = [len(self.tokenizer.decode(ids[: count + 1])) for count in range(len(ids))]
+        lexer = lexer_of(self.tokenizer)
+        ids, stops = lexer.read(lexer.said(chunk.text))
+        stops = stops or [len(lexer.text(ids[: count + 1])) for count in range(len(ids))]
         ends = np.maximum.accumulate(np.asarray(stops, dtype=np.int64)) - begin if stops else np.empty(0, np.int64)
         place = Place(
             chunk.document,
@@ -194,7 +190,7 @@ class Assembler:
             chunk.text[begin:end] if chunk.start is None else "",
             tuple(ends.clip(min=0).tolist()),
         )
-        return ids, place
+        return tuple(ids), place
 
     def assemble(self, prompt: BlendPrompt) -> AssembledPrompt:
         """Look up and tokenise a whole prompt.
@@ -320,9 +316,9 @@ class Assembler:
         segments = list(prompt.segments)
         positions = None if prompt.positions is None else list(prompt.positions)
         if segments and isinstance(segments[0], Chunk | ChunkRef | ChunkPart) and self._bos and positions is None:
-            segments.insert(0, ())
+            segments.insert(0, "")
         # Separators recur between all chunks: each text is tokenised once.
-        texts: dict[str, tuple[int, ...]] = {}
+        texts: dict[tuple[str, bool], tuple[int, ...]] = {}
         pieces: list[_Piece] = []
         for number, segment in enumerate(segments):
             position = None if positions is None else positions[number]
@@ -332,13 +328,12 @@ class Assembler:
             text = segment.text if isinstance(segment, FixedText) else segment
             if not isinstance(text, str):
                 ids = self._checked(text)
-            elif text in texts:
-                ids = texts[text]
+                ids = ids if number or ids[: len(self._bos)] == self._bos else self._bos + ids
+            elif (text, not number) in texts:
+                ids = texts[text, not number]
             else:
-                ids = texts[text] = self.tokenize(text)
-            pieces.append(
-                _Piece(ids if number else self._with_bos(ids), position, is_fixed=isinstance(segment, FixedText))
-            )
+                ids = texts[text, not number] = self.tokenize(text, begins=not number)
+            pieces.append(_Piece(ids, position, is_fixed=isinstance(segment, FixedText)))
         return pieces
 
     def _encoded_at(self, chunk: PromptChunk) -> int:
@@ -363,7 +358,17 @@ class Assembler:
                     "chunks with their text, or ask again later"
                 )
             return None
-        return {record.id: record for record in found if record is not None}
+        lexer = lexer_of(self.tokenizer)
+        # What was recorded when texts could still spell control tokens is not known any more.
+        return {
+            record.id: record
+            for record in found
+            if record is not None
+            and (
+                lexer.controls.isdisjoint(record.token_ids)
+                or text_hash(lexer.text(record.token_ids)) != record.text_hash
+            )
+        }
 
     @staticmethod
     def _unknown(segments: Sequence[Any], known: dict[str, NodeRecord]) -> tuple[str, ...]:
@@ -411,9 +416,6 @@ class Assembler:
         if chunk.document is not None and self._store.document(self.namespace, chunk.document) == []:
             return f"{never}, and so was all else of its document {chunk.document!r:.40}"
         return never
-
-    def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Return ids as the model takes them, or raise the `PromptError` that names one that it does not take."""

@@ -26,6 +26,7 @@ from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import PaddedBatch, num_decoder_layers, past_adapters, unwrapped
 
 __all__ = ["RowEnds", "RowProcessor", "checked_options", "complete_options", "last_logits", "make_result"]
@@ -138,7 +139,7 @@ def make_result(
     count = len(token_ids)
     first_output = watch.times[0] if watch.times else time.perf_counter()
     report = make_report(request, num_decoder_layers(model), first_output, token_ids, watch.times, watch.tpot_s(count))
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    text = lexer_of(tokenizer).text(token_ids, skip_special_tokens=True)
     options = request.options
     strings = options.get("stop_strings")
     stops = [*([StopStrings(tokenizer, strings)] if strings else []), *options.get("stopping_criteria", ())]

@@ -14,6 +14,7 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from cacheblend_rag.engine.background import Feed
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import Spelling
 
@@ -140,7 +141,8 @@ class StopStrings(StoppingCriteria):
         if self._prompt_len is None:
             self._prompt_len = input_ids.shape[1] - 1
         begin = max(self._prompt_len, input_ids.shape[1] - self._tail)
-        texts = (self._tokenizer.decode(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
+        lexer = lexer_of(self._tokenizer)
+        texts = (lexer.text(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
         done = [
             row[-1].item() in self.ids or any(each in text for each in self.stop)
             for row, text in zip(input_ids, texts, strict=True)
@@ -225,7 +227,7 @@ class PieceStreamer(BaseStreamer):
         self.next_tokens_are_prompt = True
         self.has_shown = False
         self._show = show
-        self._spelling = Spelling(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+        self._spelling = Spelling(lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))
 
     def put(self, value: torch.Tensor) -> None:
         """Show what is certain of the text with these tokens, ``(1, tokens)`` for a prompt and ``(1,)`` for what follows."""

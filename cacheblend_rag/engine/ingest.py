@@ -258,7 +258,8 @@ class Ingest:
             try:
                 records.append(self._assembler.record(chunk))
                 accepted.append(chunk)
-                positions[records[-1].key] = self._assembler.places(chunk)
+                if chunk.positions is not None:
+                    positions[records[-1].key] = self._assembler.places(chunk)
             except PromptError as error:
                 if on_refused is None:
                     refusals.append(error)

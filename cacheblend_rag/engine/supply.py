@@ -244,8 +244,10 @@ class KVSupply:
                 reader, tier = RamReader(computed), None
             else:
                 reader = None if request.unreadable.get(chunk.key) is False else self._store.open(chunk.key)
+                # It is of the chunk's tokens, in the context that its key says.
                 if reader is not None and (
-                    reader.num_layers != self.num_kv_layers or not self._assembler.is_of(reader, chunk)
+                    (reader.num_layers, reader.token_ids) != (self.num_kv_layers, chunk.kv_ids)
+                    or chunk.key != chunk_key(self._namespace, chunk.kv_ids, chunk.positions, reader.context)
                 ):
                     logger.warning(
                         "stored KV %s… does not belong to the chunk it is stored for; it will be computed again",

@@ -17,6 +17,7 @@ from llama_index.core.schema import NodeWithScore
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import PromptTooLongError, StoreError
+from cacheblend_rag.lexer import MARK, lexer_of
 from cacheblend_rag.report import CallReport
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.report import AnswerReport, annotate, warn_of_other_texts
@@ -76,25 +77,27 @@ def make_context_prompt(
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
     context = BLANK_LINE.join(chunk.text for chunk in chunks)
-    text, messages = llm.render(template, structured, **values, **{variable: context})
+    whole, messages = llm.render(template, structured, **values, **{variable: context})
     kept, left_over, dropped = chunks, tuple[Chunk, ...](), tuple[Chunk, ...]()
     # A token has a byte at least, so most prompts need not be counted.
-    if limit is not None and len(text.encode("utf-8", "surrogatepass")) >= limit and len(parts) > 1 and chunks:
+    if limit is not None and len(whole.encode("utf-8", "surrogatepass")) >= limit and len(parts) > 1 and chunks:
         kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
         context = BLANK_LINE.join(chunk.text for chunk in kept)
-        text, messages = llm.render(template, structured, **values, **{variable: context})
+        whole, messages = llm.render(template, structured, **values, **{variable: context})
+    # What was said in it has marks for the engine, which nobody else is shown.
+    text = whole.replace(MARK, "")
     # A template's function, output parser or prompt function may change the context instead of just placing it.
-    if len(parts) > 1 and context.join(parts) == text:
+    if len(parts) > 1 and context.join(parts).replace(MARK, "") == text:
         between = [part for chunk in kept for part in (BLANK_LINE, chunk)][1:]
         around = [each for part in parts[1:] for each in (*between, part)]
-        segments: list[Segment] = [each for each in (parts[0], *around) if each] if kept else [text]
+        segments: list[Segment] = [each for each in (parts[0], *around) if each] if kept else [whole]
         if keeps_head and kept and parts[0] and _is_fixed(llm, template, values, variable, structured, parts[0]):
             segments[0] = FixedText(parts[0])
         return ContextPrompt(text, messages, context, BlendPrompt(segments=segments), left_over, dropped)
     what = f"changes {{{variable}}}" if len(parts) > 1 else f"has no {{{variable}}}, or changes it"
     reason = f"the template {what}, so the chunks cannot be told apart in the prompt"
     logger.warning("%s; it is prefilled in full", reason)
-    return ContextPrompt(text, messages, context, BlendPrompt(segments=[text]), left_over, dropped, reason)
+    return ContextPrompt(text, messages, context, BlendPrompt(segments=[whole]), left_over, dropped, reason)
 
 
 def _of_schema(
@@ -138,7 +141,7 @@ def _fitting(
     """Divide chunks as `_divided` does, for a prompt of `limit` tokens that has other text beside them."""
 
     def length(text: str) -> int:
-        return len(llm.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(lexer_of(llm.engine.tokenizer).read(text)[0])
 
     around = 1 + sum(length(part) for part in parts if part)
     room = limit - around
@@ -159,7 +162,9 @@ def _fitting(
     separator, sizes = length(BLANK_LINE), dict[Chunk, int]()
     for chunk in chunks:
         record = known.get((chunk.id or "", text_hash(chunk.text)))
-        sizes[chunk] = length(chunk.text) if record is None else len(record.token_ids)
+        sizes[chunk] = (
+            length(lexer_of(llm.engine.tokenizer).said(chunk.text)) if record is None else len(record.token_ids)
+        )
 
     def fits(some: Sequence[Chunk]) -> bool:
         size = sum(sizes[chunk] for chunk in some) + separator * (len(some) - 1)

@@ -36,8 +36,18 @@ from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
 from cacheblend_rag.engine import BlendEngine, BlendStream, Engine, EngineConversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.stops import cut_at_stop
-from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
+from llama_index_cacheblend.messages import (
+    Make,
+    R,
+    aresponses,
+    as_chat,
+    as_completion,
+    render_messages,
+    responses,
+    said_messages,
+)
 from llama_index_cacheblend.report import watching
 from llama_index_cacheblend.structured import JSONAnswers
 
@@ -99,7 +109,8 @@ class BlendLLM(JSONAnswers):
         Whether LlamaIndex should send messages; by default whether the tokenizer has a chat template.
     system_prompt, messages_to_prompt, completion_to_prompt, callback_manager, output_parser, pydantic_program_mode
         As for every LlamaIndex language model. Messages are written by the tokenizer's chat template unless
-        `messages_to_prompt` is given.
+        `messages_to_prompt` is given. Where what was said spells a control token, such as ``</s>``, it is given to that with an
+        invisible mark inside, so that the model reads it as text.
 
     Raises
     ------
@@ -165,8 +176,9 @@ class BlendLLM(JSONAnswers):
             "generation_kwargs": generation_kwargs or {},
             "is_chat_model": chat if is_chat_model is None else is_chat_model,
             "system_prompt": system_prompt,
-            "messages_to_prompt": messages_to_prompt
-            or (partial(render_messages, computing.tokenizer) if chat else None),
+            "messages_to_prompt": partial(said_messages, computing.tokenizer, messages_to_prompt)
+            if messages_to_prompt
+            else (partial(render_messages, computing.tokenizer) if chat else None),
             "completion_to_prompt": completion_to_prompt,
             "callback_manager": callback_manager or CallbackManager([]),
             "output_parser": output_parser,
@@ -221,7 +233,7 @@ class BlendLLM(JSONAnswers):
         """
         if not self.is_chat_model:
             if structured:
-                return self._worded(template.format(llm=self, **values), False), None
+                return self._worded(template.format(llm=self, **self._said(values)), False), None
             return self._get_prompt(template, **values), None
         if structured:
             messages = self._extend_messages(template.format_messages(llm=self, **values))
@@ -230,9 +242,17 @@ class BlendLLM(JSONAnswers):
         assert self.messages_to_prompt is not None
         return self.messages_to_prompt(messages), messages
 
+    def _said(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return values of a template for completions, which alone may write control tokens."""
+        said = lexer_of(self.engine.tokenizer).said
+        return {name: said(value) if isinstance(value, str) else value for name, value in values.items()}
+
+    def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        return super()._get_prompt(prompt, **self._said(prompt_args))
+
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Continue `prompt`, which is given to the model unchanged, after a BOS."""
+        """Continue `prompt`, which is given to the model unchanged, after a BOS; it may write control tokens."""
         return self._answer(self._worded(prompt, formatted), kwargs, as_completion)
 
     @llm_chat_callback()

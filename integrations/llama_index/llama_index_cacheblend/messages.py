@@ -22,10 +22,11 @@ from llama_index.core.base.llms.types import (
 from cacheblend_rag.chat.render import apply_template, past_call
 from cacheblend_rag.engine import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import CallReport
 from cacheblend_rag.stops import acut_pieces, cut_pieces
 
-__all__ = ["Make", "R", "aresponses", "as_chat", "as_completion", "render_messages", "responses"]
+__all__ = ["Make", "R", "aresponses", "as_chat", "as_completion", "render_messages", "responses", "said_messages"]
 
 # What is no part of what was said: the model's own thoughts, marks for other models' caches, and what an answer referred to.
 _SILENT = (CachePoint, CitationBlock, ThinkingBlock)
@@ -75,6 +76,25 @@ def _call(given: Any) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise PromptError(f"a message has the tool call {given!r:.80}, which has no name; leave it out")
     return past_call(function["name"], function.get("arguments", function.get("input")), call.get("id"))
+
+
+def said_messages(
+    tokenizer: Any, write: Callable[[Sequence[ChatMessage]], str], messages: Sequence[ChatMessage]
+) -> str:
+    """Write messages by a function of the user's, which alone may write control tokens."""
+    said = lexer_of(tokenizer).said
+    marked = [
+        each.model_copy(
+            update={
+                "blocks": [
+                    block.model_copy(update={"text": said(block.text)}) if isinstance(block, TextBlock) else block
+                    for block in each.blocks
+                ]
+            }
+        )
+        for each in messages
+    ]
+    return write(marked)
 
 
 def as_completion(text: str, delta: str | None, result: GenerationResult | None) -> CompletionResponse:

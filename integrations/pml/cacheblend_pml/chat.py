@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cacheblend_pml.nodes import Place, Role
+from cacheblend_rag.lexer import lexer_of
 
 __all__ = ["ChatFrame", "Message", "Tokens"]
 
@@ -24,7 +25,8 @@ class Tokens:
     """A tokenizer: `tokenize` makes ids of a text, without special tokens; each text of a schema is tokenised on its own.
 
     `filler_id` stands in a parameter's slot while its module is encoded. A prompt begins with `bos_ids`, empty or the BOS, which
-    a chat template writes as `bos_text`. `chat`, where there is a template, makes of messages the prompt up to its answer.
+    a chat template writes as `bos_text`. `chat`, where there is a template, makes of messages the prompt up to its answer. `said`
+    has no control token made of a text.
     """
 
     tokenize: Callable[[str], tuple[int, ...]]
@@ -32,6 +34,7 @@ class Tokens:
     bos_ids: tuple[int, ...] = ()
     bos_text: str = ""
     chat: Callable[[Sequence[Message]], str] | None = None
+    said: Callable[[str], str] = str
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokens:
@@ -39,12 +42,14 @@ class Tokens:
 
         Fillers are unk tokens, as in the paper (section 3.3); pad tokens, or else EOS tokens, where a tokenizer knows no unk.
         """
+        lexer = lexer_of(tokenizer)
 
         def tokenize(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+            return tuple(lexer.read(text)[0])
 
         def chat(messages: Sequence[Message]) -> str:
-            text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            said = lexer.said(messages)
+            text: str = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
             return text
 
         fillers = (getattr(tokenizer, f"{kind}_token_id", None) for kind in ("unk", "pad", "eos"))
@@ -55,6 +60,7 @@ class Tokens:
             () if bos is None else (bos,),
             getattr(tokenizer, "bos_token", None) or "",
             chat if getattr(tokenizer, "chat_template", None) else None,
+            lexer.said,
         )
 
 

@@ -259,7 +259,7 @@ def _argument(layout: SchemaLayout, prompt: Prompt, span: Span, param: Param) ->
     assert span.module is not None
     given = prompt.imports[span.module]
     text = given.arguments[param.name]
-    ids = layout.tokens.tokenize(text)
+    ids = layout.tokens.tokenize(layout.tokens.said(text))
     if len(ids) > param.length:
         raise given.place.error(
             f"the argument {param.name}={text!r:.60} of module {span.module!r} has {len(ids)} tokens, "

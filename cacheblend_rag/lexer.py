@@ -1,0 +1,118 @@
+"""How a tokenizer reads the texts of a prompt: one that begins it or goes on, a template's words or what was said."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cacheblend_rag.chunk import check_text
+
+__all__ = ["MARK", "Lexer", "lexer_of"]
+
+MARK = "\ufdd0\ufdd1"
+"""Stands inside what would be read as a control token, in text that was said. Unicode has no such characters."""
+
+# Text that goes on is read after one of these, whose tokens are taken off again.
+_GUARDS = ("\n", ",", "|", ";")
+
+
+class Lexer:
+    """Makes tokens of texts and texts of tokens, for one tokenizer.
+
+    Attributes
+    ----------
+    controls : frozenset of int
+        Tokens that only a template may write: the special ones, and those among the added ones that the chat template spells.
+    has_prefix : bool
+        Whether the tokenizer puts a blank before a text, as if it began one.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.state = len(tokenizer), getattr(tokenizer, "chat_template", None)
+        self._tokenizer = weakref.proxy(tokenizer)
+        self._options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+        if getattr(tokenizer, "is_fast", False):
+            self._options["return_offsets_mapping"] = True
+        spelled = str(self.state[1] or "")
+        # A word that was added is no control token, though a template may use it too.
+        controls = {
+            text: id
+            for id, token in tokenizer.added_tokens_decoder.items()
+            if (text := str(token)) and (token.special or (text in spelled and not text.replace(" ", "a").isalnum()))
+        }
+        self.controls = frozenset(controls.values())
+        rests: dict[str, list[str]] = {}
+        for text in sorted(controls):
+            rests.setdefault(re.escape(text[0]), []).extend([re.escape(text[1:])] if text[1:] else [])
+        spellings = (f"{first}(?={'|'.join(others)})" for first, others in rests.items() if others)
+        self._control = re.compile("|".join(spellings) or "(?!)")
+        self._guards: list[tuple[str, list[int]]] = [("", [])]
+        self._guards = [*self._probed(), ("", [])]
+        self.has_prefix = len(self._guards) > 1
+        self._before = tokenizer.decode(self._guards[0][1])
+
+    def _probed(self) -> list[tuple[str, list[int]]]:
+        """Return guards and their tokens, if the tokenizer reads a text otherwise where it goes on."""
+        found, differs = [], False
+        for guard in _GUARDS:
+            known, both = self.read(guard)[0], self.read(f"{guard}a")[0]
+            if known and self._tokenizer.unk_token_id not in known and both[: len(known)] == known:
+                found.append((guard, known))
+                differs = differs or both[len(known) :] != self.read("a")[0]
+        return found if differs else []
+
+    def said(self, value: Any) -> Any:
+        """Return a text, or all texts in lists and mappings, with marks, so that none of it is read as a control token."""
+        if isinstance(value, str):
+            return self._control.sub(rf"\g<0>{MARK}", value)
+        if isinstance(value, Mapping):
+            return {self.said(name): self.said(each) for name, each in value.items()}
+        return [self.said(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def read(self, text: str, *, begins: bool = False) -> tuple[list[int], list[int]]:
+        """Return the tokens of a text that goes on, or begins a prompt, and where each ends in it, marks not counted.
+
+        Of a slow tokenizer the ends are not known. `PromptError` if the text holds half a character.
+        """
+        if not text.isascii():
+            check_text(text)
+        ids: list[int] = []
+        ends: list[int] = []
+        start = 0
+        for part in filter(None, text.split(MARK)):
+            for guard, known in self._guards[-1:] if begins and not start else self._guards:
+                encoding = self._tokenizer(guard + part, **self._options)
+                if encoding["input_ids"][: len(known)] == known:
+                    break
+            ids += encoding["input_ids"][len(known) :]
+            offsets = encoding.get("offset_mapping", ())[len(known) :]
+            ends += [start + stop - len(guard) for _, stop in offsets]
+            start += len(part)
+        return ids, ends
+
+    def text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens that go on after others, with the blank that it may begin with."""
+        known = self._guards[0][1]
+        text: str = self._tokenizer.decode([*known, *ids], skip_special_tokens=skip_special_tokens)
+        return text[len(self._before) :]
+
+    def texts(self, many: Sequence[Sequence[int]]) -> list[str]:
+        """Return what `text` does of many; the fast tokenizers do it in one go, without a Python loop over the tokens."""
+        if "return_offsets_mapping" not in self._options:
+            return list(map(self.text, many))
+        sequences = [[*self._guards[0][1], *ids] for ids in many]
+        decoded = self._tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=False)
+        return [text[len(self._before) :] for text in decoded]
+
+
+_lexers: weakref.WeakKeyDictionary[Any, Lexer] = weakref.WeakKeyDictionary()
+
+
+def lexer_of(tokenizer: Any) -> Lexer:
+    """Return the lexer of a tokenizer as that is now."""
+    lexer = _lexers.get(tokenizer)
+    if lexer is None or lexer.state != (len(tokenizer), getattr(tokenizer, "chat_template", None)):
+        lexer = _lexers[tokenizer] = Lexer(tokenizer)
+    return lexer
