@@ -18,7 +18,20 @@ PACKAGE = "cacheblend_rag"
 
 # The modules and packages of `cacheblend_rag` by the floor they stand on. Each may import from its own floor and those below.
 FLOORS: dict[int, tuple[str, ...]] = {
-    0: ("errors", "extras", "files", "config", "tuning", "chunk", "keys", "report", "trace", "stops", "preamble", "lexer"),
+    0: (
+        "errors",
+        "extras",
+        "files",
+        "config",
+        "tuning",
+        "chunk",
+        "keys",
+        "report",
+        "trace",
+        "stops",
+        "preamble",
+        "lexer",
+    ),
     1: ("kv", "rope", "reading", "selection", "layout", "codec"),
     2: ("store", "model"),
     3: ("encode", "loader", "fuse", "metrics", "prompt", "conversation"),
