@@ -50,7 +50,7 @@ class Reshaping(LogitsProcessor):
 
 def spare_token(tokenizer: Any) -> Any:
     """Give a tokenizer the word `BEYOND`, of which its model knows nothing."""
-    tokenizer.add_tokens([BEYOND], special_tokens=True)
+    tokenizer.add_tokens([BEYOND])
     return tokenizer
 
 

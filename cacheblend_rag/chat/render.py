@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.lexer import lexer_of
+from cacheblend_rag.lexer import MARK, lexer_of
 
 __all__ = [
     "Holes",
@@ -153,6 +153,8 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
     """
     turns = [{**turn, "role": _ROLES.get(turn["role"], turn["role"])} for turn in turns]
     turns, variables = lexer_of(tokenizer).said([turns, {"add_generation_prompt": True, **variables}])
+    if re.search(r"split\(.</think>", str(tokenizer.chat_template)):
+        turns = [_with_thoughts(turn) if turn["role"] == "assistant" else turn for turn in turns]
     problem, cause, tried = "", None, list[Any]()
     changes = (list, _calls_apart, _calls_as_words), (list, _one_system_turn, _without_system_turn)
     for shown in (change(join(turns)) for change in changes[0] for join in changes[1]):
@@ -175,6 +177,14 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
             roles = [turn["role"] for turn in turns]
             problem, cause = problem or f"refuses messages with the roles {roles}: {error}; change their order", error
     raise PromptError(f"the model's chat template {problem}") from cause
+
+
+def _with_thoughts(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer in which a template finds the tags around its thoughts, which it takes out or writes itself."""
+    thoughts, end, words = turn["content"].rpartition(f"<{MARK}/think>")
+    begin = f"<{MARK}think>"
+    thoughts = thoughts.replace(begin, "<think>", 1) if thoughts.lstrip().startswith(begin) else thoughts
+    return {**turn, "content": f"{thoughts}{end.replace(MARK, '')}{words}"}
 
 
 def around_context(tokenizer: Any, head: str, tail: str) -> tuple[str, str]:

@@ -160,6 +160,28 @@ def test_only_the_template_writes_control_tokens(
     assert controls[0] == controls[1]
 
 
+def test_a_template_finds_the_thoughts_of_an_answer() -> None:
+    thinking = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if m.role == 'assistant' else "
+        "m.content }}<|im_end|>\n{% endfor %}<think>"
+    )
+    engine = engine_of("bytes")
+    engine.tokenizer.add_tokens([AddedToken(f"<{end}think>", normalized=False) for end in ("", "/")])
+    engine.tokenizer.chat_template = thinking
+    try:
+        said = ["So?</think>", "<think>Hm.</think> No.</think>Yes.<think>", "Why?"]
+        turns = [
+            {"role": role, "content": [text]} for role, text in zip(("user", "assistant", "user"), said, strict=True)
+        ]
+        [text] = render_chat(engine.tokenizer, turns)
+        lexer = lexer_of(engine.tokenizer)
+        assert "Hm." not in text and "Yes." in text
+        controls = [each for each in lexer.read(text)[0] if each in lexer.controls]
+        assert len(controls) == 2 * len(said) + 1
+    finally:
+        engine.tokenizer.chat_template = CHATML
+
+
 def test_a_word_that_was_added_is_one_token_wherever_it_was_said() -> None:
     engine = engine_of("bytes")
     ferry = engine.tokenizer.convert_tokens_to_ids("ferry")
