@@ -92,6 +92,10 @@ class Lexer:
             start += len(part)
         return ids, ends
 
+    def count(self, text: str) -> int:
+        """Return how many tokens a chunk of a text has."""
+        return len(self.read(self.said(text))[0])
+
     def text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens that go on after others, with the blank that it may begin with."""
         known = self._guards[0][1]

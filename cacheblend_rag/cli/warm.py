@@ -29,6 +29,7 @@ from cacheblend_rag.documents.settings import LibrarySettings, is_library, kv_fo
 from cacheblend_rag.documents.splitter import SUFFIXES, Passage, cut, read_files
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.lexer import lexer_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig, EngineConfig
@@ -162,12 +163,7 @@ def _no_text(paths: Sequence[Path]) -> ConfigError:
 
 def passages_of(texts: Mapping[str, str], engine: BlendEngine, chunk_tokens: int) -> list[Passage]:
     """Cut texts into passages, measured in the tokens of an engine's model."""
-
-    def count(text: str) -> int:
-        # Long texts are meant to be counted here, so no warning that one exceeds the model's window.
-        return len(engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    return cut(texts, count, chunk_tokens)
+    return cut(texts, lexer_of(engine.tokenizer).count, chunk_tokens)
 
 
 @contextmanager

@@ -129,6 +129,7 @@ class BlendEngine(AnsweringLibrary):
                 # It could not be closed any more if the rest fails.
                 undo.callback(self._store.close)
             self._weights = WeightsWatch(self.model)
+            embedding: Any = unwrapped(model).get_input_embeddings()
             self._identity = engine_identity(model, tokenizer, private=self._store.is_private)
             super().__init__(
                 tokenizer,
@@ -141,7 +142,7 @@ class BlendEngine(AnsweringLibrary):
                 self._encoder,
                 num_decoder_layers(model) if self.decoder is None else self.decoder.num_kv_layers,
                 scheduler_of(model),
-                unwrapped(model).get_input_embeddings().weight.shape[0],
+                embedding.weight.shape[0],
             )
             self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
             self._runner = Runner(

@@ -162,9 +162,7 @@ def _fitting(
     separator, sizes = length(BLANK_LINE), dict[Chunk, int]()
     for chunk in chunks:
         record = known.get((chunk.id or "", text_hash(chunk.text)))
-        sizes[chunk] = (
-            length(lexer_of(llm.engine.tokenizer).said(chunk.text)) if record is None else len(record.token_ids)
-        )
+        sizes[chunk] = lexer_of(llm.engine.tokenizer).count(chunk.text) if record is None else len(record.token_ids)
 
     def fits(some: Sequence[Chunk]) -> bool:
         size = sum(sizes[chunk] for chunk in some) + separator * (len(some) - 1)

@@ -25,6 +25,7 @@ from cacheblend_rag.errors import (
     UnsupportedModelError,
 )
 from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.store import open_remote
 from cacheblend_ray.rows import Columns, chunks_of, joined, rows_of
 
@@ -377,8 +378,7 @@ class Warmer:
 
     def _count(self, text: str) -> int:
         try:
-            # Long texts are meant to be counted here, so no warning that one exceeds the model's window.
-            return len(self._engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return lexer_of(self._engine.tokenizer).count(text)
         except Exception as error:
             raise PromptError(f"the text {text[:40]!r} cannot be tokenised: {error}") from error
 

@@ -18,6 +18,7 @@ from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.documents.splitter import named_passages, split_text
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, UnknownChunkError
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_serve.errors import explained
 from cacheblend_serve.responses import EventStream, Whole
 from cacheblend_serve.server import Asker, FromAsker, in_thread
@@ -113,10 +114,7 @@ def _add(
 
 def _chunks_of(name: str, request: DocumentRequest, library: ChunkLibrary) -> list[Chunk]:
     """Return the chunks of a document as it is to be."""
-
-    def count(text: str) -> int:
-        return len(library.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
+    count = lexer_of(library.tokenizer).count
     pieces = request.chunks or split_text(request.text or "", count, request.chunk_tokens)
     if not pieces:
         raise PromptError(
