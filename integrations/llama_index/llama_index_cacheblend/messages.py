@@ -48,8 +48,9 @@ def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
         texts: list[str] = []
         calls: list[dict[str, Any]] = []
         for block in message.blocks:
-            cited = [TextBlock(text=block.title), *block.content] if isinstance(block, CitableBlock) else [block]
-            for part in cited:
+            if isinstance(block, CitableBlock) and block.title:
+                texts.append(block.title)
+            for part in block.content if isinstance(block, CitableBlock) else [block]:
                 if isinstance(part, TextBlock):
                     texts.append(part.text)
                 elif isinstance(part, ToolCallBlock):
