@@ -119,8 +119,8 @@ def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool, one_call: bo
         body, closed, after = text[begin + len(_OPEN) :].partition(_CLOSE)
         reply.text += text[place:begin]
         place = len(text) - len(after)
-        body = body if closed else body[: len(body) - _beginning(body, _CLOSE)]
         begins = _begins(body, names, in_tags=True)
+        body = body if closed else body[: len(body) - _beginning(body, _CLOSE)]
         calls = (_json_calls(body.strip()) or _xml_calls(body, tools)) if begins else []
         if not calls and (begins or (begins is None and is_cut and not closed)):
             begun = _BEGUN_CALL.match(body)

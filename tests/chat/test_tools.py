@@ -127,17 +127,21 @@ OTHER = '<tool_call>\n{"name": "gcc", "arguments": {}}\n</tool_call>'
     st.sampled_from(["", "Well. ", "\n", " {", "[We", "<b>", OTHER, '{"id": 1}']) | st.text(max_size=40),
     st.lists(st.integers(1, 12), max_size=12),
     st.sampled_from([*FORMS, "none"]),
-    st.sampled_from(["", "\n", " So.", OTHER]),
+    st.sampled_from(["", "\n", " So.", OTHER, "<tool_call></tool_"]),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 5, 13, 30]),
 )
-def test_a_stream_shows_what_the_answer_says(before: str, cuts: list[int], form: str, after: str, one: bool) -> None:
+def test_a_stream_shows_what_the_answer_says(
+    before: str, cuts: list[int], form: str, after: str, one: bool, missing: int
+) -> None:
     text = before + FORMS.get(form, ("",))[0] + after
+    text = text[: len(text) - missing]
     gate = ToolGate(TOOLS)
     shown, rest = "", text
     for size in [*cuts, len(text)]:
         shown += gate.pass_on(rest[:size])
         rest = rest[size:]
-    reply = parse_calls(text, TOOLS, one_call=one)
+    reply = parse_calls(text, TOOLS, one_call=one, is_cut=missing > 0)
     assert len(shown) == gate.shown
     assert reply.text.startswith(shown)
     if not reply.calls and not reply.invalid:
