@@ -155,9 +155,14 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
     turns, variables = lexer_of(tokenizer).said([turns, {"add_generation_prompt": True, **variables}])
     if re.search(r"split\(.</think>", str(tokenizer.chat_template)):
         turns = [_with_thoughts(turn) if turn["role"] == "assistant" else turn for turn in turns]
-    problem, cause, tried = "", None, list[Any]()
-    changes = (list, _calls_apart, _calls_as_words), (list, _one_system_turn, _without_system_turn)
-    for shown in (change(join(turns)) for change in changes[0] for join in changes[1]):
+    attempts = (
+        change(join(turns))
+        for change in (list, _calls_apart, _calls_as_words)
+        for join in (list, _one_system_turn, _without_system_turn)
+    )
+    tried: list[Any] = []
+    problem, cause = "", None
+    for shown in attempts:
         if shown in tried:
             continue
         tried.append(shown)
@@ -172,7 +177,7 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
                 place = found + len(said)
             if not is_doubtful or not (lost := _passed_over(tokenizer, shown, variables)):
                 return text
-            problem = problem or f"drops or changes content: it does not show the {lost}; say it in another role"
+            problem = problem or f"drops or changes content: it does not show the {lost}; say that in another role"
         except Exception as error:  # a template may raise what it likes, mostly about the order of roles
             roles = [turn["role"] for turn in turns]
             problem, cause = problem or f"refuses messages with the roles {roles}: {error}; change their order", error
