@@ -164,14 +164,14 @@ def test_a_name_that_leaves_is_not_encoded_alone(make_engine: MakeEngine, monkey
     [record] = engine.records(["d-2"])
     assert record is not None
     engine._store.discard(record.key)
-    lookup = engine._store.names.lookup
+    lookup = engine._store.lookup
 
     def overtaken(*arguments: Any) -> Any:
         found = lookup(*arguments)
         other.delete(["d-2"])
         return found
 
-    monkeypatch.setattr(engine._store.names, "lookup", overtaken)
+    monkeypatch.setattr(engine._store, "lookup", overtaken)
     report = engine.prefill(BlendPrompt("t5", ["d-1", "d-2"], "t6 t7")).report
     assert [chunk.reason for chunk in report.chunks] == [
         None,
