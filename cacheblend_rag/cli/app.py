@@ -5,6 +5,7 @@ Each subcommand imports what it needs when it is run.
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -21,6 +22,8 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, DatasetError, Un
 
 __all__ = ["app"]
 
+# Before torch is loaded, which reads it once: threads that wait for others leave their core to them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # What brings the commands that are not in this distribution.
 _ELSEWHERE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +33,7 @@ from cacheblend_rag.lexer import lexer_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig, EngineConfig
+    from cacheblend_rag.documents.embedding import Embedding
     from cacheblend_rag.documents.library import Library
     from cacheblend_rag.engine import BlendEngine
 
@@ -40,6 +41,8 @@ __all__ = ["CHUNK_TOKENS", "needs_documents", "passages_of", "texts_of", "warm",
 
 CHUNK_TOKENS = 256
 """Maximum tokens of a passage, unless the store or an option says otherwise."""
+# Passages that an estimate embeds.
+_EMBEDDED = 16
 
 
 def warm(
@@ -96,7 +99,7 @@ def warm(
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)
         if estimate:
-            _estimate(engine, passages, store, settings.model, budget_bytes, json_file)
+            _estimate(engine, passages, finder, store, settings.model, budget_bytes, json_file)
             return
         settings.save(store)
         started = time.perf_counter()
@@ -199,12 +202,21 @@ def warmed(
 def _estimate(
     engine: BlendEngine,
     passages: list[Passage],
+    finder: Embedding,
     store: Path,
     model: str,
     budget_bytes: int | None,
     json_file: Path | None,
 ) -> None:
     cost = engine.estimate([passage.chunk for passage in passages])
+    sample = [passage.text for passage in passages[:: max(1, len(passages) // _EMBEDDED)]]
+    embedding_s: float | None = None
+    with suppress(ConfigError):  # what embeds is not installed
+        # The first call loads the model.
+        finder.embed(sample[:1])
+        started = time.perf_counter()
+        finder.embed(sample)
+        embedding_s = (time.perf_counter() - started) / max(1, len(sample)) * cost.chunks
     held_bytes = engine.store.stats().disk_bytes
     there = next(folder for folder in [store.absolute(), *store.absolute().parents] if folder.exists())
     free_bytes = shutil.disk_usage(there).free
@@ -215,6 +227,7 @@ def _estimate(
         ("KV", say_bytes(cost.disk_bytes)),
         ("KV a token", say_bytes(cost.disk_bytes / cost.tokens) if cost.tokens else None),
         ("time for the KV", say_seconds(cost.seconds)),
+        ("time for embedding", None if embedding_s is None else say_seconds(embedding_s)),
         ("KV held already", say_bytes(held_bytes)),
         ("free on disk", say_bytes(free_bytes)),
     ]
@@ -233,6 +246,7 @@ def _estimate(
         "kv_bytes": cost.disk_bytes,
         "bytes_per_token": cost.disk_bytes // cost.tokens if cost.tokens else None,
         "seconds": cost.seconds,
+        "embedding_seconds": embedding_s,
         "held_bytes": held_bytes,
         "free_bytes": free_bytes,
         "budget_bytes": budget_bytes,

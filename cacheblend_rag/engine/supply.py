@@ -356,9 +356,9 @@ class KVSupply:
         """
         key = chunks[0].key
         new = [chunk.record for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
-        loose = [record.id for record in new if not record.source]
-        loose = set(loose) - self.present(loose) if loose else ()
-        new = [record for record in new if record.id not in loose]
+        if loose := [record.id for record in new if not record.source]:
+            present = self.present(loose)
+            new = [record for record in new if record.source or record.id in present]
         known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
         lives = [life for life in (lives_s, self._config.ttl_s) if life is not None]
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": min(lives, default=None)}
