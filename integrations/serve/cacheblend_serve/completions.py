@@ -306,7 +306,9 @@ def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
     role = str(message.get("role"))
     if role not in _ROLES:
         raise PromptError(f"message {number} has the role {role!r:.40}; give one of {', '.join(sorted(_ROLES))}")
-    _check_fields(message, _FIELDS | _FIELDS_OF.get(role, set()), f"message {number}")
+    # Evaluation harnesses say of a whole message that it is text.
+    known = _FIELDS | _FIELDS_OF.get(role, set()) | ({"type"} if message.get("type") == "text" else set())
+    _check_fields(message, known, f"message {number}")
     content = [message.get("content"), message.get("refusal")]
     turn: dict[str, Any] = {"role": role, "content": [part for each in content for part in _content(each, number)]}
     for name in ("name", "tool_call_id"):

@@ -177,6 +177,7 @@ def test_messages_as_clients_keep_them(serve: Serve) -> None:
     for answer in (
         {"content": "In Oslo.", "annotations": [], **nothing},
         {"content": parts, "name": "guide"},
+        {"content": "In Oslo.", "type": "text"},
         {"content": None, "refusal": "In Oslo."},
     ):
         reply = ask(client, messages=[QUESTION[0] | {"name": "mara"}, {"role": "assistant", **answer}, *QUESTION])
