@@ -47,7 +47,8 @@ class Lexer:
         for text in sorted(controls):
             rests.setdefault(re.escape(text[0]), []).extend([re.escape(text[1:])] if text[1:] else [])
         spellings = (f"{first}(?={'|'.join(others)})" for first, others in rests.items() if others)
-        self._control = re.compile("|".join(spellings) or "(?!)")
+        # Some tokenizers lower the letters before they look for tokens.
+        self._control = re.compile("|".join(spellings) or "(?!)", re.IGNORECASE)
         self._guards: list[tuple[str, list[int]]] = [("", [])]
         self._guards = [*self._probed(), ("", [])]
         self.has_prefix = len(self._guards) > 1
