@@ -32,9 +32,7 @@ class Lexer:
     def __init__(self, tokenizer: Any) -> None:
         self.state = len(tokenizer), getattr(tokenizer, "chat_template", None)
         self._tokenizer = weakref.proxy(tokenizer)
-        self._options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
-        if getattr(tokenizer, "is_fast", False):
-            self._options["return_offsets_mapping"] = True
+        self._is_fast = bool(getattr(tokenizer, "is_fast", False))
         spelled = str(self.state[1] or "")
         # A word that was added is no control token, though a template may use it too.
         controls = {
@@ -72,11 +70,13 @@ class Lexer:
             return {self.said(name): self.said(each) for name, each in value.items()}
         return [self.said(each) for each in value] if isinstance(value, list | tuple) else value
 
-    def read(self, text: str, *, begins: bool = False) -> tuple[list[int], list[int]]:
-        """Return the tokens of a text that goes on, or begins a prompt, and where each ends in it, marks not counted.
+    def read(self, text: str, *, begins: bool = False, placed: bool = False) -> tuple[list[int], list[int]]:
+        """Return the tokens of a text that goes on, or begins a prompt; if `placed` also where each ends, marks not counted.
 
         Of a slow tokenizer the ends are not known. `PromptError` if the text holds half a character.
         """
+        # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
+        options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": placed and self._is_fast}
         if not text.isascii():
             check_text(text)
         ids: list[int] = []
@@ -84,7 +84,7 @@ class Lexer:
         start = 0
         for part in filter(None, text.split(MARK)):
             for guard, known in self._guards[-1:] if begins and not start else self._guards:
-                encoding = self._tokenizer(guard + part, **self._options)
+                encoding = self._tokenizer(guard + part, **options)
                 if encoding["input_ids"][: len(known)] == known:
                     break
             ids += encoding["input_ids"][len(known) :]
@@ -105,7 +105,7 @@ class Lexer:
 
     def texts(self, many: Sequence[Sequence[int]]) -> list[str]:
         """Return what `text` does of many; the fast tokenizers do it in one go, without a Python loop over the tokens."""
-        if "return_offsets_mapping" not in self._options:
+        if not self._is_fast:
             return list(map(self.text, many))
         sequences = [[*self._guards[0][1], *ids] for ids in many]
         decoded = self._tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=False)

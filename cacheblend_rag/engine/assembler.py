@@ -179,7 +179,7 @@ class Assembler:
         assert chunk.document is not None
         begin, end = (0, len(chunk.text)) if chunk.body is None else chunk.body
         lexer = lexer_of(self.tokenizer)
-        ids, stops = lexer.read(lexer.said(chunk.text))
+        ids, stops = lexer.read(lexer.said(chunk.text), placed=True)
         stops = stops or [len(lexer.text(ids[: count + 1])) for count in range(len(ids))]
         ends = np.maximum.accumulate(np.asarray(stops, dtype=np.int64)) - begin if stops else np.empty(0, np.int64)
         place = Place(

@@ -75,7 +75,7 @@ class _Todo:
     # Counts the chunks given, and those of their documents that are encoded again.
     job: AddJob
     # The chunks given, by their ids, and why some of them, or texts, are left out.
-    chunks: dict[object, Chunk] = field(default_factory=dict)
+    chunks: dict[str, Chunk] = field(default_factory=dict)
     refusals: list[Exception] = field(default_factory=list)
 
 
@@ -251,8 +251,7 @@ class Ingest:
         refused: list[str] = []
         refusals: list[Exception] = []
         # Chunks without an id are all kept; of several with one id the last counts.
-        each: dict[object, Chunk] = {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}
-        for chunk in each.values():
+        for chunk in {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values():
             if chunk.document in self._categories and chunk.start is None and chunk.previous is None:
                 chunk = replace(chunk, document=None, body=None, source=None)
             try:
@@ -314,7 +313,7 @@ class Ingest:
             len(given) - unchanged,
             unchanged,
             AddJob(ready, ready + sum(map(len, missing.values())), progress),
-            each,
+            {chunk.id: chunk for chunk in accepted if chunk.id is not None},
             refusals,
         )
 
