@@ -46,6 +46,10 @@ class Owner:
     is_admin: bool = False
     digest: str = ""
 
+    def __post_init__(self) -> None:
+        if self.per_minute is not None and (type(self.per_minute) is not int or self.per_minute < 1):
+            raise ValueError(f"per_minute={self.per_minute!r:.40} of the key {self.name!r:.40} is no number from 1 on")
+
 
 OPEN = Owner(None, "anybody", is_admin=True)
 """Owner of all requests to a server without keys."""

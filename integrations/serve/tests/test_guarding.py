@@ -378,12 +378,15 @@ def test_keys_that_are_made_at_the_same_time_are_all_there(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]
 
 
-def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_a_file_of_keys_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     KeyFile(file).add(Owner("acme", "mine"))
     [written] = json.loads(file.read_text())["keys"]
     file.write_text(json.dumps({"keys": [written, written | {"digest": "0" * 64, "tenant": "other"}]}))
     with pytest.raises(ConfigError, match="has several keys called 'mine'"):
+        KeyFile(file).check()
+    file.write_text(json.dumps({"keys": [written | {"per_minute": 0}]}))
+    with pytest.raises(ConfigError, match="per_minute=0 of the key 'mine' is no number from 1 on"):
         KeyFile(file).check()
 
 
