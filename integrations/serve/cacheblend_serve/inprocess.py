@@ -112,11 +112,13 @@ def _stream(engine: BlendEngine, asked: Asked, ending: Ending) -> Any:
     draws = own.do_sample or asked.temperature is not None if asked.draws is None else asked.draws
     options["do_sample"] = False
     if draws and drawn.get("temperature", 1) > _LIKELIEST:
+        owns = {name: given for name in _DRAWN if (given := getattr(own, name)) is not None}
+        # transformers' own default of top_k is 50, which neither the request nor the model has asked for.
+        drawn = {"temperature": 1.0, "top_k": 0} | owns | drawn
         if asked.seed is None:
             options |= drawn | {"do_sample": True}
         else:
-            owns = {name: given for name in _DRAWN if (given := getattr(own, name)) is not None}
-            processors.append(SeededSampling(asked.seed, **{"temperature": 1.0} | owns | drawn))
+            processors.append(SeededSampling(asked.seed, **drawn))
     if processors:
         options["logits_processor"] = processors
     if asked.blend:

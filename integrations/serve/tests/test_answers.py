@@ -139,6 +139,10 @@ def test_how_tokens_are_drawn(engine: BlendEngine, serve: Serve, monkeypatch: py
     assert drawn(temperature=1e-300, seed=None) == drawn(temperature=1e-300) == likeliest
     assert drawn(min_p=1.0) == drawn(min_p=1.0, seed=None) == drawn(top_p=1e-9) == likeliest
     assert drawn() == drawn(min_p=0, top_k=0, top_p=1, repetition_penalty=1) != likeliest
+    stream, given = engine.stream, dict[str, Any]()
+    monkeypatch.setattr(engine, "stream", lambda prompt, **how: given.update(how) or stream(prompt, **how))
+    drawn(seed=None)
+    assert given["top_k"] == 0
     monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
     assert drawn(temperature=0) != drawn(temperature=0, repetition_penalty=1) == likeliest
     # What the model draws with where it is not said holds with a seed too.
