@@ -51,7 +51,7 @@
     pointed = undefined;
     [...at("switch").children].forEach((button, number) => button.setAttribute("aria-pressed", String(number === index)));
     head(); answer(index); figures(); legend(); prompt(); attention(); time();
-    at("detail-text").replaceChildren("Nothing is pointed at.");
+    at("detail-text").replaceChildren("Point at a token to see what became of it.");
   }
 
   const computedTokens = () => fates.filter((fate) => fate === "computed" || fate === "recomputed").length;
