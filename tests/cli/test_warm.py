@@ -149,6 +149,22 @@ def test_without_a_terminal_it_says_how_far_it_is(documents: Path, model_folder:
     assert [(line["progress"], line["done"], line["total"]) for line in said] == [("warming", 8, 8)]
 
 
+def test_one_unreadable_file_fails_no_other(warm: Any, store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "more"
+    folder.mkdir()
+    latin, good = folder / "latin.txt", folder / "good.txt"
+    latin.write_text("A goat.")
+    good.write_text("Another goat.")
+    warm(paths=[latin, good])
+    latin.write_bytes("Åse".encode("latin-1"))
+    good.write_text("A third goat.")
+    # What was read before of a file that one names stays.
+    row = warm(paths=[latin, good], code=1)
+    assert (row["encoded"], row["removed"]) == (1, 1)
+    assert {text for text, _ in passages_in(store).values()} == {"A goat.", "A third goat."}
+    assert warm(paths=[folder])["removed"] == 1
+
+
 def test_others_stay(warm: Any, documents: Path, store: Path, tmp_path: Path, model_folder: Path) -> None:
     warm(paths=[documents / "more"])
     row = warm(paths=[documents / "mara.md", documents / "harbour.txt"])
