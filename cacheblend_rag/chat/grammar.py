@@ -6,8 +6,9 @@ import copy
 import json
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import LogitsProcessor
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Guide", "framed_json_grammar", "json_grammar", "schema_request"]
+__all__ = ["Guide", "json_grammar", "schema_request"]
 
 
 def schema_request(schema: dict[str, Any]) -> str:
@@ -27,25 +28,17 @@ def schema_request(schema: dict[str, Any]) -> str:
     return f"\n\nAnswer with JSON of this schema and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"
 
 
-def json_grammar(schema: dict[str, Any]) -> str:
-    """Return the grammar, in llguidance's form of Lark, of the JSON texts that fit a schema.
+def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
+    """Return the grammar, in llguidance's form of Lark, of the JSON texts that fit a schema, `before` and `after` around them.
 
     `ConfigError` if the schema holds what cannot be enforced.
     """
-    return framed_json_grammar([("", schema, "")])
-
-
-def framed_json_grammar(frames: Iterable[tuple[str, dict[str, Any], str]]) -> str:
-    """Return the grammar of one of several JSON texts, each of a schema, whose references are its own, between two texts."""
+    # What is malformed is for llguidance to refuse.
+    with suppress(AttributeError, TypeError, RecursionError):
+        schema = _closed(schema)
     # Compact but for one blank after separators, as models write JSON; endless whitespace would be JSON too.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    rules = []
-    for before, schema, after in frames:
-        # What is malformed is for llguidance to refuse.
-        with suppress(AttributeError, TypeError, RecursionError):
-            schema = _closed(schema)
-        rules.append(f"{json.dumps(before)} %json {json.dumps(schema | {'x-guidance': form})} {json.dumps(after)}")
-    grammar = f"start: {' | '.join(rules)}"
+    grammar = f"start: {json.dumps(before)} %json {json.dumps(schema | {'x-guidance': form})} {json.dumps(after)}"
     problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
     if problem:
         # Behind the reason stands the whole grammar.
@@ -138,13 +131,9 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield a JSON schema and all schemas in it."""
     if isinstance(schema, dict):
         yield schema
-        named = [
-            each
-            for name in ("properties", "patternProperties", "$defs", "definitions")
-            for each in schema.get(name, {}).values()
-        ]
-        listed = [each for name in ("allOf", "anyOf", "oneOf", "prefixItems") for each in schema.get(name, ())]
-        for each in (*named, *listed, schema.get("items"), schema.get("additionalProperties")):
+        inner = [schema.get(name, {}).values() for name in ("properties", "patternProperties", "$defs", "definitions")]
+        inner += [schema.get(name, ()) for name in ("allOf", "anyOf", "oneOf", "prefixItems")]
+        for each in chain(*inner, [schema.get("items"), schema.get("additionalProperties")]):
             yield from _subschemas(each)
 
 

@@ -209,12 +209,10 @@ def _one_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    first, *others = _one_system_turn(turns) or [{"role": "user", "content": ""}]
-    if first["role"] != "system":
-        return [first, *others]
-    if others and others[0]["role"] == "user":
-        return [{**others[0], "content": f"{first['content']}\n\n{others[0]['content']}"}, *others[1:]]
-    return [{"role": "user", "content": first["content"]}, *others]
+    shown = _one_system_turn(turns) or [{"role": "user", "content": ""}]
+    if [turn["role"] for turn in shown[:2]] == ["system", "user"]:
+        shown[:2] = [{**shown[1], "content": f"{shown[0]['content']}\n\n{shown[1]['content']}"}]
+    return [{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in shown]
 
 
 def _calls_apart(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -258,10 +256,9 @@ def _passed_over(tokenizer: Any, turns: Sequence[dict[str, Any]], variables: dic
 
 def _rendered(tokenizer: Any, **variables: Any) -> str:
     """Return what a template makes of a greeting with variables; nothing if it refuses them."""
-    try:
+    with suppress(PromptError):
         return apply_template(tokenizer, [{"role": "user", "content": "Hello."}], **variables)
-    except PromptError:
-        return ""
+    return ""
 
 
 def around_question(

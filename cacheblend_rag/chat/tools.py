@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from cacheblend_rag.chat.grammar import framed_json_grammar
+from cacheblend_rag.chat.grammar import json_grammar
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["ToolCall", "ToolGate", "ToolReply", "UnreadCall", "call_grammar", "chosen_tools", "parse_calls"]
@@ -80,12 +80,11 @@ def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
     """Return the grammar of one call of one of the tools, in the form that a chat template shows calls in."""
     arguments = "parameters" if _OPEN not in template and '"parameters"' in template else "arguments"
     before, after = (f"{_OPEN}\n", f"}}\n{_CLOSE}") if _OPEN in template else ("", "}")
-    frames = []
-    for tool in tools:
-        function = tool["function"]
+    calls = []
+    for function in (tool["function"] for tool in tools):
         begun = f'{before}{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{arguments}": '
-        frames.append((begun, function.get("parameters") or {"type": "object", "properties": {}}, after))
-    return framed_json_grammar(frames)
+        calls.append(json_grammar(function.get("parameters") or {"type": "object", "properties": {}}, begun, after))
+    return "start: " + " | ".join(call.removeprefix("start: ") for call in calls)
 
 
 def parse_calls(
