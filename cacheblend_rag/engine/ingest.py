@@ -260,6 +260,8 @@ class Ingest:
                 if chunk.positions is not None:
                     positions[records[-1].key] = self._assembler.places(chunk)
             except PromptError as error:
+                if on_refused is None and whole:
+                    raise
                 if on_refused is None:
                     refusals.append(error)
                     continue

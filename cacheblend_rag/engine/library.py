@@ -125,7 +125,7 @@ class ChunkLibrary(ABC):
 
         The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked
         before the first is encoded, and every stored batch is kept even if the process dies in the next one. What cannot be
-        served or encoded is left out, and the first such error raised when all else is stored.
+        served or encoded is left out, and the first such error raised when all else is stored; if `whole`, nothing is.
 
         In the background, the chunks are checked and named before this returns, and then encoded call by call, one
         batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
