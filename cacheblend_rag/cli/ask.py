@@ -18,16 +18,8 @@ from cacheblend_rag.cli.options import (
     StreamOption,
     TopKOption,
 )
-from cacheblend_rag.cli.output import (
-    ONLY_ITS_WORLD,
-    console,
-    print_answer,
-    say_same,
-    say_seconds,
-    show_table,
-    write_json,
-)
-from cacheblend_rag.cli.warm import warmed
+from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json
+from cacheblend_rag.cli.warm import ONLY_ITS_WORLD, warmed
 
 if TYPE_CHECKING:
     from cacheblend_rag.documents.library import Match

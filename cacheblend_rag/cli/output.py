@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine, GenerationResult
 
 __all__ = [
-    "ONLY_ITS_WORLD",
     "STANDARD_OUTPUT",
     "console",
     "json_alone",
@@ -47,7 +46,6 @@ __all__ = [
     "write_json",
 ]
 
-ONLY_ITS_WORLD = "the reference model knows only the made-up world that it was trained on"
 STANDARD_OUTPUT = Path("-")
 """Name of standard output for ``--json``."""
 _LINE_S = 5.0

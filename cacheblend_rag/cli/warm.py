@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,6 @@ import typer
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
 from cacheblend_rag.cli.output import (
-    ONLY_ITS_WORLD,
     make_quiet,
     on_interrupt,
     parse_bytes,
@@ -37,10 +36,11 @@ if TYPE_CHECKING:
     from cacheblend_rag.documents.library import Library
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["CHUNK_TOKENS", "needs_documents", "passages_of", "texts_of", "warm", "warmed"]
+__all__ = ["CHUNK_TOKENS", "ONLY_ITS_WORLD", "needs_documents", "texts_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
 """Maximum tokens of a passage, unless the store or an option says otherwise."""
+ONLY_ITS_WORLD = "the reference model knows only the made-up world that it was trained on"
 # Passages that an estimate embeds.
 _EMBEDDED = 16
 
@@ -93,7 +93,7 @@ def warm(
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
         if engine.store.path is None and not estimate:
             raise StoreError(f"what is warmed would be lost: the store in {folder} cannot be written; the log says why")
-        passages = passages_of(texts, engine, settings.chunk_tokens)
+        passages = cut(texts, lexer_of(engine.tokenizer).count, settings.chunk_tokens)
         if settings.model == "reference":
             typer.echo(f"{ONLY_ITS_WORLD}; for answers from your files: --model NAME", err=True)
         if engine.unsupported_reason is not None:
@@ -162,11 +162,6 @@ def texts_of(paths: Sequence[Path], *, may_be_none: bool = False) -> tuple[dict[
 
 def _no_text(paths: Sequence[Path]) -> ConfigError:
     return ConfigError(f"there is no text in {', '.join(map(str, paths))}; in folders {', '.join(SUFFIXES)} are read")
-
-
-def passages_of(texts: Mapping[str, str], engine: BlendEngine, chunk_tokens: int) -> list[Passage]:
-    """Cut texts into passages, measured in the tokens of an engine's model."""
-    return cut(texts, lexer_of(engine.tokenizer).count, chunk_tokens)
 
 
 @contextmanager

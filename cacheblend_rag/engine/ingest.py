@@ -267,19 +267,14 @@ class Ingest:
                     continue
                 on_refused(chunk, error)
                 refused += [] if chunk.id is None else [chunk.id]
-        dense = [
-            len(record.token_ids)
-            for record, chunk in zip(records, accepted, strict=True)
-            if chunk.token_ids is None and len(record.token_ids) > _DENSE * len(chunk.text.encode())
-        ]
-        if sum(dense) > _MANY_DENSE and self._encodes:
+        sizes = ((len(record.token_ids), chunk) for record, chunk in zip(records, accepted, strict=True))
+        dense = sum(n for n, chunk in sizes if chunk.token_ids is None and n > _DENSE * len(chunk.text.encode()))
+        if self._encodes and dense > _MANY_DENSE:
             logger.warning(
-                "%d of %d chunks have nearly a token a byte (%d tokens), as base64, hashes and numbers do, and scripts that the "
+                "%d tokens are of chunks that have nearly a token a byte, as base64, hashes and numbers do, and scripts that the "
                 "tokenizer hardly knows: %.0f MB of KV before the disk's codec, %s; leave out what nobody will ask for",
-                len(dense),
-                len(records),
-                sum(dense),
-                sum(dense) * self._kv_bytes_per_token / 1e6,
+                dense,
+                dense * self._kv_bytes_per_token / 1e6,
                 self._config.disk_codec,
             )
         if refused and not is_trial:

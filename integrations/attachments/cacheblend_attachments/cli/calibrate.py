@@ -22,9 +22,11 @@ from cacheblend_rag.cli.options import (
     in_a_folder,
 )
 from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
-from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, passages_of, texts_of, warmed
+from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, texts_of, warmed
 from cacheblend_rag.documents.settings import kv_folder
+from cacheblend_rag.documents.splitter import cut
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lexer import lexer_of
 
 if TYPE_CHECKING:
     from cacheblend_attachments.calibration import Calibration
@@ -161,7 +163,7 @@ def _read(
         # What is removed afterwards should not be left in a remote tier, nor be looked for there.
         quiet = passage_config(config).replace(remote=None)
         with open_engine(model, store=kv_folder(folder), config=quiet, blend=blend) as engine:
-            passages = passages_of(texts, engine, chunk_tokens)
+            passages = cut(texts, lexer_of(engine.tokenizer).count, chunk_tokens)
             with open_library(folder, engine, Embedding(embedding)) as library:
                 with progress_bar("warming") as progress:
                     library.warm(passages, paths, progress=progress)
