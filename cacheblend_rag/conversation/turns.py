@@ -161,11 +161,9 @@ class Turn:
             self._expiry[key] = now + (default if life is None else life)
 
     def resume(self, prompt: AssembledPrompt, asked: Making | None, *, moves: bool, head: int = 0) -> Resumption | None:
-        """Return what a prompt takes over, or None if that is nothing.
+        """Return what a prompt takes over, or None; `moves` also from elsewhere; `head` first rows are at hand in any case.
 
-        `asked` is how it makes its own rows, None where it is prefilled in full; `moves` whether it takes rows over that
-        stood elsewhere; `head` how many first rows are at hand in any case, exactly, and taken where the conversation has
-        no more.
+        `asked` is how it makes its own rows, None where it is prefilled in full.
         """
         held = self._kept.fresh(
             self._conversation,

@@ -36,11 +36,9 @@ class RowCutter:
         rows: torch.Tensor | None,
         is_last: bool = False,
     ) -> dict[str, Any]:
-        """Return the arguments of a layer, by name, with those that have a row axis cut to `rows`.
+        """Return a layer's arguments with those that have a row axis cut to `rows`, None for all; states have the rows `before`.
 
-        All but the hidden states, which hold the rows `before`, are of the whole prompt; `rows` are some of those,
-        ascending. None is every row of the prompt. With `is_last` no other layer will ask, so that what was cut is let go:
-        masks above all, which are large. `UnsupportedModelError` if an argument cannot be cut.
+        With `is_last` no other layer will ask, so that what was cut is let go: masks above all, which are large.
         """
         if rows is None:
             return arguments

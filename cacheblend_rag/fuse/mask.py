@@ -55,11 +55,7 @@ class RowMask(torch.Tensor):
         return known
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Compute attention: ``(1, rows, num_heads, head_dim)``, contiguous.
-
-        The query is ``(1, num_heads, rows, head_dim)``, key and value ``(1, num_kv_heads, columns, head_dim)``; heads that
-        several query heads share are not copied for each. Without a scale it is the inverse square root of the width.
-        """
+        """Compute attention, ``(1, rows, num_heads, head_dim)``, contiguous; shared heads are not copied for each query head."""
         batch, heads, rows = query.shape[:3]
         out = query.new_empty(batch, rows, heads, value.shape[-1])
         for (block, columns), mask in zip(self._blocks, self._masks(query.dtype), strict=True):

@@ -138,11 +138,7 @@ class Steering:
                 hook.remove()
 
     def prefill_layer(self, layer: int, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        """Narrow the computed rows where this layer is one to do so, and cut the layer's arguments to them (CacheBlend,
-        section 6).
-
-        Arguments are by name; None leaves the call alone, as one with another cache.
-        """
+        """Narrow the rows where this layer does so, and cut its arguments to them (CacheBlend, section 6), or None for none."""
         if self._cache.steering is not self or not any(value is self._cache for value in arguments.values()):
             return None
         selection = self._selection

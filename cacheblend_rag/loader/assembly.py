@@ -151,11 +151,7 @@ class Assembly:
             reader.finish()
 
     def _on_device(self, layer: int, staged: LayerKV | None, direct: Sequence[list[LayerKV] | None]) -> LayerKV:
-        """Put a layer together on its device, by copies that do not wait.
-
-        `staged` is the buffer that `fill` filled, ``(1, num_kv_heads, capacity, head_dim)``, if there was any need of it;
-        `direct` has for each piece the layer of its chunks, where `fill` did not put them into the buffer.
-        """
+        """Put a layer together on its device, by copies that do not wait, from the `staged` buffer or the `direct` pieces."""
         device = self._devices[layer]
         made: LayerKV | None = None
         on_the_way = zip(self.pieces, direct, strict=True)

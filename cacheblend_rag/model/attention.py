@@ -40,10 +40,9 @@ AttentionFunction = Callable[..., Any]
 
 
 def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
-    """Return what the last `window` rows attend to, float32, ``(num_heads, window, seq_len)``.
+    """Return what the last `window` rows of one sequence attend to, float32, ``(num_heads, window, seq_len)``.
 
-    It is computed from the layer's own queries and keys. The call is of one sequence, and its last row is that sequence's
-    last token; without a mask all rows must be its last tokens. Query heads that share a key head stand next to each other.
+    Without a mask all rows must be its last tokens. Query heads that share a key head stand next to each other.
     """
     key = call.key[0]
     kv_heads, columns, width = key.shape

@@ -48,11 +48,7 @@ class Capability:
 
 
 def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: str | None = None) -> Capability:
-    """Describe a model's layers, inspecting it on a few tokens where neither its decoder nor why it is refused is known.
-
-    That its own logits come out of blending is for the engine to check (`check_blending`), which says so in
-    `BlendEngine.unsupported_reason`.
-    """
+    """Describe a model's layers, inspecting it on a few tokens where neither its decoder nor why it is refused is known."""
     if decoder is None and reason is None:
         try:
             decoder = inspect_model(model)

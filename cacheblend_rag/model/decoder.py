@@ -109,11 +109,7 @@ class Decoder:
 
     @contextmanager
     def placing(self, cache: KVCache, positions: Sequence[int] | None) -> Iterator[dict[str, torch.Tensor]]:
-        """Have the model's forward take the positions of one sequence, for the duration of a ``with`` block.
-
-        Tokens that are generated follow the last of `positions`; None leaves everything to the model. Yields what its
-        forward, whose cache is `cache`, is to be called with as well; `PromptError` if it takes no positions.
-        """
+        """Give what the forward over `cache` takes for one sequence to stand at `positions`; `PromptError` if it takes none."""
         if positions is None:
             yield {}
             return

@@ -23,11 +23,7 @@ _ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters",
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Return a digest of a model's weights, buffers, dtype, configuration and active adapters: 32 hexadecimal digits (blake2b).
-
-    Every byte of the weights is read, so that two models of one name but different weights never share KV; about a second
-    for two gigabytes.
-    """
+    """Return a digest of all weights, buffers, dtype, configuration and active adapters; two gigabytes take about a second."""
     tensors = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(_tensor_digest, [tensor for _, tensor in tensors]))

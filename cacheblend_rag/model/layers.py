@@ -109,11 +109,9 @@ class _NotingCache(KVCache):
 def watch_layer_calls(
     decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor]
 ) -> LayerCalls:
-    """Run a few tokens, and then a few more after them, and see how the arguments of the layers grow.
+    """See, in a run of a few tokens and one of a few more, how the arguments of layers grow; ``ids(count)`` gives these.
 
-    Of the second run's arguments, an axis as long as its tokens runs along the rows; one as long as all tokens so far does
-    not. What other threads run on the model meanwhile is neither seen nor changed. `ids` returns that many token ids, ``(1,
-    count)``. `UnsupportedModelError` if an argument has more than one axis that could be that of the rows.
+    `UnsupportedModelError` if an argument has more than one axis as long as the second run's tokens, which is that of the rows.
     """
     flops = _Flops()
     noting = _NotingCache(len(layers), flops)

@@ -61,11 +61,7 @@ class PaddedBatch:
 
     @contextmanager
     def prefilled(self, model: PreTrainedModel) -> Iterator[KVCache]:
-        """Answer the model's first forward over a cache with the prompts' KV and logits, for the duration of a ``with`` block.
-
-        Yields that cache, empty until then, to call ``generate`` with. Calls with another cache, of other threads for
-        example, are the model's own business. The caller has the model's lock.
-        """
+        """Give a cache for ``generate`` whose first forward is answered with the prompts' KV; the caller has the model's lock."""
         # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
         model = unwrapped(model)
         cache = KVCache(len(self._buffers))

@@ -59,11 +59,9 @@ def kv_at(decoder: nn.Module, num_layers: int, ids: torch.Tensor, position: int)
 def find_rotations(
     model: PreTrainedModel, singles: Mapping[int, Sequence[LayerKV]]
 ) -> tuple[Rotation | None, ...] | None:
-    """Return how each layer rotates its keys, None where its KV does not depend on the position; equal ones are the same object.
+    """Return how each layer rotates its keys, None where its KV is the same everywhere; None in all if some does otherwise.
 
-    None instead of the tuple if that of some layer depends on it in another way: positions are learned, for example.
-    `singles` are the KV of the same tokens, each run alone, at several positions, 0 among them. The model's rotary
-    frequencies are the buffers whose names end in ``inv_freq``, or those of the usual formula.
+    `singles` are the KV of the same tokens, each run alone, at several positions, 0 among them.
     """
     candidates = [*_own(model), *_usual(model, singles[0])]
     positions = [position for position in singles if position]

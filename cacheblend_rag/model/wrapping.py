@@ -35,11 +35,9 @@ def past_adapters(model: PreTrainedModel) -> PreTrainedModel:
 def watch_forward(
     model: PreTrainedModel, *, before: BeforeForward | None = None, after: AfterForward | None = None
 ) -> Iterator[None]:
-    """Have a model's forward hooked for the duration of a ``with`` block, in which a compiled model runs as it is written.
+    """Have the forward of the model inside all wrappers hooked, and run as it is written, for the duration of a ``with`` block.
 
-    `before` and `after` are hooks with keywords; what `after` returns, if not None, takes the place of the output. What is
-    around a model hands ``generate`` on to the model inside, which then calls itself: only a hook on the model inside sees
-    every forward, and sees it once.
+    `before` and `after` are hooks with keywords; what `after` returns, if not None, takes the place of the output.
     """
     inner = unwrapped(model)
     with ExitStack() as stack:

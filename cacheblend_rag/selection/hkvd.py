@@ -69,11 +69,7 @@ class HKVDSelector(Selector):
         self.schedule(num_layers)
 
     def schedule(self, num_layers: int) -> tuple[float, ...]:
-        """Return the multiple of the recompute ratio that each check layer keeps.
-
-        It falls linearly from `gradual_start`, such that the mean over all layers from the first check layer on is 1; one
-        check layer keeps exactly the ratio. `ConfigError` if it would have to fall to nothing to keep the mean.
-        """
+        """Return the multiple of the ratio that each check layer keeps: falling linearly from `gradual_start`, on average 1."""
         layers = self.check_layers
         if len(layers) == 1:
             return (1.0,)
