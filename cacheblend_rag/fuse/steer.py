@@ -192,11 +192,7 @@ class Steering:
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def _check(self, layer: int, arguments: dict[str, Any]) -> None:
-        """Compute this layer's KV for every row in the race, and let the selection compare it with the stored KV.
-
-        The layer is left as soon as its keys and values are there; where the selection wants to see its attention, when that is
-        about to be computed.
-        """
+        """Compute this layer's KV of the rows in the race, have the selection compare it, and leave once it has what it needs."""
         candidates = self._chosen
         handed: list[tuple[LayerKV, LayerKV, LayerKV]] = []
         calls: list[AttentionCall] = []

@@ -193,11 +193,7 @@ def _mark(device: torch.device) -> torch.cuda.Event:
 
 
 def compute_alone() -> None:
-    """Keep the tensor operations of this thread in this thread.
-
-    Each thread that calls OpenMP gets helpers of its own, which would take the cores that the computation runs on. What
-    `torch.set_num_threads` sets holds for all threads that start later; OpenMP's own setting is the calling thread's.
-    """
+    """Keep this thread's tensor operations in it: OpenMP would give it helpers, on the cores that the computation runs on."""
     # A thread's number is settled at its first use; what was set before would be overwritten.
     torch.get_num_threads()
     try:

@@ -82,12 +82,9 @@ _original = AttentionInterface.get_interface
 
 @contextmanager
 def replace_attention(replacement: AttentionFunction, *, innermost: bool = True) -> Iterator[None]:
-    """Have the models of this thread attend by another function, for the duration of a ``with`` block.
+    """Have the models of this thread attend by another function in a ``with`` block, innermost of those open, or outermost.
 
-    All models of transformers ask one table for their attention function, eager attention included; the table's answer is
-    replaced while any block is open, and only in the threads that opened one. `replacement` is called with the function
-    that a model is about to use, and then what transformers calls that with. `innermost` says whether the replacements of
-    blocks that are open already are handed this one, rather than this one them.
+    `replacement` is called with the function that a model is about to use, and then what transformers calls that with.
     """
     global _open
     with _lock:

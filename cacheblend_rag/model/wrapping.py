@@ -57,11 +57,8 @@ _stance: Any = None
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Have a model that is compiled, in whole or in part, run as it is written for the duration of a ``with`` block.
-
-    A compiled forward does not see hooks that come later, and every new number of rows would have it compiled anew. It holds for
-    everything that torch compiles in this process, as long as any block is open in any thread.
-    """
+    """Have a model that is compiled, in whole or in part, run as it is written, all others too, in a ``with`` block."""
+    # A compiled forward does not see hooks that come later, and every new number of rows would have it compiled anew.
     global _stance
     if not any(
         # Not by hasattr: what a module lacks is looked for long, and this is asked of every module.

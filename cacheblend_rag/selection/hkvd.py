@@ -16,12 +16,7 @@ __all__ = ["HKVDSelector", "kv_deviation"]
 
 
 def kv_deviation(fresh: LayerKV, stored: LayerKV, which: str) -> torch.Tensor:
-    """Return how far each token's stored KV, ``(1, num_kv_heads, seq_len, head_dim)``, is from the fresh one: float32,
-    ``(seq_len,)``.
-
-    It is the squared L2 distance over heads and dimensions, of values, keys or "both": each over its mean then, since keys
-    and values differ in scale.
-    """
+    """Return the squared distance of each token's stored and fresh KV, float32, ``(seq_len,)``; of "both" each over its mean."""
 
     def distance(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return (new.float() - old.float()).square_().sum(dim=(0, 1, 3))

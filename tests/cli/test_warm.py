@@ -302,7 +302,9 @@ def test_no_package(warm: Any, documents: Path, store: Path, monkeypatch: pytest
 
 def test_the_readmes_commands_answer_the_readmes_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
-    block = next(part for part in (root / "README.md").read_text().split("```") if part.strip().startswith("cacheblend-rag warm"))
+    block = next(
+        part for part in (root / "README.md").read_text().split("```") if part.strip().startswith("cacheblend-rag warm")
+    )
     (tmp_path / "examples").symlink_to(root / "examples")
     monkeypatch.chdir(tmp_path)
     said = [run(*shlex.split(line, comments=True)[1:]).output for line in block.strip().splitlines()]
