@@ -16,7 +16,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache, ModelCard, text_decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 
-__all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches"]
+__all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches", "shared_length"]
 
 # Sharing the preamble saves its rows, but rows after a cache need a mask where rows from the start are plainly causal, and the
 # preamble's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
@@ -92,7 +92,7 @@ class ChunkEncoder(ABC):
         for reading in _readings(targets, range(len(targets))):
             read: tuple[int, ...] = ()
             for sequence, _ in reading:
-                count += len(sequence) - _shared(read, sequence)
+                count += len(sequence) - shared_length(read, sequence)
                 read = sequence
         return count
 
@@ -178,7 +178,7 @@ class Encoder(ChunkEncoder):
         read: tuple[int, ...] = ()
         for steps in zip(*batch, strict=True):
             width = max(len(sequence) for sequence, _ in steps)
-            known = min(_shared(read, steps[0][0]), width - 1)
+            known = min(shared_length(read, steps[0][0]), width - 1)
             cache.cut(len(self.preamble) + known)
             # Padding stands after the text, where causal attention does not see it: any id will do, without a mask.
             rows = [[*ahead, *row[known:], *[row[-1]] * (width - len(row))] for row, _ in steps]
@@ -231,7 +231,7 @@ def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[Reading
         target = targets[index]
         if target.context and readings:
             read, inside = readings[-1][-1]
-            known = _shared(read, sequence)
+            known = shared_length(read, sequence)
             if known == len(read):
                 # Nothing parts the two: one forward reads both.
                 readings[-1][-1] = sequence, [*inside, index]
@@ -243,7 +243,7 @@ def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[Reading
     return readings
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens two sequences begin with alike."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:

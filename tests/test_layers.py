@@ -56,6 +56,7 @@ WORKSHOPS = {
     "cacheblend_pml": ("cli",),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store", "reading"),
+    "cacheblend_gguf": tuple("conversation encode fuse kv model selection store".split()),
     "vllm_cacheblend": ("kv", "prompt", "layout", "store", "model", "encode", "loader"),
 }
 # Which distributions they build on.

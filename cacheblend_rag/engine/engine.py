@@ -9,8 +9,9 @@ import uuid
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -31,6 +32,7 @@ from cacheblend_rag.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
+from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.fuse.selfcheck import check_blending
 from cacheblend_rag.model import (
     Capability,
@@ -44,7 +46,7 @@ from cacheblend_rag.model import (
     num_decoder_layers,
     unwrapped,
 )
-from cacheblend_rag.model.checkpoint import load_pretrained
+from cacheblend_rag.model.checkpoint import gguf_file, load_pretrained
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.memory import spare_bytes
@@ -174,7 +176,8 @@ class BlendEngine(AnsweringLibrary):
         Parameters
         ----------
         model : str or Path
-            A Hugging Face id, a folder, or "reference" for the small model that comes with a clone of the project.
+            A Hugging Face id, a folder, a GGUF file, or "reference" for the small model that comes with a clone of the project.
+            With the extra `gguf`, llama.cpp answers from a GGUF file, and what this returns is a `GGUFEngine`.
         config : EngineConfig, optional
             The settings; `dtype` and `device` say how the model is loaded.
         blend, store, tenant, tuning
@@ -191,6 +194,12 @@ class BlendEngine(AnsweringLibrary):
         config, blend = EngineConfig.of(config), BlendConfig.of(blend)
         # Known before a large model is loaded for nothing.
         make_selector(blend.selector)
+        if (file := gguf_file(Path(model).expanduser())) is not None:
+            for engine_of_files in entry_points(group="cacheblend_rag.engines", name="gguf"):
+                with needs_extra("gguf", "a model in a GGUF file"):
+                    opened = engine_of_files.load()
+                options = {"config": config, "blend": blend, "store": store, "tenant": tenant, "tuning": tuning}
+                return cast(BlendEngine, opened.from_pretrained(file, **options, **model_kwargs))
         loaded, tokenizer = load_pretrained(model, config, model_kwargs)
         engine = cls(loaded, tokenizer, config=config, blend=blend, store=store, tenant=tenant, tuning=tuning)
         engine.model_name = str(model)

@@ -18,7 +18,7 @@ from cacheblend_rag.config import EngineConfig, did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
-__all__ = ["load_pretrained", "model_folder"]
+__all__ = ["gguf_file", "load_pretrained", "model_folder"]
 
 # What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
 _HUB_OPTIONS = frozenset(
@@ -138,17 +138,22 @@ def _is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that a path is, or the one in a folder that has no other model; None if there is none."""
+    inside = [path] if _is_gguf(path) else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if len(inside) > 1:
+        raise ConfigError(f"model {path} is a folder with {len(inside)} GGUF files; name one, {inside[0]} for example")
+    return inside[0] if inside else None
+
+
 def _unpacked(name: str) -> tuple[str, dict[str, str]]:
     """Return a model's folder or id, and what transformers takes to unpack the weights from a GGUF file there."""
-    path = Path(name)
-    inside = [path] if _is_gguf(path) else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    if not inside:
+    file = gguf_file(Path(name))
+    if file is None:
         return name, {}
-    if len(inside) > 1:
-        raise ConfigError(f"model {name} is a folder with {len(inside)} GGUF files; name one, {inside[0]} for example")
     with needs_extra("gguf", "a model in a GGUF file"):
         import gguf  # noqa: F401
-    return str(inside[0].parent), {"gguf_file": inside[0].name}
+    return str(file.parent), {"gguf_file": file.name}
 
 
 def _check_device(device: str) -> None:

@@ -1,0 +1,282 @@
+"""One model in llama.cpp, with a context whose cells sequences share."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import torch
+
+from cacheblend_gguf.decoding import Decoding
+from cacheblend_gguf.state import StateForm, join_state, split_state
+from cacheblend_rag.engine.scheduler import Scheduler
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.kv import LayerKV
+
+__all__ = ["HEAD_CELLS", "Llama", "LlamaOptions"]
+
+_KV_TYPES = {"f16": 1, "f32": 0, "bf16": 30, "q8_0": 8, "q4_0": 2}
+_BATCH = 2048
+# Cells beside a prompt's: of the preamble, which stay, and of a prompt's head while it is encoded.
+_BESIDE = 1024
+HEAD_CELLS = 512
+_READ_BYTES = 1 << 24
+
+# Sequences that no answer has: what all chunks are encoded after, where they are encoded, and where states are put in and out.
+_PREAMBLE, _ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaOptions:
+    """How llama.cpp loads a model; see `GGUFEngine.from_pretrained`."""
+
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    n_gpu_layers: int = -1
+    n_seq_max: int = 16
+    kv_type: str = "f16"
+
+
+class Llama:
+    """A GGUF model and its cells: one computation at a time, by who holds the engine's scheduler.
+
+    Parameters
+    ----------
+    path : Path
+        The GGUF file.
+    options : LlamaOptions
+        How it is loaded.
+
+    Attributes
+    ----------
+    window : int
+        Maximum tokens of a prompt and its answer.
+    form : StateForm
+        The form of its KV.
+    end_ids : tuple of int
+        The tokens that end an answer.
+    cells : int
+        Tokens that all sequences together can have.
+
+    Raises
+    ------
+    ConfigError
+        If llama.cpp cannot load it, or an option has no meaning.
+    UnsupportedModelError
+        If its KV cannot be moved or taken apart: that of recurrent and hybrid models.
+    """
+
+    def __init__(self, path: Path, options: LlamaOptions) -> None:
+        if options.kv_type not in _KV_TYPES:
+            raise ConfigError(f"kv_type={options.kv_type!r} is not known; give one of {', '.join(_KV_TYPES)}")
+        self.path, self.options = path, options
+        llama_cpp.llama_backend_init()
+        llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
+        loading = llama_cpp.llama_model_default_params()
+        loading.n_gpu_layers = options.n_gpu_layers
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
+        if not self._model:
+            raise ConfigError(f"llama.cpp cannot load {path}: it is no GGUF model, or of a kind that it does not know")
+        trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
+        self.window = min(options.n_ctx or 8192, trained)
+        self._context = self._open_context()
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+        self.end_ids = tuple(id for id in range(self.vocab_size) if llama_cpp.llama_vocab_is_eog(self._vocab, id))
+        self.cells = int(llama_cpp.llama_n_ctx(self._context))
+        self._sliding = int(llama_cpp.llama_model_n_swa(self._model))
+        self._free = list(range(_FIRST_ANSWER, _FIRST_ANSWER + options.n_seq_max))
+        self._preamble: tuple[int, ...] = ()
+        if llama_cpp.llama_model_has_encoder(self._model) or not llama_cpp.llama_memory_can_shift(self._memory):
+            raise UnsupportedModelError(
+                f"the KV of {path.name} cannot be moved to another position (a recurrent, hybrid or encoder model), so its "
+                "chunks cannot be stored; use llama.cpp alone for it"
+            )
+        self.form = self._look()
+        self.scheduler = Scheduler()
+        self.decoding = Decoding(self, self.scheduler)
+
+    def has_room(self, cells: int) -> bool:
+        """Whether a sequence of that many cells fits beside the answers under way; one that is alone always does."""
+        taken = self.decoding.reserved
+        return not taken or self.cells - len(self._preamble) - HEAD_CELLS - taken >= cells
+
+    def _open_context(self) -> Any:
+        asked = llama_cpp.llama_context_default_params()
+        asked.n_ctx = self.window + _BESIDE
+        asked.n_batch = _BATCH
+        asked.n_seq_max = _FIRST_ANSWER + self.options.n_seq_max
+        asked.kv_unified = True
+        # Cells that slid out of the window are wanted when a chunk is moved.
+        asked.swa_full = True
+        # Without it values are kept turned, and the state has no row for each token.
+        asked.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        asked.type_k = asked.type_v = _KV_TYPES[self.options.kv_type]
+        if self.options.n_threads is not None:
+            asked.n_threads = asked.n_threads_batch = self.options.n_threads
+        context = llama_cpp.llama_init_from_model(self._model, asked)
+        if not context:
+            raise ConfigError(
+                f"llama.cpp cannot make a context of {self.window} tokens of {self.path.name}; give a smaller n_ctx, or another "
+                "kv_type"
+            )
+        return context
+
+    def _look(self) -> StateForm:
+        """Return the form of the KV, as two tokens have it, and see that what is put back is what was taken."""
+        ids = [1, 2]
+        self.decode(ids, 0, _ENCODING)
+        form, layers = split_state(self._state(_ENCODING, 0, 2), 0, 2)
+        self.remove(_ENCODING)
+        self.put(layers, 0, 0, _ENCODING, form)
+        again = split_state(self._state(_ENCODING, 0, 2), 0, 2)
+        self.remove(_ENCODING)
+        if again[0] != form or any(
+            not one.equal(other)
+            for pair in zip(layers, again[1], strict=True)
+            for one, other in zip(*pair, strict=True)
+        ):
+            raise UnsupportedModelError(
+                f"llama.cpp {llama_cpp.__version__} does not give back the KV of {self.path.name} that it was given, so its "
+                "chunks cannot be stored"
+            )
+        return form
+
+    def digest(self) -> str:
+        """Return the digest of the file and of all else that its KV depends on: 32 hexadecimal digits."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self.path.open("rb") as file:
+            while data := file.read(_READ_BYTES):
+                digest.update(data)
+        digest.update(f"{self.form}|{llama_cpp.__version__}|{self.options.kv_type}".encode())
+        return digest.hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids that llama.cpp makes of a text, control tokens among them where it spells them."""
+        data = text.encode()
+        ids = (llama_cpp.llama_token * (len(data) + 8))()
+        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, len(ids), False, True)
+        return list(ids[:count])
+
+    # Sequences
+
+    def begin(self) -> int | None:
+        """Return a sequence for an answer; None if there is none now."""
+        return self._free.pop() if self._free else None
+
+    def end(self, sequence: int) -> None:
+        """Free the cells of an answer's sequence."""
+        self.remove(sequence)
+        self._free.append(sequence)
+
+    def remove(self, sequence: int, first: int = -1) -> None:
+        """Remove a sequence's tokens from position `first` on, all by default."""
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence, first, -1)
+
+    def read(self, ids: Sequence[int], first: int) -> None:
+        """Compute tokens of the encoding sequence from position `first` on, whatever was there before."""
+        self.remove(_ENCODING, first)
+        self.decode(ids, first, _ENCODING)
+
+    def read_preamble(self, preamble: Sequence[int]) -> None:
+        """Have the encoding sequence begin with the preamble alone, which is computed once."""
+        if self._preamble != tuple(preamble):
+            self.remove(_PREAMBLE)
+            self._preamble = tuple(preamble)
+            self.decode(self._preamble, 0, _PREAMBLE)
+        self.remove(_ENCODING)
+        if preamble:
+            llama_cpp.llama_memory_seq_cp(self._memory, _PREAMBLE, _ENCODING, -1, -1)
+
+    def forget_reading(self) -> None:
+        """Free the cells of the encoding sequence."""
+        self.remove(_ENCODING)
+
+    def take(self, first: int, count: int, sequence: int = _ENCODING) -> list[LayerKV]:
+        """Return the KV of tokens of a sequence, ``(1, count, width)`` of each layer."""
+        # Of more than a window the state of a sliding layer has the last ones only.
+        step = min(count, self._sliding) if self._sliding else count
+        parts = []
+        for begin in range(first, first + count, step):
+            length = min(step, first + count - begin)
+            parts.append(split_state(self._state(sequence, begin, begin + length), begin, length)[1])
+        if len(parts) == 1:
+            return parts[0]
+        return [
+            LayerKV(*(torch.cat([part[number][side] for part in parts], dim=1) for side in (0, 1)))
+            for number in range(len(parts[0]))
+        ]
+
+    def put(
+        self, layers: Sequence[LayerKV], encoded_at: int, position: int, sequence: int, form: StateForm | None = None
+    ) -> None:
+        """Append tokens to a sequence, whose KV was computed at another position; llama.cpp turns the keys."""
+        state = join_state(form or self.form, layers, encoded_at)
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if llama_cpp.llama_state_seq_set_data(self._context, data, len(state), _PASSING) != len(state):
+            self.remove(_PASSING)
+            raise RuntimeError(f"llama.cpp has no room for {layers[0].keys.shape[1]} more tokens")
+        if position != encoded_at:
+            llama_cpp.llama_memory_seq_add(self._memory, _PASSING, -1, -1, position - encoded_at)
+        llama_cpp.llama_memory_seq_cp(self._memory, _PASSING, sequence, -1, -1)
+        self.remove(_PASSING)
+
+    def _state(self, sequence: int, first: int, stop: int) -> bytes:
+        llama_cpp.llama_memory_seq_cp(self._memory, sequence, _PASSING, first, stop)
+        size = llama_cpp.llama_state_seq_get_size(self._context, _PASSING)
+        data = (ctypes.c_uint8 * size)()
+        written = llama_cpp.llama_state_seq_get_data(self._context, data, size, _PASSING)
+        self.remove(_PASSING)
+        return bytes(memoryview(data)[:written])
+
+    # Computing
+
+    def decode(self, ids: Sequence[int], first: int, sequence: int) -> None:
+        """Compute tokens of one sequence from position `first` on."""
+        for begin in range(0, len(ids), _BATCH):
+            part = ids[begin : begin + _BATCH]
+            self.step([(id, first + begin + number, sequence, False) for number, id in enumerate(part)])
+
+    def step(self, tokens: Sequence[tuple[int, int, int, bool]]) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
+        """Compute tokens, each an id, a position, a sequence and whether its logits are wanted; return those, ``(vocab,)`` each.
+
+        There are no more than a batch of them.
+        """
+        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        try:
+            for number, (id, position, sequence, is_wanted) in enumerate(tokens):
+                batch.token[number], batch.pos[number] = id, position
+                batch.n_seq_id[number], batch.seq_id[number][0] = 1, sequence
+                batch.logits[number] = is_wanted
+            batch.n_tokens = len(tokens)
+            status = llama_cpp.llama_decode(self._context, batch)
+            if status:
+                raise RuntimeError(f"llama.cpp could not compute {len(tokens)} tokens (status {status})")
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        return [
+            np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits_ith(self._context, number), shape=(self.vocab_size,)
+            ).copy()
+            for number, token in enumerate(tokens)
+            if token[3]
+        ]
+
+    def close(self) -> None:
+        """Free the model and its context."""
+        if self._context is not None:
+            llama_cpp.llama_free(self._context)
+            llama_cpp.llama_model_free(self._model)
+            self._context = self._model = None
+
+
+@llama_cpp.llama_log_callback
+def _silent(level: int, text: bytes, user_data: Any) -> None:
+    """Keep llama.cpp's log from standard error; what goes wrong is raised."""

