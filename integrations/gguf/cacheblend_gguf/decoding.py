@@ -7,19 +7,16 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from cacheblend_gguf.llama import Llama
 from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.engine.request import Request
-from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.store import KVReader
-
-if TYPE_CHECKING:
-    from cacheblend_gguf.llama import Llama
 
 __all__ = ["Answering", "Decoding", "processors"]
 
@@ -100,9 +97,8 @@ class Answering:
 class Decoding:
     """Decodes the answers of all callers together, in a thread of its own that ends when there are none."""
 
-    def __init__(self, llama: Llama, scheduler: Scheduler) -> None:
+    def __init__(self, llama: Llama) -> None:
         self._llama = llama
-        self._scheduler = scheduler
         self._changed = threading.Condition()
         self._waiting: deque[Answering] = deque()
         self._active: list[Answering] = []
@@ -123,26 +119,21 @@ class Decoding:
                 self._thread.start()
         answering.done.result()
 
-    @property
-    def reserved(self) -> int:
-        """Cells that the answers under way have, or will have."""
-        return sum(each.cells for each in self._active)
-
     def _run(self) -> None:
         while True:
             with self._changed:
                 if not self._waiting and not self._active:
                     self._thread = None
                     return
-            with self._scheduler:
+            with self._llama.scheduler:
                 self._admit()
                 if self._active:
                     self._step()
 
     def _admit(self) -> None:
         """Begin with those that wait, in their order, as far as there are cells for them; one, where answers are under way."""
-        while self._waiting and self._llama.has_room(self._waiting[0].cells):
-            sequence = self._llama.begin()
+        while self._waiting:
+            sequence = self._llama.begin(self._waiting[0].cells)
             if sequence is None:
                 return
             with self._changed:

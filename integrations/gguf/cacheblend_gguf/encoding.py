@@ -55,7 +55,8 @@ class LlamaEncoder(ChunkEncoder):
     def _read(
         self, reading: Sequence[tuple[tuple[int, ...], list[int]]], targets: Sequence[Target]
     ) -> list[tuple[int, ChunkKV]]:
-        start, read = len(self.preamble), ()
+        start = len(self.preamble)
+        read: tuple[int, ...] = ()
         found = []
         self._llama.read_preamble(self.preamble)
         for sequence, indices in reading:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from cacheblend_gguf.decoding import Answering, processors
+from cacheblend_gguf.decoding import Answering, Decoding, processors
 from cacheblend_gguf.encoding import LlamaEncoder
 from cacheblend_gguf.llama import HEAD_CELLS, Llama, LlamaOptions
 from cacheblend_rag.chunk import BlendPrompt
@@ -61,6 +61,8 @@ class GGUFEngine(ChunkLibrary):
         Its tokenizer, of transformers.
     config, blend, store, tenant, tuning
         As for `BlendEngine`.
+    decoding : Decoding, optional
+        What decodes the answers of all engines over the model.
 
     Raises
     ------
@@ -78,6 +80,7 @@ class GGUFEngine(ChunkLibrary):
         store: KVStore | str | Path | None = None,
         tenant: str | None = None,
         tuning: Tuning | None = None,
+        decoding: Decoding | None = None,
     ) -> None:
         config = EngineConfig.of(config)
         config = config if tenant is None else config.replace(tenant=tenant)
@@ -92,7 +95,6 @@ class GGUFEngine(ChunkLibrary):
         identity = uuid.uuid4().hex if opened.is_private else llama.digest()
         shapes = tuple((1, keys.width, values.width) for keys, values in llama.form.layers)
         card = ModelCard(identity, llama.window, llama.form.layers[0][0].dtype, shapes, (None,) * len(shapes))
-        scheduler = llama.scheduler
         super().__init__(
             tokenizer,
             identity,
@@ -103,9 +105,10 @@ class GGUFEngine(ChunkLibrary):
             self.tuning,
             lambda preamble: LlamaEncoder(card, preamble, self.tuning.encode_batch_tokens, llama),
             len(shapes),
-            scheduler,
+            llama.scheduler,
+            llama.vocab_size,
         )
-        self._decoding = llama.decoding
+        self._decoding = Decoding(llama) if decoding is None else decoding
         self._owns_llama = False
 
     @classmethod
@@ -173,6 +176,7 @@ class GGUFEngine(ChunkLibrary):
             store=self._store,
             tenant=tenant,
             tuning=self.tuning,
+            decoding=self._decoding,
         )
         engine.model_name = self.model_name
         return engine

@@ -13,7 +13,6 @@ import llama_cpp
 import numpy as np
 import torch
 
-from cacheblend_gguf.decoding import Decoding
 from cacheblend_gguf.state import StateForm, join_state, split_state
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
@@ -93,6 +92,8 @@ class Llama:
         self.cells = int(llama_cpp.llama_n_ctx(self._context))
         self._sliding = int(llama_cpp.llama_model_n_swa(self._model))
         self._free = list(range(_FIRST_ANSWER, _FIRST_ANSWER + options.n_seq_max))
+        # The cells that each answer's sequence will have at most.
+        self._answers: dict[int, int] = {}
         self._preamble: tuple[int, ...] = ()
         if llama_cpp.llama_model_has_encoder(self._model) or not llama_cpp.llama_memory_can_shift(self._memory):
             raise UnsupportedModelError(
@@ -101,11 +102,10 @@ class Llama:
             )
         self.form = self._look()
         self.scheduler = Scheduler()
-        self.decoding = Decoding(self, self.scheduler)
 
     def has_room(self, cells: int) -> bool:
         """Whether a sequence of that many cells fits beside the answers under way; one that is alone always does."""
-        taken = self.decoding.reserved
+        taken = sum(self._answers.values())
         return not taken or self.cells - len(self._preamble) - HEAD_CELLS - taken >= cells
 
     def _open_context(self) -> Any:
@@ -167,13 +167,18 @@ class Llama:
 
     # Sequences
 
-    def begin(self) -> int | None:
-        """Return a sequence for an answer; None if there is none now."""
-        return self._free.pop() if self._free else None
+    def begin(self, cells: int) -> int | None:
+        """Return a sequence for an answer that takes that many cells at most; None if there is no room for it now."""
+        if not self._free or not self.has_room(cells):
+            return None
+        sequence = self._free.pop()
+        self._answers[sequence] = cells
+        return sequence
 
     def end(self, sequence: int) -> None:
         """Free the cells of an answer's sequence."""
         self.remove(sequence)
+        del self._answers[sequence]
         self._free.append(sequence)
 
     def remove(self, sequence: int, first: int = -1) -> None:
@@ -277,6 +282,6 @@ class Llama:
             self._context = self._model = None
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # llama_cpp is not here where types are checked
 def _silent(level: int, text: bytes, user_data: Any) -> None:
     """Keep llama.cpp's log from standard error; what goes wrong is raised."""

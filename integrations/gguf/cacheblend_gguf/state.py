@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 
 __all__ = ["StateForm", "join_state", "split_state"]
+
+_Bytes: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
+_Side: TypeAlias = "tuple[Rows, _Bytes]"
 
 # ggml's numbers of the types that a cell can have, and torch's where it has them. Of others a row is bytes.
 _DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -66,7 +70,7 @@ class _Reader:
         self._place += struct.calcsize("<" + form)
         return found
 
-    def rows(self, count: int, nbytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    def rows(self, count: int, nbytes: int) -> _Bytes:
         """Return the next rows, ``(count, nbytes)``."""
         found = np.frombuffer(self._data, np.uint8, count * nbytes, self._place).reshape(count, nbytes)
         self._place += count * nbytes
@@ -97,7 +101,8 @@ def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[La
             turned, num_layers = reader.take("II")
             if turned:
                 raise ValueError("values are kept turned; leave flash_attn on")
-            keys, values = [], []
+            keys: list[_Side] = []
+            values: list[_Side] = []
             for side in (keys, values):
                 for _ in range(num_layers):
                     kind, nbytes = reader.take("iQ")
@@ -125,19 +130,19 @@ def join_state(form: StateForm, layers: Sequence[LayerKV], first: int) -> bytes:
         for row, tensor in zip(rows, layer, strict=True):
             if tensor.dtype != row.dtype or tensor.shape != (1, count, row.width):
                 raise ValueError(f"KV of shape {tuple(tensor.shape)} and {tensor.dtype} is not of the model")
-    parts: list[bytes | memoryview] = [struct.pack("<Ii", form.magic, 0)]
+    parts: list[bytes] = [struct.pack("<Ii", form.magic, 0)]
     meta = np.empty((count, 3), "<i4")
     meta[:, 0], meta[:, 1], meta[:, 2] = np.arange(first, first + count), 1, 0
     at = 0
     for cache in form.caches:
-        parts += [struct.pack("<II", 1, count), memoryview(meta).cast("B"), struct.pack("<II", 0, len(cache))]
+        parts += [struct.pack("<II", 1, count), meta.tobytes(), struct.pack("<II", 0, len(cache))]
         for side in (0, 1):
             for number, rows in enumerate(cache):
                 bits = layers[at + number][side].contiguous().view(torch.uint8).numpy()
-                parts += [struct.pack("<iQ", rows[side].type, rows[side].nbytes), memoryview(bits).cast("B")]
+                parts += [struct.pack("<iQ", rows[side].type, rows[side].nbytes), bits.tobytes()]
         at += len(cache)
     return b"".join(parts)
 
 
-def _tensor(rows: Rows, data: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> torch.Tensor:
+def _tensor(rows: Rows, data: _Bytes) -> torch.Tensor:
     return torch.from_numpy(data.copy()).view(rows.dtype)[None]

@@ -51,7 +51,7 @@ def read_in_full(engine: GGUFEngine, ids: tuple[int, ...], batch: int = 512) -> 
     """Return the logits after a prompt that llama.cpp reads by itself, so many tokens at a time."""
     llama = engine.llama
     with llama.scheduler:
-        sequence = llama.begin()
+        sequence = llama.begin(len(ids))
         assert sequence is not None
         try:
             for first in range(0, len(ids) - 1, batch):
