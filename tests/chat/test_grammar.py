@@ -7,7 +7,8 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from cacheblend_lab.reference import load_tokenizer
-from cacheblend_rag.chat.grammar import json_grammar
+from cacheblend_rag import BlendEngine, BlendPrompt
+from cacheblend_rag.chat.grammar import Guide, json_grammar
 from cacheblend_rag.chat.tools import call_grammar
 from cacheblend_rag.errors import ConfigError
 
@@ -95,3 +96,9 @@ def test_a_schema_allows_what_fits_it_and_no_properties_without_a_name(vocabular
 def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         json_grammar(schema)
+
+
+def test_a_schema_that_no_text_fits_ends_no_answer_as_if_it_were_whole() -> None:
+    schema = flag("a", additionalProperties=False, patternProperties={"^a$": {"type": "boolean"}})
+    with BlendEngine.from_pretrained("reference") as engine, pytest.raises(ConfigError, match="no text fits"):
+        engine.generate(BlendPrompt("Was it paid?"), 20, logits_processor=[Guide(engine, json_grammar(schema))])
