@@ -80,8 +80,9 @@ class Guide(LogitsProcessor):
                 bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
                 allowed[row] = np.unpackbits(bits, bitorder="little")[: allowed.shape[1]]
                 if matcher.is_error():
-                    why = matcher.get_error().splitlines()[0]
-                    raise ConfigError(f"no text fits this JSON schema or grammar: {why:.200}; change it")
+                    raise ConfigError(
+                        "no text fits this JSON schema or grammar to its end; leave out what contradicts the rest of it"
+                    )
         self._read = input_ids.shape[1]
         mask = torch.zeros(scores.shape, dtype=torch.bool)
         width = min(scores.shape[1], allowed.shape[1])

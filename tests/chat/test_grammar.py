@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from cacheblend_lab.reference import load_tokenizer
-from cacheblend_rag import BlendEngine, BlendPrompt
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.chat.grammar import Guide, json_grammar
 from cacheblend_rag.chat.tools import call_grammar
 from cacheblend_rag.errors import ConfigError
@@ -100,5 +101,9 @@ def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], said: str) -> 
 
 def test_a_schema_that_no_text_fits_ends_no_answer_as_if_it_were_whole() -> None:
     schema = flag("a", additionalProperties=False, patternProperties={"^a$": {"type": "boolean"}})
-    with BlendEngine.from_pretrained("reference") as engine, pytest.raises(ConfigError, match="no text fits"):
-        engine.generate(BlendPrompt("Was it paid?"), 20, logits_processor=[Guide(engine, json_grammar(schema))])
+    with BlendEngine.from_pretrained("reference") as engine:
+        guide, prompt = Guide(engine, json_grammar(schema)), [1]
+        written = engine.tokenizer('{"a": true, ', add_special_tokens=False)["input_ids"]
+        guide(torch.tensor([prompt]), torch.zeros(1, len(engine.tokenizer)))
+        with pytest.raises(ConfigError, match="no text fits"):
+            guide(torch.tensor([prompt + written]), torch.zeros(1, len(engine.tokenizer)))
