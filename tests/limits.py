@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,13 +56,24 @@ def status_of_child(work: Callable[[], None]) -> int:
 
 def end_of_child(work: Callable[[], None]) -> tuple[int, resource.struct_rusage]:
     """Do what `status_of_child` does; return also what the child took."""
+
+    def limited() -> None:
+        signal.alarm(20)
+        work()
+
+    return os.wait4(apart(limited), 0)[1:]
+
+
+def apart(work: Callable[[], object]) -> int:
+    """Begin something in a forked child, which ends with 1 if it fails, and return its id."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            signal.alarm(20)
             work()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
-    return os.wait4(child, 0)[1:]
+    return child

@@ -67,6 +67,11 @@ def test_the_version() -> None:
         ("bench ttft --shape tiny --ratios 0,nan", "ratio nan must be a finite number"),
         ("bench ttft --shape tiny --ratios 0,,1", "'' in '0,,1' is not a number"),
         ("eval reference --ratios inf", "ratio inf must be a finite number"),
+        ("eval reference --charges 2", "ratio 2 must be a finite number"),
+        ("eval reference --methods best", "method 'best' is unknown"),
+        ("eval reference --selectors best", "method 'best 0.15' is unknown"),
+        ("eval reference --format haiku", "format 'haiku' is unknown"),
+        ("eval musique letter.txt", "letter.txt"),
         ("eval figures --out x --task round", "task 'round' is unknown"),
     ],
 )

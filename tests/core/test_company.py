@@ -180,23 +180,6 @@ def test_a_call_that_is_given_up_while_it_waits_is_not_computed(engine: BlendEng
     assert [len(stream.result().token_ids) for stream in (first, streams[0], streams[2])] == [5, 5, 5]
 
 
-def test_what_fails_fails_alone(engine: BlendEngine, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [answer(engine, prompt) for prompt in PROMPTS[:4]]
-    wanted = [call().token_ids for call in calls]
-    run = engine._runner.run
-
-    def failing(each: Any, headroom: int, forward: Any) -> torch.Tensor:
-        if each.prompt.layout.token_ids == engine.prompt_ids(PROMPTS[2]):
-            raise MemoryError("no room for this one")
-        return run(each, headroom, forward)
-
-    monkeypatch.setattr(engine._runner, "run", failing)
-    made = together(engine, calls, pool)
-    with pytest.raises(MemoryError, match="no room for this one"):
-        made.pop(2).result()
-    assert [each.result().token_ids for each in made] == [wanted[number] for number in (0, 1, 3)]
-
-
 @pytest.mark.parametrize(("step", "failing"), [("together", 1), ("_solo_reason", 3)])
 def test_a_batch_that_fails_is_begun_anew_without_its_first(
     engine: BlendEngine, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, step: str, failing: int

@@ -269,21 +269,6 @@ def test_no_hit_at_all_is_said_once(engine: BlendEngine, caplog: pytest.LogCaptu
     assert sum("was served from the store" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_another_model_never_gets_this_ones_kv(make_engine: MakeEngine, tmp_path: Path, seed: int) -> None:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "kv") as first:
-        first.add(CHUNKS)
-    other = tiny_model("llama")
-    if seed == 1:
-        with torch.no_grad():
-            next(other.parameters())[5, 5] += 1e-3
-    else:
-        other = tiny_model("llama-llama3")
-    second = make_engine(tmp_path / "kv", model=other)
-    assert not second.contains("n0")
-    assert second.prefill(_prompt(CHUNKS)).report.hits == 0
-
-
 def test_a_store_of_ones_own_is_not_closed(tmp_path: Path) -> None:
     store = open_store(tmp_path / "kv", ram_bytes=10**6)
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
@@ -330,13 +315,14 @@ def test_a_checkpoints_own_wish_for_beams_or_another_cache_is_set_aside(engine: 
     assert engine.generate(_prompt(CHUNKS), 8, do_sample=False).token_ids == wanted
 
 
-def test_a_miss_with_an_id_is_named_and_one_without_stays_in_ram(tmp_path: Path) -> None:
+def test_a_miss_of_a_source_is_named_and_one_without_an_id_stays_in_ram(tmp_path: Path) -> None:
     settings = engine_settings(selector="hkvd")
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
-        engine.prefill(BlendPrompt("t5", [CHUNKS[0], Chunk(CHUNKS[1].text)], "t6"))
+        prompt = BlendPrompt("t5", [Chunk(CHUNKS[0].text, "n0", source="s"), Chunk(CHUNKS[1].text)], "t6")
+        engine.prefill(prompt)
         assert engine.ids() == ["n0"]
-        assert engine.prefill(BlendPrompt("t5", [CHUNKS[0], Chunk(CHUNKS[1].text)], "t6")).report.hits == 2
-        changed = [Chunk(words(9, seed), "n0") for seed in range(60, 64)]
+        assert engine.prefill(prompt).report.hits == 2
+        changed = [Chunk(words(9, seed), "n0", source="s") for seed in range(60, 64)]
         for chunk in changed:
             engine.prefill(BlendPrompt("t5", [chunk], "t6"))
         assert engine.delete(["n0"]) == 1

@@ -149,20 +149,6 @@ def test_of_two_adds_of_one_id_the_last_counts(engine: BlendEngine) -> None:
     assert engine._store.stats().entries == 2
 
 
-def test_a_chunk_deleted_while_it_is_stored_is_not_kept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = engine._store.put
-
-    def delete_then_put(key: str, kv: ChunkKV, **options: Any) -> None:
-        engine.delete(["n1"])
-        put(key, kv, **options)
-
-    monkeypatch.setattr(engine._store, "put", delete_then_put)
-    engine.add([CHUNKS[1], Chunk(CHUNKS[2].text)], background=True).result()
-    # What has no name cannot have been deleted.
-    assert engine._store.stats().entries == 1
-    assert engine.ids() == []
-
-
 def test_a_text_of_another_name_outlives_a_deletion(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     put = engine._store.put
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
-from cacheblend_attachments import Guard, Repair, SnapKV
+from cacheblend_attachments import Repair, SnapKV
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
@@ -184,27 +184,17 @@ def test_each_prompt_may_have_criteria_of_its_own() -> None:
             engine.generate_many(prompts, 4, stopping_criteria=[[], []])
 
 
-def test_no_answer_passes_the_window_and_each_goes_as_far_as_it_may() -> None:
-    lengths = (500, 505, 511, 40)
-    prompts = [BlendPrompt(words(length - 1, length)) for length in lengths]
-    with engine_of() as engine:
-        results = engine.generate_many(prompts, 30, do_sample=False, eos_token_id=-1)
-        assert [len(result.token_ids) for result in results] == [12, 7, 1, 30]
-        assert {result.report.batch_size for result in results} == {4}
-        wanted = [engine.generate(prompt, 30, do_sample=False, eos_token_id=-1) for prompt in prompts]
-    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gptj", "opt"])
-def test_rows_that_have_ended_stay_within_the_table_of_positions(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gptj", "opt"])
+def test_no_answer_passes_the_window_and_each_goes_as_far_as_it_may(family: str) -> None:
     model = families.tiny_model(families.tiny_config(family))
     with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False)) as engine:
         assert engine.window is not None
-        prompts = [BlendPrompt(words(length - 1, length)) for length in (engine.window - 8, 20)]
+        lengths = (*(engine.window - left for left in (12, 7, 1)), 40)
+        prompts = [BlendPrompt(words(length - 1, length)) for length in lengths]
         results = engine.generate_many(prompts, 30, do_sample=False, eos_token_id=-1)
         wanted = [engine.generate(prompt, 30, do_sample=False, eos_token_id=-1) for prompt in prompts]
-    assert [len(result.token_ids) for result in results] == [8, 30]
-    assert {result.report.batch_size for result in results} == {2}
+    assert [len(result.token_ids) for result in results] == [12, 7, 1, 30]
+    assert {result.report.batch_size for result in results} == {4}
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
 
 
@@ -374,16 +364,6 @@ def test_nothing_is_computed_if_one_prompt_cannot_be_served() -> None:
         with pytest.raises(ConfigError, match="give a list of them"):
             engine.generate_many(some_prompts(1)[0])  # type: ignore[arg-type]
         assert not calls
-
-
-def test_drawn_answers_of_a_batch_are_compared_by_the_guard() -> None:
-    with engine_of() as engine:
-        guard = engine.attach(Guard(1.0))
-        engine.add(CHUNKS)
-        engine.generate_many(some_prompts(4), 4, do_sample=False)
-        assert guard.wait(60)
-        # The first prompt has no chunks, and is computed as a whole.
-        assert guard.status().compared == 3
 
 
 async def test_cancelling_ends_the_generation_at_the_next_token() -> None:

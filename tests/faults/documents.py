@@ -21,6 +21,7 @@ from cacheblend_rag.errors import UnknownChunkError
 from cacheblend_rag.store import check_store
 from tests.core.documents.naive import Library, Rows, small_model
 from tests.families import tiny_tokenizer
+from tests.limits import apart
 
 DOCUMENTS = ("d0", "d1")
 # Chunks that both processes write, and those that one has for itself.
@@ -186,18 +187,16 @@ def look(scene: Scene) -> None:
 
 
 def fork(scene: Scene, work: Callable[[], None]) -> int:
-    """Do something in a process of its own, which is a copy of this one, and return its id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        work()
-        status = 0
-    except BaseException:
-        scene.note("wrong", traceback.format_exc().replace("\n", " | "))
-    finally:
-        os._exit(status)
+    """Do something in a process of its own, which notes how it failed, and return its id."""
+
+    def noted() -> None:
+        try:
+            work()
+        except BaseException:
+            scene.note("wrong", traceback.format_exc().replace("\n", " | "))
+            raise
+
+    return apart(noted)
 
 
 def run(place: Path, kills: int) -> list[str]:

@@ -8,8 +8,6 @@ import json
 import os
 import random
 import time
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.store import check_store
 from tests.core.documents.naive import small_model
 from tests.families import tiny_tokenizer
+from tests.limits import apart
 
 DOCUMENTS, PIECES = 4, 6
 
@@ -151,21 +150,6 @@ def flaws(folder: Path, framework: str, version: int) -> list[str]:
     if any(left) or files:
         found.append(f"nodes, names, entries, bytes on disk and in RAM that are left: {left}, files: {len(files)}")
     return found + check_store(folder / "kv").problems
-
-
-def apart(work: Callable[[], object]) -> int:
-    """Begin something in a process of its own, which is a copy of this one and has no threads, and return its id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        work()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def run(place: Path, framework: str, kills: int) -> list[str]:

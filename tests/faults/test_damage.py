@@ -2,11 +2,9 @@
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
@@ -14,7 +12,7 @@ from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.core.documents.naive import Library, Rows, small_model
 from tests.core.documents.texts import Text
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.families import tiny_tokenizer, words
 from tests.store.kit import add, files_of, key_of, make_kv, read, record, same
 
 NUMBERS = range(6)
@@ -79,43 +77,6 @@ def test_chunk_files(tmp_path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [100, pytest.param(1_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "whole"]
-)
-def test_index(tmp_path: Path, count: int) -> None:
-    """A damaged index is refused or works; it never leads to wrong KV or to a wrong record, and nothing else is lost."""
-    chance = random.Random(count)
-    folder = tmp_path / "store"
-    store = open_store(folder, 0)
-    add(store, *NUMBERS)
-    store.close()
-    sound = (folder / "index.sqlite").read_bytes()
-    refused = 0
-    for _ in range(count):
-        damage_index(folder / "index.sqlite", chance)
-        try:
-            store = open_store(folder, 0)
-            try:
-                for number in NUMBERS:
-                    served(store, number)
-                    found = store.names.lookup("ns", [f"n{number}"])[0]
-                    assert found is None or found == record(f"n{number}", number)
-            finally:
-                store.close()
-        except StoreError:
-            refused += 1
-        for name in ("index.sqlite-wal", "index.sqlite-shm"):
-            (folder / name).unlink(missing_ok=True)
-        (folder / "index.sqlite").write_bytes(sound)
-        store = open_store(folder, 0)
-        for number in NUMBERS:
-            if not store.holds([key_of(number)])[0] or not served(store, number):
-                store.put(key_of(number), make_kv(number))
-        store.close()
-        sound = (folder / "index.sqlite").read_bytes()
-    assert refused < count
-
-
-@pytest.mark.parametrize(
     "count", [40, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "whole"]
 )
 def test_index_of_documents(tmp_path: Path, count: int) -> None:
@@ -171,30 +132,3 @@ def test_index_of_documents(tmp_path: Path, count: int) -> None:
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "sound", folder)
     assert refused < count
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[BlendEngine]:
-    settings = engine_settings(recompute_ratio=0.3, ram_bytes=0)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "store") as engine:
-        yield engine
-
-
-@pytest.mark.parametrize(
-    "count", [50, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "whole"]
-)
-def test_answers(tmp_path: Path, engine: BlendEngine, count: int) -> None:
-    """An answer over damaged KV equals the undisturbed one."""
-    chance = random.Random(count)
-    engine.add([Chunk(id=str(number), text=words(8 + number, number)) for number in range(4)])
-    prompt = BlendPrompt(words(3, 10), ["0", "1", "2", "3"], words(5, 11))
-    undisturbed = engine.prefill(prompt)
-    assert undisturbed.report.hits == 4
-    for _ in range(count):
-        damage(chance.choice(files_of(tmp_path / "store")), chance)
-        answer = engine.prefill(prompt)
-        # What was damaged is computed again, and written in the background.
-        engine.flush()
-        # What is encoded anew stands alone in its batch, not among its neighbours of the first time.
-        torch.testing.assert_close(answer.logits, undisturbed.logits, atol=1e-4, rtol=0)
-        assert len(files_of(tmp_path / "store")) == 4

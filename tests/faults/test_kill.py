@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.store import check_store, open_store
+from tests.limits import wait_until
 from tests.store.kit import add, files_of, is_held, key_of, make_kv, read, record, same, start
 
 PROCESSES = 4
@@ -28,7 +29,7 @@ def test_kills(tmp_path: Path, kills: int, disk_bytes: int | None) -> None:
 
     for worker in range(PROCESSES):
         begin(worker, 0)
-    _wait_for(log)
+    wait_until(log.exists)
     for kill in range(1, kills + 1):
         time.sleep(chance.uniform(0.01, 0.15))
         worker = chance.randrange(PROCESSES)
@@ -60,13 +61,6 @@ def test_kills(tmp_path: Path, kills: int, disk_bytes: int | None) -> None:
     report = check_store(folder)
     assert all(disk_bytes is not None and problem.endswith("is missing") for problem in report.problems)
     assert disk_bytes is None or report.bytes <= disk_bytes
-
-
-def _wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert path.exists()
 
 
 # Numbers that every process reads and writes, and the first number of those that a process has for itself.

@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.memory import DeviceReader, DeviceTier, ResidentKV
-from tests.store.kit import add, files_of, key_of, make_kv, open_store, put, read, record, same
+from tests.store.kit import add, files_of, key_of, make_kv, open_store, put, read, same
 
 KV_BYTES = make_kv(0).nbytes
 ROOM = 10 * KV_BYTES
@@ -99,19 +99,6 @@ def test_most_of_it_was_never_asked_for() -> None:
     assert (tier_of(store, 1), store.stats().device_bytes) == ("ram", 0)
 
 
-def test_deletions_delete(folder: Path | None) -> None:
-    store = filled(folder, 1, 2, 3, 4)
-    assert [tier_of(store, number) for number in range(1, 5)] == ["device"] * 4
-    store.forget("ns", ["n1"])
-    # Another text under the same id.
-    store.name("ns", [record("n2", 3)])
-    store.discard(key_of(4))
-    assert [tier_of(store, number) for number in range(1, 5)] == [None, None, "device", None]
-    assert store.stats().device_bytes == KV_BYTES
-    store.clear()
-    assert (tier_of(store, 3), store.stats().device_bytes) == (None, 0)
-
-
 def test_what_is_deleted_on_its_way_up_does_not_arrive(folder: Path | None) -> None:
     store = filled(folder)
     add(store, 1)
@@ -170,17 +157,6 @@ def test_time_passes_there_too(folder: Path | None) -> None:
     now += 5
     assert [tier_of(store, number) for number in (1, 2, 3)] == [None, "device", "device"]
     now += 6
-    assert [tier_of(store, number) for number in (1, 2, 3)] == [None, None, "device"]
-    assert store.stats().device_bytes == KV_BYTES
-
-
-def test_tenants(folder: Path | None) -> None:
-    store = open_store(folder, 10**6, device_bytes=ROOM)
-    for number, tenant in ((1, "acme"), (2, "acme"), (3, "")):
-        store.put(key_of(number), make_kv(number), tenant=tenant)
-        raise_up(store, number)
-    assert [store.stats(tenant).device_bytes for tenant in ("acme", "", "x")] == [2 * KV_BYTES, KV_BYTES, 0]
-    store.clear("acme")
     assert [tier_of(store, number) for number in (1, 2, 3)] == [None, None, "device"]
     assert store.stats().device_bytes == KV_BYTES
 

@@ -53,20 +53,6 @@ def test_what_has_expired_is_a_miss(tmp_path: Path, ram_bytes: int) -> None:
     assert check_store(tmp_path).is_clean
 
 
-def test_in_ram_alone() -> None:
-    clock = Clock()
-    store = clock.open(None)
-    store.put(key_of(1), make_kv(1), ttl_s=10)
-    store.cache(key_of(2), make_kv(2), ttl_s=10)
-    store.put(key_of(3), make_kv(3))
-    clock.passes(10)
-    assert store.holds([key_of(n) for n in (1, 2, 3)]) == [False, False, True]
-    assert [store.open(key_of(n)) is None for n in (1, 2, 3)] == [True, True, False]
-    store.put(key_of(1), make_kv(1))
-    clock.passes(10**6)
-    assert store.open(key_of(1)) is not None
-
-
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_the_longest_life_asked_for_counts(tmp_path: Path, in_folder: bool) -> None:
     clock = Clock()
@@ -84,16 +70,6 @@ def test_the_longest_life_asked_for_counts(tmp_path: Path, in_folder: bool) -> N
     assert store.holds([key_of(n) for n in (1, 2, 3, 4)]) == [False, False, True, True]
 
 
-def test_a_longer_life_is_noticed_by_others(tmp_path: Path) -> None:
-    clock = Clock()
-    one, two = clock.open(tmp_path), clock.open(tmp_path)
-    one.put(key_of(1), make_kv(1), ttl_s=10)
-    assert two.open(key_of(1)) is not None
-    two.prolong([key_of(1)], None)
-    clock.passes(10)
-    assert one.open(key_of(1)) is not None
-
-
 def test_settings_and_single_additions(make_engine: MakeEngine) -> None:
     for wrong in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="ttl_s"):
@@ -107,7 +83,7 @@ def test_settings_and_single_additions(make_engine: MakeEngine) -> None:
     engine.add(chunks[:1])
     engine.add(chunks[1:], ttl_s=10)
     # A miss lives as long as the settings say.
-    assert engine.prefill(BlendPrompt("t1", [Chunk(words(9, 3), "c")], "t2")).report.misses == 1
+    assert engine.prefill(BlendPrompt("t1", [Chunk(words(9, 3), "c", source="s")], "t2")).report.misses == 1
     clock.passes(50)
     assert engine.prefill(BlendPrompt("t1", ["a", "b", "c"], "t2")).report.hits == 2
     clock.passes(60)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
-from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, put, read, record, same
+from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, read, record, same
 
 
 @pytest.fixture(params=["ram", "folder", "folder without ram"])
@@ -30,13 +30,6 @@ def test_put_and_open(store: KVStore) -> None:
     assert store.open(key_of(9)) is None
     assert store.holds([key_of(0), key_of(9), key_of(2)]) == [True, False, True]
     assert store.stats().entries == 3
-
-
-def test_put_twice_is_once(store: KVStore) -> None:
-    store.put(key_of(1), make_kv(1))
-    before = store.stats()
-    store.put(key_of(1), make_kv(1))
-    assert store.stats() == before
 
 
 def test_names(store: KVStore) -> None:
@@ -81,43 +74,11 @@ def test_kv_goes_with_its_last_name(store: KVStore) -> None:
     assert store.stats().ram_bytes == store.stats().disk_bytes == 0
 
 
-def test_kv_goes_when_its_last_name_moves(store: KVStore) -> None:
-    store.put(key_of(1), make_kv(1))
-    store.put(key_of(2), make_kv(2))
-    store.name("ns", [record("a", 1)])
-    store.name("ns", [record("a", 1)])
-    assert store.holds([key_of(1), key_of(2)]) == [True, True]
-    store.name("ns", [record("a", 2)])
-    assert store.holds([key_of(1), key_of(2)]) == [False, True]
-
-
 def test_nameless_kv_is_kept(store: KVStore) -> None:
     store.put(key_of(1), make_kv(1))
     store.name("ns", [record("a", 2)])
     store.forget("ns", ["a"])
     assert store.holds([key_of(1)]) == [True]
-
-
-def test_discard_keeps_names(store: KVStore) -> None:
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("a", 1)])
-    store.discard(key_of(1))
-    store.discard(key_of(2))
-    assert store.open(key_of(1)) is None
-    assert store.names.lookup("ns", ["a"]) == [record("a", 1)]
-    store.put(key_of(1), make_kv(1))
-    assert store.holds([key_of(1)]) == [True]
-
-
-def test_clear(store: KVStore) -> None:
-    put(store, *range(3))
-    store.name("ns", [record("a", 1)])
-    store.clear()
-    assert store.stats().nodes == store.stats().entries == store.stats().ram_bytes == store.stats().disk_bytes == 0
-    assert store.names.ids("ns") == []
-    assert store.open(key_of(1)) is None
-    store.put(key_of(1), make_kv(1))
-    assert store.open(key_of(1)) is not None
 
 
 def test_a_reader_outlives_its_entry(store: KVStore) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cacheblend_rag.codec import make_codec
-from cacheblend_rag.errors import ChunkReadError, StoreFullError
+from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.base import Entry
 from cacheblend_rag.store.memory import RamTier
@@ -163,21 +163,6 @@ def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.L
         assert is_held(store, number)
     assert caplog.text.count("is damaged, and computed again") == 1
     assert len(files_of(tmp_path)) == 2
-
-
-def test_damaged_layer_is_an_error_and_is_replaced(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 0)
-    store.put(key_of(1), make_kv(1))
-    (file,) = files_of(tmp_path)
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    reader = opened(store, key_of(1))
-    assert same(ChunkKV((), 0, [reader.layer(0)]), ChunkKV((), 0, [make_kv(1).layers[0]]))
-    with pytest.raises(ChunkReadError) as error:
-        reader.layer(2)
-    store.discard(error.value.key)
-    store.put(key_of(1), make_kv(1))
-    assert is_held(store, 1)
-    assert len(files_of(tmp_path)) == 1
 
 
 def test_page_locked_memory_is_used_where_there_is_any(caplog: pytest.LogCaptureFixture) -> None:

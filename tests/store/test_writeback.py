@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,7 @@ def test_a_process_that_ends_writes_what_waits(tmp_path: Path) -> None:
 
 
 def test_an_addition_is_durable_whatever_waits(make_engine: MakeEngine, tmp_path: Path, gate: threading.Event) -> None:
-    chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
+    chunks = [Chunk(words(20, 1), "a", source="s"), Chunk(words(21, 2), "b", source="t")]
     engine = make_engine(tmp_path)
     assert engine.prefill(BlendPrompt("t1", chunks, "t2")).report.misses == 2
     assert sorted(engine.ids()) == ["a", "b"]
@@ -208,6 +209,16 @@ def test_an_addition_is_durable_whatever_waits(make_engine: MakeEngine, tmp_path
 
 def test_without_room_to_wait_the_answer_waits(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(tmp_path, write_back_bytes=0)
-    engine.prefill(BlendPrompt("t1", [Chunk(words(20, 1), "a")], "t2"))
+    engine.prefill(BlendPrompt("t1", [Chunk(words(20, 1), "a", source="s")], "t2"))
     assert len(files_of(tmp_path)) == 1
     assert engine._store.stats().waiting == 0
+
+
+def test_a_miss_that_waits_goes_with_its_source(tmp_path: Path, gate: threading.Event) -> None:
+    store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
+    store.name("ns", [replace(record("n1", 1), source="d", indexed=True)])
+    assert store.put_later(key_of(2), make_kv(2), "ns", [replace(record("met", 2), source="d")])
+    assert store.forget("ns", ["n1"]) == 2
+    gate.set()
+    store.flush()
+    assert (store.names.ids("ns"), store.holds([key_of(2)])) == ([], [False])

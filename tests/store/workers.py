@@ -62,13 +62,6 @@ def work_together(folder: Path, seed: int, steps: int, disk_bytes: int | None) -
     store.close()
 
 
-def drop(folder: Path, node: str) -> None:
-    """Forget a name."""
-    store = open_store(folder, 0)
-    assert store.forget("ns", [node]) == 1
-    store.close()
-
-
 def put(folder: Path, number: int) -> None:
     """Put one chunk."""
     store = open_store(folder, 0)

@@ -185,23 +185,6 @@ def test_the_memory_of_what_is_evicted_is_given_back() -> None:
         assert held.nbytes == 2 * 2 * kept * 8 * 4
 
 
-@pytest.mark.parametrize("capacity", [65, 1000, 1.0])
-def test_nothing_is_evicted_where_everything_fits(capacity: float) -> None:
-    model = tiny_model("llama")
-    cache = BlendCache(6)
-    eviction = _eviction(model, cache, capacity)
-    with torch.no_grad(), eviction():
-        model(input_ids=torch.tensor([_ids(5)]), past_key_values=cache, use_cache=True)
-    assert (eviction.evicted_tokens, eviction.kept_reason) == (0, None)
-    assert {layer.held_tokens for layer in cache.kv_layers} == {LENGTH}
-
-
-def test_a_share_is_of_the_context_and_keeps_one_token_at_least() -> None:
-    for share, kept in ((0.25, 16), (0.5, 32), (0.001, 1)):
-        eviction = _eviction(tiny_model("llama"), BlendCache(6), share)
-        assert eviction.evicted_tokens == 65 - kept
-
-
 def test_attention_that_cannot_be_watched_is_refused_before_the_first_token() -> None:
     # It computes its attention where nobody sees it.
     model = tiny_model("bloom", "eager")

@@ -28,6 +28,10 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedTe
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.trace import Trace, TracedChunk
+from tests.cli.conftest import Command
+from tests.cli.conftest import documents as documents
+from tests.cli.conftest import model_folder as model_folder
+from tests.cli.conftest import run as run
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 17))]
@@ -305,3 +309,40 @@ def test_a_page_of_2500_tokens_is_small_and_soon_made(engine: BlendEngine) -> No
     page = inspector_page(engine, report)
     assert time.perf_counter() - started < 2
     assert len(page.encode()) < 200_000
+
+
+@pytest.fixture
+def store(run: Command, documents: Path, model_folder: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "store"
+    run("warm", documents, "--store", folder, "--model", model_folder, "--chunk-tokens", "40")
+    return folder
+
+
+def test_a_page_is_written_in_place(run: Command, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--store", store, "--top-k", "3", "--max-new-tokens", "5"]
+    said = run("inspect", "Where was Mara born?", *options).stdout
+    assert "inspect.html" in said
+    data = data_of((tmp_path / "inspect.html").read_text(encoding="utf-8"))
+    [view] = data["views"]
+    assert len(view["chunks"]) == 3
+    assert view["figures"]["hits"] == 3
+    assert any(chunk["behind"] for chunk in view["chunks"])
+    assert all(chunk["document"] is not None for chunk in view["chunks"])
+    assert view["chunks"][0]["attention"] is None
+    assert "Where was Mara born?" in "".join(data["tokens"])
+
+
+def test_inspect_shows_full_prefill_and_attention_where_asked(run: Command, store: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    options = ["--store", store, "--top-k", "3", "--max-new-tokens", "5", "--html", file]
+    run("inspect", "Where was Mara born?", *options, "--full", "--attention")
+    views = data_of(file.read_text(encoding="utf-8"))["views"]
+    assert [view["full"] for view in views] == [False, True]
+    assert all(chunk["attention"] is not None for view in views for chunk in view["chunks"])
+
+
+def test_a_page_that_cannot_be_written_is_said_at_once(run: Command, store: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere" / "page.html"
+    assert "does not exist" in run("inspect", "Where?", "--store", store, "--html", missing, code=2).stderr
+    assert run("inspect", "  ", "--store", store, code=2).stderr

@@ -54,7 +54,7 @@ def test_the_report_counts_what_was_evicted(engine: BlendEngine, enabled: bool) 
     own = engine.generate(PROMPT, 8, blend=engine.blend.replace(enabled=enabled)).report
     assert (own.evicted_tokens, own.kept_reason) == (0, None)
     assert own.kv_bytes == own.kv_bytes_before == length * TOKEN_BYTES
-    for capacity, kept in ((0.25, 16), (10, 10), (1, 1)):
+    for capacity, kept in ((0.25, 16), (10, 10), (1, 1), (0.001, 1)):
         config = engine.blend.replace(enabled=enabled)
         with closing(engine.attach(SnapKV(capacity))):
             reports = [engine.generate(PROMPT, 8, blend=config).report, engine.prefill(PROMPT, blend=config).report]

@@ -310,8 +310,9 @@ async def test_other_filters(make_engine: MakeEngine, caplog: pytest.LogCaptureF
 def test_options_that_mean_nothing(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="context='off'"):
         BlendVectorStore(SimpleVectorStore(), engine=make_engine(), context="off")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="boundary='reader'"):
-        BlendVectorStore(SimpleVectorStore(), engine=make_engine(), boundary="reader")
+    for boundary in ("reader", [""], [3]):
+        with pytest.raises(ConfigError, match="boundary="):
+            BlendVectorStore(SimpleVectorStore(), engine=make_engine(), boundary=boundary)  # type: ignore[arg-type]
 
 
 # What stands between chunks.

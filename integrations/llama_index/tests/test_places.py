@@ -1,6 +1,5 @@
 """From nodes to their places in documents, as LlamaIndex's own parsers make them."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,10 +7,8 @@ from typing import Any
 import pytest
 from llama_index.core import Document
 from llama_index.core.node_parser import (
-    HierarchicalNodeParser,
     MarkdownNodeParser,
     SentenceSplitter,
-    SentenceWindowNodeParser,
     TokenTextSplitter,
 )
 from llama_index.core.schema import (
@@ -26,7 +23,6 @@ from llama_index.core.schema import (
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 
 from cacheblend_rag.chunk import Chunk
-from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.nodes import Boundary, node_chunks, placed
 
 TEXT = "# Crews\n\n" + " ".join(f"Crew {number} sails at {number} in the morning." for number in range(9))
@@ -95,20 +91,6 @@ def test_nodes_without_a_document_or_text_of_their_own_are_alone() -> None:
     assert (whole.document, whole.start, body(whole)) == ("d", None, "Otto paints.")
 
 
-def test_levels_of_a_hierarchy_are_separate_readings() -> None:
-    parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[150, 80, 40], chunk_overlap=8)
-    nodes = parser.get_nodes_from_documents([document()])
-    chunks = places(nodes)
-    texts = {node.node_id: node.get_content() for node in nodes} | {None: TEXT}
-    readings = itertools.groupby(zip(nodes, chunks, strict=True), key=lambda pair: pair[1].document)
-    found: dict[str | None, list[BaseNode]] = {name: [node for node, _ in pairs] for name, pairs in readings}
-    # The roots are one; below, the children of each parent are.
-    assert len(found) == 1 + sum(NodeRelationship.CHILD in node.relationships for node in nodes)
-    for node, chunk in zip(nodes, chunks, strict=True):
-        parent = node.parent_node.node_id if node.parent_node else None
-        assert chunk.start is not None and texts[parent].startswith(body(chunk), chunk.start)
-
-
 def test_what_was_split_twice_is_ordered_by_what_stands_before() -> None:
     sections = MarkdownNodeParser().get_nodes_from_documents([document()])
     nodes = SentenceSplitter(chunk_size=40, chunk_overlap=0)(sections)
@@ -121,15 +103,6 @@ def test_what_was_split_twice_is_ordered_by_what_stands_before() -> None:
     assert [chunk.previous for chunk in chunks] == [None, *(node.node_id for node in nodes[:-1])]
 
 
-def test_sentences_are_ordered_by_where_they_begin() -> None:
-    nodes = SentenceWindowNodeParser()([document()])
-    chunks = places(nodes)
-    assert len(chunks) > 10
-    assert {chunk.document for chunk in chunks} == {"d"}
-    for chunk in chunks:
-        assert chunk.start is not None and TEXT.startswith(body(chunk), chunk.start)
-
-
 def test_a_boundary_divides_documents() -> None:
     nodes = SentenceSplitter(chunk_size=40, chunk_overlap=0)([document()])
     for number, node in enumerate(nodes):
@@ -139,12 +112,6 @@ def test_a_boundary_divides_documents() -> None:
     assert len({chunk.document for chunk in places(nodes, "reader", "page")}) == len(nodes)
     assert {chunk.document for chunk in places(nodes, "unknown")} not in ({"d"}, set(names))
     assert {chunk.document for chunk in places(nodes)} == {"d"}
-
-
-@pytest.mark.parametrize("keys", ["reader", [""], [3]])
-def test_a_boundary_is_a_list_of_names(keys: Any) -> None:
-    with pytest.raises(ConfigError, match="boundary="):
-        Boundary(keys)
 
 
 def test_filters_inside_filters_are_seen(caplog: pytest.LogCaptureFixture) -> None:

@@ -218,21 +218,6 @@ def test_the_guide_has_every_field() -> None:
     assert set(CompletionCreateParamsBase.__annotations__) - set(CompletionRequest.model_fields) == {"logprobs"}
 
 
-@pytest.mark.parametrize(
-    ("content", "more", "said"),
-    [
-        (json.dumps({"messages": QUESTION, "document": ["a"]}), {}, "did you mean documents?"),
-        (json.dumps({"messages": QUESTION, "temprature": 0.5}), {}, "did you mean temperature?"),
-        ('{"messages": [{"role"', {}, "the request is not JSON"),
-        (json.dumps({"messages": QUESTION}), {"Content-Type": "text/plain"}, "Content-Type: application/json"),
-    ],
-)
-def test_what_was_meant_otherwise_is_refused(serve: Serve, content: str, more: dict[str, str], said: str) -> None:
-    reply = serve().post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"} | more)
-    assert reply.status_code == 400
-    assert said in reply.json()["error"]["message"]
-
-
 def test_an_answer_may_go_on_after_its_end(engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     client = serve(engine)
     token = engine.tokenizer.encode(ask(client, max_tokens=1)["choices"][0]["message"]["content"])[0]

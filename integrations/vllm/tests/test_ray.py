@@ -74,13 +74,6 @@ def test_replicas_answer_as_one_engine_over_the_same_store(client: httpx.Client,
     assert len(seen) == 2
 
 
-def test_a_delete_counts_for_all_at_once(client: httpx.Client) -> None:
-    put(client, [{"document": "gone", "chunks": ["The gate is shut.", "Nobody has the key."]}])
-    assert client.post(CHAT, json=question("gone")).status_code == 200
-    client.delete("/v1/documents/gone").raise_for_status()
-    assert client.post(CHAT, json=question("gone")).status_code == 404
-
-
 def test_where_vllm_ends_another_replica_answers(client: httpx.Client) -> None:
     put(client, documents_of(2))
     whole = client.post(CHAT, json=question("doc-0")).json()["choices"]

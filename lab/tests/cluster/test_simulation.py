@@ -1,17 +1,24 @@
 """The simulator against what can be worked out by hand: one server's queue, shared cores, batches, the remote tier's link."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cacheblend_lab.cluster.asking import store_corpus
 from cacheblend_lab.cluster.caches import Capacities
+from cacheblend_lab.cluster.cases import CASES
+from cacheblend_lab.cluster.comparison import Trial, compare_servers
 from cacheblend_lab.cluster.cores import Cores, Sharing
 from cacheblend_lab.cluster.costs import Costs, Reads, TierCost
+from cacheblend_lab.cluster.measure import measure_cores, stored_chunk_bytes
 from cacheblend_lab.cluster.plan import Goal, plan, replicas_wanted
+from cacheblend_lab.cluster.servers import Servers, cpu_s
 from cacheblend_lab.cluster.simulation import Cluster, Load, simulate, simulate_steady
 from cacheblend_lab.cluster.workload import Workload
 from cacheblend_rag.errors import ConfigError
+from tests.store.remote.conftest import RedisServer, needs_redis
 
 # Prefill alone: every request takes the same time, 10 ms, and no answer is longer than its first token.
 FIXED = Costs(
@@ -160,3 +167,33 @@ def test_what_cannot_be_is_refused() -> None:
         Cluster(FIXED, 0, ALL_FITS)
     with pytest.raises(ConfigError):
         Goal(1, 1, 1.5)
+
+
+ASKED = Workload(
+    corpus_chunks=80, chunks_per_document=4, chunk_tokens=64, zipf=0.8, chunks=4, documents=2, output_tokens=2
+)
+IN_RAM, ON_DISK, WORDS = 10, 25, 20
+
+
+@pytest.mark.full
+def test_what_is_near_at_real_servers_is_what_the_simulator_says(tmp_path: Path) -> None:
+    needs_redis()
+    redis = RedisServer(tmp_path)
+    redis.start()
+    try:
+        chunk_bytes = stored_chunk_bytes(tmp_path / "size", "reference", redis.url(), ASKED, WORDS)
+        (tmp_path / "servers").mkdir()
+        room = Capacities((IN_RAM + 0.5) * chunk_bytes, (ON_DISK + 0.5) * chunk_bytes)
+        with Servers(tmp_path / "servers", "reference", 2, room, redis.url()) as servers:
+            assert cpu_s(servers.process_ids) > cpu_s([])
+            store_corpus(servers.urls, ASKED, WORDS)
+            trial = Trial(ASKED, IN_RAM, ON_DISK, 2, 200, "affinity")
+            cores = measure_cores(servers.urls, ASKED, IN_RAM, 2, 20)
+            found = compare_servers(servers.urls, trial, CASES["qwen2-0.5b-cpu"], cores)
+    finally:
+        redis.kill()
+    # Whole ones and caches of their own, or half of one.
+    assert cores.powers[0] == 1 and 0.5 < cores.powers[1] <= 2
+    assert found.measured.missing_share == 0
+    assert 0.2 < found.measured.near_share < 0.9
+    assert found.near_ratio == pytest.approx(1, abs=0.15)

@@ -1,8 +1,6 @@
 """Remote tiers that are down, slow, full, or hold something else than what was put."""
 
-import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,64 +55,6 @@ def test_nobody_there(tmp_path: Path) -> None:
     for call in (lambda: tier.holds([key_of(1)]), lambda: tier.drop([key_of(1)]), lambda: put(tier, 1)):
         with pytest.raises(RemoteUnavailableError, match="could not"):
             call()
-
-
-@pytest.mark.parametrize("turns", [4, pytest.param(40, marks=pytest.mark.full)])
-def test_killed_and_restarted_under_load(redis_server: RedisServer, turns: int) -> None:
-    tier = open_remote(redis_server.url(), part_bytes=1500, read_timeout_s=2)
-    stop = threading.Event()
-    wrong: list[object] = []
-    counts = {"right": 0, "miss": 0, "unavailable": 0}
-    counting = threading.Lock()
-
-    def count(what: str) -> None:
-        with counting:
-            counts[what] += 1
-
-    def work(seed: int) -> None:
-        chance = random.Random(seed)
-        while not stop.is_set():
-            number = chance.randrange(4)
-            try:
-                if chance.random() < 0.4:
-                    put(tier, number, tokens=60)
-                    continue
-                answer = is_right(tier, number, tokens=60)
-                if answer is False:
-                    wrong.append(number)
-                count("miss" if answer is None else "right")
-            except ChunkReadError:
-                count("miss")
-            except RemoteUnavailableError:
-                count("unavailable")
-                time.sleep(0.001)
-            except BaseException as error:
-                wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    chance = random.Random(5)
-    for _ in range(turns):
-        # Killed at any moment of the work, and always after some of it.
-        reached = counts["right"] + 20
-        until = time.monotonic() + 60
-        while counts["right"] < reached and time.monotonic() < until:
-            time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.02))
-        redis_server.kill()
-        time.sleep(chance.uniform(0, 0.05))
-        redis_server.start()
-    reached = counts["right"] + 20
-    until = time.monotonic() + 60
-    while counts["right"] < reached and time.monotonic() < until:
-        time.sleep(0.002)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert counts["unavailable"] > 0
-    assert counts["right"] >= reached
 
 
 def test_slow(redis_server: RedisServer) -> None:

@@ -1,11 +1,12 @@
-"""A store over a remote tier."""
+"""A store over a remote tier, with uploads in the background."""
 
 import dataclasses
 import logging
 import random
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
 from cacheblend_rag.store import KVStore, open_remote
-from cacheblend_rag.store.chunkfile import ByteSource
+from cacheblend_rag.store.background import Offsite
+from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 from cacheblend_rag.store.remote import RemoteTier
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
+from tests.limits import wait_until
 from tests.store.kit import add, files_of, is_held, key_of, make_kv, open_store, read, record, same
 from tests.store.remote.conftest import RedisServer
 
@@ -114,7 +118,7 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
 
 
 def test_an_engine_without_a_folder_shares_what_it_computes(make_engine: MakeEngine, opener: Opener) -> None:
-    chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(2)]
+    chunks = [Chunk(words(20, seed), f"n{seed}", source="s") for seed in range(2)]
     store, tier = opened(None, opener()), opener()
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
         engine.add(chunks[:1])
@@ -207,18 +211,10 @@ def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:
     store.name("ns", [record("n1", 2)])
     assert tier.holds(keys) == [False, False, True, True]
     store.discard(key_of(2))
-    eventually(lambda: tier.holds(keys) == [False, False, False, True])
+    wait_until(lambda: tier.holds(keys) == [False, False, False, True])
     store.clear()
     assert tier.holds(keys) == [False] * 4
     assert store.open(key_of(3)) is None
-
-
-def test_kv_with_a_time_to_live_stays_here(tmp_path: Path, opener: Opener) -> None:
-    tier = opener()
-    store = opened(tmp_path, opener())
-    store.put(key_of(1), make_kv(1), ttl_s=1000)
-    store.flush()
-    assert tier.holds([key_of(1)]) == [False]
 
 
 def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -233,14 +229,7 @@ def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis
     finally:
         redis_server.signal(signal.SIGCONT)
     other = open_remote(redis_server.url())
-    eventually(lambda: other.holds([key_of(1)]) == [False])
-
-
-def eventually(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: other.holds([key_of(1)]) == [False])
 
 
 @pytest.mark.parametrize("fault", ["stopped", "killed"])
@@ -273,11 +262,11 @@ def test_only_the_first_waits_for_a_server_that_does_not_answer(
     assert len(caplog.messages) == 1
     if fault == "stopped":
         redis_server.signal(signal.SIGCONT)
-        eventually(lambda: (reader := store.open(key_of(1))) is not None and same(read(reader), make_kv(1)))
+        wait_until(lambda: (reader := store.open(key_of(1))) is not None and same(read(reader), make_kv(1)))
     else:
         redis_server.kill()
         redis_server.start()
-        eventually(lambda: store.fates([key_of(1)]) == {})
+        wait_until(lambda: store.fates([key_of(1)]) == {})
 
 
 @pytest.mark.parametrize("turns", [6, pytest.param(60, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
@@ -344,7 +333,102 @@ def test_a_tier_that_refuses_to_remove_is_read_on(
         [told] = [each for each in caplog.messages if "could not remove chunks" in each]
         assert "this process reads it from there no more" in told
         client.acl_setuser("reader", enabled=True, commands=["+@all"])
-        until = time.monotonic() + 60
-        while two.open(key_of(2)) is not None or client.keys(f"*{key_of(2)}*"):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: two.open(key_of(2)) is None and not client.keys(f"*{key_of(2)}*"))
+
+
+class Gate:
+    """Holds the first upload to a tier until it is opened."""
+
+    def __init__(self, tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.opened = threading.Event(), threading.Event()
+        put = tier.put
+
+        def wait_and_put(key: str, chunk: EncodedChunk) -> None:
+            self.begun.set()
+            self.opened.wait()
+            put(key, chunk)
+
+        monkeypatch.setattr(tier, "put", wait_and_put)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[RemoteTier]:
+    pytest.importorskip("fsspec")
+    tier = open_remote(f"file://{tmp_path}/share")
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def gate(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(tier, monkeypatch)
+
+
+def offsite(tier: RemoteTier, **settings: int) -> Offsite:
+    return Offsite(tier, make_codec("native"), **settings)
+
+
+def put(store: Offsite, *numbers: int) -> None:
+    for number in numbers:
+        store.put(key_of(number), make_kv(number))
+
+
+def test_flush_means_uploaded(tier: RemoteTier) -> None:
+    store = offsite(tier)
+    store.flush()
+    put(store, *range(20))
+    store.flush()
+    assert store.holds([key_of(number) for number in range(20)]) == [True] * 20
+    assert is_held(store, 7)
+    store.close()
+    store.close()
+
+
+def test_what_waits_is_bounded(tier: RemoteTier, gate: Gate) -> None:
+    # A chunk of any size is taken where nothing waits.
+    store = offsite(tier, waiting_bytes=make_kv(0).nbytes // 2)
+    put(store, 0)
+    gate.begun.wait()
+    # What is on its way counts, too: its bytes are still in memory.
+    put(store, 1)
+    gate.opened.set()
+    store.flush()
+    put(store, 2)
+    store.flush()
+    assert tier.holds([key_of(number) for number in range(3)]) == [True, False, True]
+
+
+def test_what_is_dropped_does_not_arrive_later(tier: RemoteTier, gate: Gate) -> None:
+    store = offsite(tier)
+    put(store, 0, 1, 2)
+    gate.begun.wait()
+    store.drop([key_of(1)])
+    threading.Timer(0.02, gate.opened.set).start()
+    store.drop([key_of(0)])
+    store.flush()
+    assert tier.holds([key_of(number) for number in range(3)]) == [False, False, True]
+
+
+def test_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("redis")
+    store = offsite(open_remote("redis://:hunter2@127.0.0.1:1"))
+    with caplog.at_level(logging.WARNING):
+        put(store, *range(5))
+        store.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "nothing is uploaded" in caplog.text and "hunter2" not in caplog.text
+
+
+def test_the_thread_survives_what_is_not_foreseen(
+    caplog: pytest.LogCaptureFixture, tier: RemoteTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(key: str, chunk: EncodedChunk) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(tier, "put", broken)
+    store = offsite(tier)
+    put(store, 0, 1)
+    store.flush()
+    assert "a bug" in caplog.text
+    assert tier.holds([key_of(0), key_of(1)]) == [False, True]

@@ -13,7 +13,6 @@ from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
 from cacheblend_pml import Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, errors
 from cacheblend_rag.chat.answer import Deadline, Ending, EndWhenSet
-from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import Guide
 from cacheblend_rag.engine import Engine
 from cacheblend_serve.auth import KeyFile, Owner
@@ -226,16 +225,6 @@ def test_chunks_are_added_in_the_background(engine: BlendEngine, served: ServedE
     assert job.progress == (3, 3)
     assert sorted(engine.ids()) == ["born", "goat", "works"]
     assert served.generate(PROMPT, 4).report.hits >= 2
-
-
-def test_stored_chunks_are_found_in_plain_text(served: ServedEngine) -> None:
-    served.add(STORY)
-    text = f"Context:\n{STORY[1].text}\nand {STORY[2].text}\nWho?"
-    prompt = catalog_of(served).prompt(served, [text])
-    assert [part.id for part in prompt.segments if isinstance(part, Chunk)] == ["works", "goat"]
-    served.delete(["goat"])
-    prompt = catalog_of(served).prompt(served, [text])
-    assert [part.id for part in prompt.segments if isinstance(part, Chunk)] == ["works"]
 
 
 def test_errors_are_the_engines(served: ServedEngine) -> None:

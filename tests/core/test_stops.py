@@ -1,40 +1,69 @@
-"""The pieces of a text are the text, whatever the tokenizer makes of its beginning and of characters of several tokens."""
+"""Texts that come in pieces: they are the text, whatever the tokenizer, and end before the stop string that begins first."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import LogitsProcessor, PreTrainedTokenizerFast
+from transformers import LogitsProcessor
 
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt
-from cacheblend_rag.stops import Spelling
+from cacheblend_rag.stops import Spelling, StopCutter, cut_at_stop
+from tests.core.test_lexer import sentence_pieces
 from tests.families import tiny_reader
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "wanted"),
+    [
+        ("one. two", [], "one. two"),
+        ("one. two", ["never"], "one. two"),
+        ("one. two", ["two", "."], "one"),
+        # "bc" is complete first, "abcd" begins first.
+        ("-abcd", ["bc", "abcd"], "-"),
+        ("-abce", ["bc", "abcd"], "-a"),
+        ("-abc", ["bc", "abcd"], "-a"),
+        (".", ["."], ""),
+    ],
+)
+def test_the_stop_string_that_begins_first_counts(text: str, stops: list[str], wanted: str) -> None:
+    assert cut_at_stop(text, stops) == wanted
+    cutter = StopCutter(stops)
+    assert "".join(map(cutter.feed, text)) + cutter.flush() == wanted
+
+
+@given(st.text("abn", max_size=30), st.lists(st.text("abn", min_size=1, max_size=5), max_size=3), st.data())
+def test_cutting_pieces_equals_cutting_the_text(text: str, stops: list[str], data: st.DataObject) -> None:
+    wanted = cut_at_stop(text, stops)
+    assert all(stop not in wanted for stop in stops)
+    cutter, shown, rest = StopCutter(stops), "", text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        shown += cutter.feed(rest[:size])
+        rest = rest[size:]
+        read = text[: len(text) - len(rest)]
+        assert wanted.startswith(shown)
+        # Nothing is held back for longer than a stop string may need.
+        longest = max(map(len, stops), default=1)
+        assert len(shown) >= min(len(wanted), len(read) - 2 * longest)
+    assert shown + cutter.flush() == wanted
+
+
+def test_what_cannot_be_a_stop_string_is_shown_at_once() -> None:
+    cutter = StopCutter(["\n\n", "User:"])
+    pieces = ("He said:", " Us", "ed\n", "end\n", "\nmore")
+    assert [cutter.feed(piece) for piece in pieces] == ["He said:", " ", "Used", "\nend", ""]
+    assert cutter.flush() == ""
+
 
 JAPANESE = "これはとてもながいぶんしょうです。"
 
 
-@cache
-def sentence_pieces() -> PreTrainedTokenizerFast:
-    """A tokenizer in the form of Llama 2's, whose texts lose the space that they begin with."""
-    words = ["<unk>", "<s>", "</s>", "\n", "▁", "▁▁▁▁", "▁def", "▁f", "():", "▁return", "a"]
-    words += [f"<0x{byte:02X}>" for byte in range(256)]
-    inner = Tokenizer(models.BPE({w: id for id, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-    assert len(made) == len(words)
-    return made
-
-
-@pytest.mark.parametrize("load", [load_tokenizer, sentence_pieces])
+@pytest.mark.parametrize("load", [load_tokenizer, cache(partial(sentence_pieces, "prepend"))])
 @given(data=st.data())
 def test_all_pieces_are_the_text(load: Any, data: st.DataObject) -> None:
     tokenizer = load()
