@@ -18,7 +18,7 @@ GOOD = Piece("good", "packing", "cacheblend-rag bench codecs --shape tiny --chun
 BAD = Piece("bad", "a shape that is not there", "cacheblend-rag bench codecs --shape none", 1)
 SLOW = Piece("slow", "what does not end", "cacheblend-rag bench codecs --shape tiny --repeats 1000000", 0.05)
 LONG = Piece("long", "what is not begun", "cacheblend-rag bench codecs --shape tiny", 60)
-TESTS = Piece("tests", "a test", "pytest -q -p no:cacheprovider tests/test_stops.py", 1)
+TESTS = Piece("tests", "a test", "pytest -q -p no:cacheprovider tests/chat/test_tools.py", 1)
 
 
 def test_what_fails_or_is_too_slow_does_not_keep_the_others_from_being_measured(tmp_path: Path) -> None:
