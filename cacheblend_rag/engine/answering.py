@@ -175,12 +175,13 @@ class ChunkCollection:
         return forgotten
 
     @classmethod
-    def present(cls, library: ref[Library], ids: list[str]) -> set[str]:
-        """Return those of the ids that a vector store over the library has, as far as it can say."""
-        found = set[str]()
-        for each in list(cls._living):
+    def lasting(cls, library: ref[Library], ids: list[str]) -> set[str]:
+        """Return those of the ids that a vector store over the library has, as far as it can say; all where there is none."""
+        stores = [each for each in list(cls._living) if each._library is library()]
+        found = set[str]() if stores else set(ids)
+        for each in stores:
             with suppress(Exception):  # whatever a vector store raises
-                found.update((each._present(ids) or ()) if each._library is library() else ())
+                found.update(each._present(ids) or ())
         return found
 
     def _family(self) -> list[ChunkCollection]:

@@ -90,7 +90,7 @@ class ChunkLibrary(ABC):
         self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config, tuning)
         self._ingest = Ingest(self._assembler, self._supply, store, form, config)
         self._supply.on_late = self._ingest.encode_later
-        self._supply.present = partial(ChunkCollection.present, ref(self))
+        self._supply.lasting = partial(ChunkCollection.lasting, ref(self))
         self._prefetcher = Prefetcher(answering, tuning.threads)
 
     @property

@@ -42,8 +42,8 @@ class KVSupply:
         Whether its engine was closed; set under `scheduler`.
     on_late : callable or None
         Called with the ids of chunks that no answer waits for, to have them encoded in the background.
-    present : callable
-        Returns those of some ids that a vector store has.
+    lasting : callable
+        Returns those of some ids under which KV is to last though they were met in a prompt, without a source.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class KVSupply:
         self._namespace = assembler.namespace
         self._encoder = encoder
         self.on_late: Callable[[Sequence[str]], None] | None = None
-        self.present: Callable[[list[str]], set[str]] = set
+        self.lasting: Callable[[list[str]], set[str]] = set
         self._config = config
         self._tenant = config.tenant or ""
         self._miss_tokens = tuning.miss_tokens
@@ -351,14 +351,15 @@ class KVSupply:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
 
         A chunk that came with an unknown id is named, as if it had been added, if it has a source, with which it goes, or a
-        vector store has it. Other text may have been made for this prompt alone, has no name to be deleted by, and goes with its
-        source, or with the text whose id it has. KV is written in the background: the answer does not wait.
+        vector store over the library, if there is one, has it. Other text may have been made for this prompt alone, has no name
+        to be deleted by, and goes with its source, or with the text whose id it has. KV is written in the background: the answer
+        does not wait.
         """
         key = chunks[0].key
         new = [chunk.record for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
         if loose := [record.id for record in new if not record.source]:
-            present = self.present(loose)
-            new = [record for record in new if record.source or record.id in present]
+            lasting = self.lasting(loose)
+            new = [record for record in new if record.source or record.id in lasting]
         known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
         lives = [life for life in (lives_s, self._config.ttl_s) if life is not None]
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": min(lives, default=None)}

@@ -113,7 +113,8 @@ def test_ctrl_c_says_what_is_kept(documents: Path, model_folder: Path, undisturb
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "warming: 0 of 160\n"
+        # What comes before is about these words, which no tokenizer knows.
+        assert "warming: 0 of 160\n" in process.stderr
         # Once some of it is stored.
         while len(list(kv_folder(store).rglob("*.safetensors"))) < 20:
             time.sleep(0.001)
