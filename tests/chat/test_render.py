@@ -160,23 +160,10 @@ def test_calls_and_results_are_shown_as_the_template_does_or_as_words(name: str)
     assert shown.get(name, "") in text
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ("", {}),
-        (" ", {}),
-        (None, {}),
-        ("null", {}),
-        ('{"a": 1}', {"a": 1}),
-        ({"a": 1}, {"a": 1}),
-        ("[1]", [1]),
-        ("Oslo", "Oslo"),
-    ],
-)
-def test_arguments_of_past_calls(given: Any, shown: Any) -> None:
-    call = past_call("look", given)
-    assert call["function"]["arguments"] == shown
-    text = apply_template(tokenizer_of("Qwen3"), [HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}])
+@pytest.mark.parametrize(("given", "shown"), [(None, {}), ({"a": 1}, {"a": 1}), ("[1]", [1])])
+def test_arguments_of_past_calls_need_not_be_text(given: Any, shown: Any) -> None:
+    answer = {"role": "assistant", "content": "", "tool_calls": [past_call("look", given)]}
+    text = apply_template(tokenizer_of("Qwen3"), [HELLO, answer])
     assert f'"arguments": {json.dumps(shown)}' in text
 
 

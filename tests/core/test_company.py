@@ -229,12 +229,8 @@ def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine) -> None:
     with poison.failing_on(engine.model, large):
         made = poison.outcomes(calls)
         failed: dict[int, Exception] = {}
-        answers = engine.generate_many(
-            [*fine[:2], BlendPrompt(poison.BEYOND), bad[-1][0], *fine[2:]],
-            9,
-            do_sample=False,
-            on_failed=failed.__setitem__,
-        )
+        given = [*fine[:2], BlendPrompt(poison.BEYOND), bad[-1][0], *fine[2:]]
+        answers = engine.generate_many(given, 9, do_sample=False, on_failed=failed.__setitem__)
     assert [each.token_ids for each in answers] == wanted
     assert {number: type(error) for number, error in failed.items()} == {2: PromptError, 3: torch.OutOfMemoryError}
     for number, each in enumerate(made):

@@ -176,13 +176,6 @@ def test_generation_follows_the_blended_logits(engine: BlendEngine) -> None:
         assert engine.generate(_prompt(CHUNKS), 4, blend=config, do_sample=False).token_ids[0] == first
 
 
-def test_an_unread_stream_blocks_nobody(engine: BlendEngine) -> None:
-    engine.add(CHUNKS)
-    unread = [engine.stream(_prompt(CHUNKS), 30, do_sample=False) for _ in range(3)]
-    assert engine.generate(_prompt(CHUNKS), 4, do_sample=False).text
-    assert all(stream.result().report.hits == 4 for stream in unread)
-
-
 def test_an_abandoned_stream_ends(engine: BlendEngine) -> None:
     stream = engine.stream(_prompt(CHUNKS), 400, do_sample=True, eos_token_id=-1)
     next(stream)

@@ -127,13 +127,8 @@ class Trial:
             self.spoil(path)
 
     def part(self) -> None:
-        names = [
-            "kv",
-            "tmp",
-            "reserve",
-            "store.lock",
-            *(str(p.relative_to(self.folder)) for p in self.folder.glob("kv/*")),
-        ]
+        parts = (str(path.relative_to(self.folder)) for path in self.folder.glob("kv/*"))
+        names = ["kv", "tmp", "reserve", "store.lock", *parts]
         path = self.folder / self.chance.choice(names)
         self.deeds.append(f"rm -r {path.name}")
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

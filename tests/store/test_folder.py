@@ -208,11 +208,6 @@ def test_full_at_the_start(small_disk: Path) -> None:
     assert check_store(small_disk / "s").is_clean
 
 
-def test_file_size_limit(tmp_path: Path) -> None:
-    run(workers.meet_size_limit, tmp_path)
-    assert check_store(tmp_path).entries == 2
-
-
 @pytest.mark.parametrize("log_left", [False, True])
 def test_folder_of_somebody_else(open_folder: Path, log_left: bool) -> None:
     store = open_store(open_folder / "live", 0)

@@ -23,33 +23,6 @@ def test_together(tmp_path: Path, disk_bytes: int | None) -> None:
     assert disk_bytes is None or report.bytes <= disk_bytes
 
 
-def test_opening_while_others_write(tmp_path: Path) -> None:
-    open_store(tmp_path, 0).close()
-    writers = [
-        start(workers.write_until_killed, tmp_path, tmp_path.with_name(f"log{n}"), 1000 * n, None) for n in range(2)
-    ]
-    for _ in range(60):
-        open_store(tmp_path, 0).close()
-    for writer in writers:
-        assert writer.exitcode is None
-        writer.kill()
-
-
-def test_killed_while_another_goes_on(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "s", 10_000)
-    process = start(workers.write_until_killed, tmp_path / "s", tmp_path / "log", 0, None)
-    while not (tmp_path / "log").exists():
-        store.put(key_of(1), make_kv(1))
-        store.discard(key_of(1))
-    process.kill()
-    process.join()
-    store.put(key_of(1), make_kv(1))
-    # Whoever opens it next cleans up, whether or not others have it open.
-    open_store(tmp_path / "s", 0).close()
-    assert check_store(tmp_path / "s").problems == []
-    assert store.holds([key_of(1)]) == [True]
-
-
 def test_more_deletions_than_are_remembered(tmp_path: Path) -> None:
     store, other = open_store(tmp_path, 10**6), open_store(tmp_path, 0)
     put(store, *range(8))

@@ -144,12 +144,8 @@ def test_privacy(tmp_path: Path) -> None:
     assert not shared.is_private
     shared.put(key_of(1), make_kv(1))
     (file,) = files_of(tmp_path / "s")
-    for path in [
-        file,
-        tmp_path / "s" / "store.json",
-        *(tmp_path / "s").glob("index.sqlite*"),
-        *(tmp_path / "s" / "tmp").iterdir(),
-    ]:
+    more = [*(tmp_path / "s").glob("index.sqlite*"), *(tmp_path / "s" / "tmp").iterdir()]
+    for path in [file, tmp_path / "s" / "store.json", *more]:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
@@ -163,14 +159,7 @@ def test_reopened(tmp_path: Path) -> None:
     assert again.names.lookup("ns", ["a"]) == [record("a", 1)]
     again.close()
     left = sorted(path.name for path in (tmp_path / "a" / "b").iterdir())
-    assert left == [
-        "index.sqlite",
-        "kv",
-        "reserve",
-        "store.json",
-        "store.lock",
-        "tmp",
-    ]
+    assert left == ["index.sqlite", "kv", "reserve", "store.json", "store.lock", "tmp"]
     assert not list((tmp_path / "a" / "b" / "tmp").iterdir())
 
 

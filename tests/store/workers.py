@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,25 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import ConfigError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.errors import ConfigError, StoreReadOnlyError
 from cacheblend_rag.store import check_store, open_store
 from tests.store.kit import add, is_held, key_of, make_kv, piece, read, record, same
-
-
-def write_until_killed(folder: Path, log: Path, first: int, disk_bytes: int | None) -> None:
-    """Put, name, discard and forget; each line of the log is a put that had returned."""
-    store = open_store(folder, 10_000, disk_bytes)
-    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    chance = random.Random(first)
-    for number in range(first, first + 100_000):
-        add(store, number)
-        os.write(log_fd, f"{number}\n".encode())
-        if chance.random() < 0.2:
-            # Numbers that are not in the log: their loss is not a loss.
-            store.put(key_of(10**6 + number), make_kv(10**6 + number))
-            store.discard(key_of(10**6 + number))
-            store.name("ns", [record("gone", 10**6 + number)])
-            store.forget("ns", ["gone"])
 
 
 def name_together(folder: Path, names: str, worker: int, count: int) -> None:
@@ -84,21 +67,6 @@ def use_after_fork(folder: Path | None) -> None:
     assert os.waitpid(child, 0)[1] == 0
     store.put(key_of(2), make_kv(2))
     assert store.holds([key_of(1), key_of(2)]) == [True, True]
-    store.close()
-
-
-def meet_size_limit(folder: Path) -> None:
-    """Write a file that is bigger than the system allows, the way a full disk shows itself without one."""
-    store = open_store(folder, 0)
-    store.put(key_of(1), make_kv(1))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512 * 1024, hard))
-    with pytest.raises(StoreFullError, match="no space"):
-        store.put(key_of(2), make_kv(2, tokens=8000))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert store.holds([key_of(1), key_of(2)]) == [True, False]
-    assert check_store(folder).is_clean
-    store.put(key_of(2), make_kv(2))
     store.close()
 
 

@@ -323,11 +323,8 @@ def test_nobody_is_hurt_by_what_another_asks(tiny: LlamaForCausalLM, kind: Kind,
         bad = [*poison.TEXTS.values(), failing]
         asked = [bad[n // 8 % 4] if n % 8 == 3 else QUESTIONS[n % 5] for n in range(48)]
         with poison.failing_on(engine.model, engine.tokenizer("#")["input_ids"][-1]):
-            answers = (
-                asyncio.run(llm.abatch(asked, return_exceptions=True))
-                if is_async
-                else llm.batch(asked, return_exceptions=True)
-            )
+            made = (llm.abatch if is_async else llm.batch)(asked, return_exceptions=True)
+            answers = asyncio.run(made) if is_async else made
         for text, each in zip(asked, answers, strict=True):
             if text in wanted:
                 assert text_of(each) == wanted[text]

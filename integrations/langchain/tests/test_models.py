@@ -313,10 +313,8 @@ def test_what_a_template_passes_over_is_shown_elsewhere(tiny: LlamaForCausalLM, 
             assert llm.blend_prompt([HumanMessage("Where?"), found]).segments == ["[user]Where?\n\nAt sea."]
         with pytest.raises(PromptError, match="does not show the critic message 'Bad'"):
             llm.blend_prompt([HumanMessage("Where?"), ChatMessage("Bad", role="critic")])
-        documents = [
-            Document("At noon.", metadata={"title": "Winter timetable"}),
-            Document("Never.", metadata={"title": None}),
-        ]
+        titles = {"At noon.": "Winter timetable", "Never.": None}
+        documents = [Document(text, metadata={"title": title}) for text, title in titles.items()]
         prompt = llm.blend_prompt("When?", documents=documents)
         noon, never = (segment for segment in prompt.segments if isinstance(segment, Chunk))
         assert prompt.segments == ["[user]Winter timetable\n", noon, "\n\n", never, "\n\nWhen?"]

@@ -206,7 +206,7 @@ def test_histories_of_other_classes_are_read(tool_engine: BlendEngine, name: str
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
-    [("", "{}"), ("null", "{}"), (OSLO, OSLO), ("Oslo", '"Oslo"'), ('{"a', '"{\\"a"')],
+    [("", "{}"), (" ", "{}"), ("null", "{}"), (OSLO, OSLO), ("Oslo", '"Oslo"'), ('{"a', '"{\\"a"')],
 )
 def test_past_calls_may_have_any_arguments(tool_engine: BlendEngine, arguments: str, shown: str) -> None:
     answer = AIMessage("", additional_kwargs={"tool_calls": [raw_call(arguments)]})
@@ -246,12 +246,8 @@ def test_what_has_no_equivalent_is_refused_by_its_name(engine: BlendEngine, bloc
 def test_documents_in_anthropics_form_are_chunks(engine: BlendEngine) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "Mara Lind was born in Oslo."}
     block = {"type": "document", "title": "Mara", "source": source}
-    found = {
-        "type": "search_result",
-        "source": "x",
-        "title": "Works",
-        "content": [{"type": "text", "text": "A baker."}],
-    }
+    text = [{"type": "text", "text": "A baker."}]
+    found = {"type": "search_result", "source": "x", "title": "Works", "content": text}
     prompt = ChatBlend(engine=engine).blend_prompt([HumanMessage([block, found, "Where?"])])
     (chunk,) = (each for each in prompt.segments if isinstance(each, Chunk))
     assert chunk.text == source["data"]

@@ -227,18 +227,13 @@ def test_text_to_be_cited_and_calls_of_tools_are_shown(llm: BlendLLM, tokenizer:
     knows.chat_template = TOOL_TEMPLATE
     block = ToolCallBlock(tool_call_id="1", tool_name="look", tool_kwargs='{"at": "sea"}')
     function = {"name": "look", "arguments": '{"at": "sea"}'}
-    kept = (
-        [{"type": "function", "id": "1", "function": function}],
-        [{"type": "tool_use", "name": "look", "input": {"at": "sea"}}],
-    )
+    kept: list[Any] = [{"type": "function", "id": "1", "function": function}]
+    kept += [{"type": "tool_use", "name": "look", "input": {"at": "sea"}}]
     answers = [ChatMessage(role="assistant", blocks=[ThinkingBlock(content="hm"), block])]
-    answers += [ChatMessage("", role="assistant", additional_kwargs={"tool_calls": calls}) for calls in kept]
+    answers += [ChatMessage("", role="assistant", additional_kwargs={"tool_calls": [call]}) for call in kept]
     for answer in answers:
-        said = [
-            ChatMessage("Who?"),
-            answer,
-            ChatMessage("A ship.", role="tool", additional_kwargs={"tool_call_id": "1"}),
-        ]
+        found = ChatMessage("A ship.", role="tool", additional_kwargs={"tool_call_id": "1"})
+        said = [ChatMessage("Who?"), answer, found]
         text = render_messages(knows, said)
         assert '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>' in text
         assert "<tool_response>\nA ship.\n</tool_response>" in text and "hm" not in text
@@ -361,9 +356,8 @@ def test_predict_and_settings(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_nobody_is_hurt_by_what_another_asks() -> None:
-    with BlendEngine(
-        tiny_reader(), poison.spare_token(load_tokenizer()), **engine_settings(self_check=False)
-    ) as engine:
+    tokenizer = poison.spare_token(load_tokenizer())
+    with BlendEngine(tiny_reader(), tokenizer, **engine_settings(self_check=False)) as engine:
         llm = BlendLLM(engine=engine, max_new_tokens=6)
         questions = ["Where was Mara born?", "What does she do?", "Who paints ships?"]
         wanted = {each: llm.chat([ChatMessage(each)]).message.content for each in questions}

@@ -88,37 +88,6 @@ def test_learned_positions_are_encoded_alone() -> None:
     assert engine.places(["d-0", "d-1"]) == [None, None]
 
 
-def test_what_is_gone_is_not_remembered() -> None:
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
-    text = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
-    engine.add(text.chunks)
-    engine.delete(["d-1"])
-    assert engine.document("d") == ["d-0", "d-2", "d-3"]
-    # What stood in front of it is still held, what stood behind it is a miss.
-    keys = [record.key for record in engine.records(["d-0", "d-2", "d-3"]) if record is not None]
-    assert engine._store.holds(keys) == [True, False, False]
-    assert engine._store.stats().entries == 1
-    engine.add([text.chunk(2), text.chunk(3)])
-    there = [0, 2, 3]
-    for number in there:
-        assert distance(engine, f"d-{number}", text.context(number, there)) < TOLERANCE
-    assert engine.delete_document("d") == 3
-    assert engine.ids() == []
-    assert engine._store.stats().entries == 0
-
-
-def test_an_addition_encodes_what_it_displaces() -> None:
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
-    text = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
-    engine.add([text.chunk(0), text.chunk(2), text.chunk(3)])
-    result = engine.add([text.chunk(1)])
-    assert (result.encoded, result.named) == (3, 1)
-    for number in range(4):
-        assert distance(engine, f"d-{number}", text.context(number, range(4))) < TOLERANCE
-    assert engine._store.stats().entries == 4
-    assert engine.add(text.chunks).unchanged == 4
-
-
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=20),
     limit=st.integers(1, 40),
