@@ -308,14 +308,14 @@ def test_a_checkpoints_own_wish_for_beams_or_another_cache_is_set_aside(engine: 
     assert engine.generate(_prompt(CHUNKS), 8, do_sample=False).token_ids == wanted
 
 
-def test_a_miss_of_a_source_is_named_and_one_without_an_id_stays_in_ram(tmp_path: Path) -> None:
+def test_a_miss_with_an_id_is_named_and_one_without_stays_in_ram(tmp_path: Path) -> None:
     settings = engine_settings(selector="hkvd")
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
-        prompt = BlendPrompt("t5", [Chunk(CHUNKS[0].text, "n0", source="s"), Chunk(CHUNKS[1].text)], "t6")
+        prompt = BlendPrompt("t5", [CHUNKS[0], Chunk(CHUNKS[1].text)], "t6")
         engine.prefill(prompt)
         assert engine.ids() == ["n0"]
         assert engine.prefill(prompt).report.hits == 2
-        changed = [Chunk(words(9, seed), "n0", source="s") for seed in range(60, 64)]
+        changed = [Chunk(words(9, seed), "n0") for seed in range(60, 64)]
         for chunk in changed:
             engine.prefill(BlendPrompt("t5", [chunk], "t6"))
         assert engine.delete(["n0"]) == 1

@@ -83,7 +83,7 @@ def test_settings_and_single_additions(make_engine: MakeEngine) -> None:
     engine.add(chunks[:1])
     engine.add(chunks[1:], ttl_s=10)
     # A miss lives as long as the settings say.
-    assert engine.prefill(BlendPrompt("t1", [Chunk(words(9, 3), "c", source="s")], "t2")).report.misses == 1
+    assert engine.prefill(BlendPrompt("t1", [Chunk(words(9, 3), "c")], "t2")).report.misses == 1
     clock.passes(50)
     assert engine.prefill(BlendPrompt("t1", ["a", "b", "c"], "t2")).report.hits == 2
     clock.passes(60)

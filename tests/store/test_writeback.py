@@ -191,7 +191,7 @@ def test_a_process_that_ends_writes_what_waits(tmp_path: Path) -> None:
 
 
 def test_an_addition_is_durable_whatever_waits(make_engine: MakeEngine, tmp_path: Path, gate: threading.Event) -> None:
-    chunks = [Chunk(words(20, 1), "a", source="s"), Chunk(words(21, 2), "b", source="t")]
+    chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
     engine = make_engine(tmp_path)
     assert engine.prefill(BlendPrompt("t1", chunks, "t2")).report.misses == 2
     assert sorted(engine.ids()) == ["a", "b"]
@@ -209,7 +209,7 @@ def test_an_addition_is_durable_whatever_waits(make_engine: MakeEngine, tmp_path
 
 def test_without_room_to_wait_the_answer_waits(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(tmp_path, write_back_bytes=0)
-    engine.prefill(BlendPrompt("t1", [Chunk(words(20, 1), "a", source="s")], "t2"))
+    engine.prefill(BlendPrompt("t1", [Chunk(words(20, 1), "a")], "t2"))
     assert len(files_of(tmp_path)) == 1
     assert engine._store.stats().waiting == 0
 

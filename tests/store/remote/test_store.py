@@ -118,7 +118,7 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
 
 
 def test_an_engine_without_a_folder_shares_what_it_computes(make_engine: MakeEngine, opener: Opener) -> None:
-    chunks = [Chunk(words(20, seed), f"n{seed}", source="s") for seed in range(2)]
+    chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(2)]
     store, tier = opened(None, opener()), opener()
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
         engine.add(chunks[:1])
