@@ -118,7 +118,7 @@ class AnsweringLibrary(ChunkLibrary):
                 f"logits_to_keep={count} must be from 1 to {text}, the tokens after the prompt's last chunk"
             )
         logits = self._runner.run(request, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
-        report = make_report(request, num_decoder_layers(self.model), time.perf_counter())
+        report = make_report(request, num_decoder_layers(self.model))
         self._observe(report)
         return PrefillResult(logits[0] if logits_to_keep is None else logits, request.prompt.layout.token_ids, report)
 

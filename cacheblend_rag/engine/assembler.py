@@ -56,17 +56,7 @@ class _Piece:
 
 
 class Assembler:
-    """Turns prompts into token ids, each segment tokenised on its own.
-
-    Attributes
-    ----------
-    preamble : tuple of int
-        What precedes every chunk when it is encoded.
-    rules : ReadingRules
-        How documents are read.
-    namespace : str
-        Digest of the model, the tokenizer, the preamble and the tenant.
-    """
+    """Turns prompts into token ids, each segment tokenised on its own; documents are read by its `rules`."""
 
     def __init__(
         self,
@@ -109,23 +99,29 @@ class Assembler:
         if wanted is None and form is not None and self._is_movable:
             most = None if self._window is None else self._window // _LEAST_WINDOWS
             return self.tokenize(default_preamble(self.tokenizer), begins=True)[:most]
-        if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-            return self._checked(wanted)
-        return self.tokenize(wanted or "", begins=True)
+        return self.tokenize(wanted or "", begins=wanted is None or isinstance(wanted, str))
 
-    def tokenize(self, text: str, *, begins: bool = False) -> tuple[int, ...]:
-        """Return the ids of a text that goes on, or, with the BOS, of one that begins a prompt.
+    def tokenize(self, text: str | Sequence[int], *, begins: bool = False) -> tuple[int, ...]:
+        """Return the ids of a text that goes on, or, with the BOS, of one that begins a prompt; it may be given as ids.
 
         `PromptError` if it holds half a character, or a token that the model has no embedding of.
         """
-        ids = lexer_of(self.tokenizer).read(text, begins=begins)[0]
-        if max(ids, default=0) >= self._num_embeddings:
-            self._checked(ids)
-        return (*(self._bos if begins and tuple(ids[: len(self._bos)]) != self._bos else ()), *ids)
-
-    def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
-        """Return the store key of the KV of a chunk that is encoded alone; see `chunk_key`."""
-        return chunk_key(self.namespace, token_ids, places)
+        given = lexer_of(self.tokenizer).read(text, begins=begins)[0] if isinstance(text, str) else text
+        try:
+            ids = tuple(map(index, given))
+        except TypeError:
+            raise PromptError(
+                f"token ids are whole numbers, and {given!r:.80} holds something else; give integers"
+            ) from None
+        # On a GPU, an index beyond the embedding ends the process.
+        if ids and not 0 <= min(ids) <= max(ids) < self._num_embeddings:
+            wrong = next(each for each in ids if not 0 <= each < self._num_embeddings)
+            spelled = self.tokenizer.decode([wrong]) if 0 <= wrong < len(self.tokenizer) else ""
+            raise PromptError(
+                f"token {wrong}{spelled and f', {spelled!r},'} is none of the {self._num_embeddings} that the model has "
+                "embeddings of; leave it out, or give the model more by resize_token_embeddings(len(tokenizer))"
+            )
+        return ids if not begins or ids[: len(self._bos)] == self._bos else self._bos + ids
 
     def places(self, chunk: Chunk) -> tuple[int, ...] | None:
         """Return the positions of a chunk's tokens when they are encoded; None for right after the preamble, without gaps.
@@ -146,13 +142,13 @@ class Assembler:
         """
         place = None
         if chunk.token_ids is not None:
-            ids = self._checked(chunk.token_ids)
+            ids = self.tokenize(chunk.token_ids)
         elif chunk.document is None or self.rules.limit == 0:
             ids = self.tokenize(lexer_of(self.tokenizer).said(chunk.text))
         else:
             ids, place = self._placed(chunk)
             if max(ids, default=0) >= self._num_embeddings:
-                self._checked(ids)
+                self.tokenize(ids)
         if not ids:
             raise EmptyChunkError(
                 f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
@@ -181,7 +177,7 @@ class Assembler:
         lexer = lexer_of(self.tokenizer)
         ids, stops = lexer.read(lexer.said(chunk.text), placed=True)
         stops = stops or [len(lexer.text(ids[: count + 1])) for count in range(len(ids))]
-        ends = np.maximum.accumulate(np.asarray(stops, dtype=np.int64)) - begin if stops else np.empty(0, np.int64)
+        ends = np.maximum.accumulate(np.asarray(stops, dtype=np.int64)) - begin
         place = Place(
             chunk.document,
             chunk.start,
@@ -193,28 +189,15 @@ class Assembler:
         return tuple(ids), place
 
     def assemble(self, prompt: BlendPrompt) -> AssembledPrompt:
-        """Look up and tokenise a whole prompt.
-
-        Raises
-        ------
-        UnknownChunkError
-            If it names a chunk that is not known, and does not allow it to be left out.
-        StoreError
-            If it names a chunk without its text, and the store's names cannot be read now.
-        PromptTooLongError
-            If it leaves no room for a single output token in the model's window.
-        PromptError
-            If it has no tokens.
-        ConfigError
-            If it is no prompt.
-        """
+        """Look up and tokenise a whole prompt, or raise the `CacheBlendError` that says why it cannot be served."""
         if not isinstance(prompt, BlendPrompt):
             raise ConfigError(
                 f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or for a "
                 "schema's prompt Schemas(engine).prompt(prompt)"
             )
         known = self._known(prompt.segments)
-        skipped = self._unknown(prompt.segments, known) if prompt.skip_unknown and known is not None else ()
+        named = dict.fromkeys(segment.id for segment in prompt.segments if isinstance(segment, ChunkRef))
+        skipped = tuple(id for id in named if known is not None and id not in known) if prompt.skip_unknown else ()
         if skipped:
             logger.warning(
                 "no chunks have these ids any more, so they were left out of a prompt: %s", ", ".join(skipped)
@@ -270,7 +253,9 @@ class Assembler:
         if is_last:
             # The last token's logits are what the prompt is for, so its row is computed.
             return replace(chunk, computed="last", note="the prompt ends with it, so it is computed like text")
-        if not self._is_movable and chunk.position != (encoded_at := self._encoded_at(chunk)):
+        places, first = chunk.positions, chunk.first
+        encoded_at = len(self.preamble) + first if places is None else places[first]
+        if not self._is_movable and chunk.position != encoded_at:
             note = (
                 f"it is at position {chunk.position}, but the KV of this model, encoded at {encoded_at}, cannot be moved, "
                 "so it is computed like text"
@@ -327,18 +312,13 @@ class Assembler:
                 continue
             text = segment.text if isinstance(segment, FixedText) else segment
             if not isinstance(text, str):
-                ids = self._checked(text)
-                ids = ids if number or ids[: len(self._bos)] == self._bos else self._bos + ids
+                ids = self.tokenize(text, begins=not number)
             elif (text, not number) in texts:
                 ids = texts[text, not number]
             else:
                 ids = texts[text, not number] = self.tokenize(text, begins=not number)
             pieces.append(_Piece(ids, position, is_fixed=isinstance(segment, FixedText)))
         return pieces
-
-    def _encoded_at(self, chunk: PromptChunk) -> int:
-        """Return the position at which the first token that stands here was encoded."""
-        return len(self.preamble) + chunk.first if chunk.positions is None else chunk.positions[chunk.first]
 
     def _known(self, segments: Sequence[Any]) -> dict[str, NodeRecord] | None:
         """Return what is recorded of the chunks that segments name, by their ids; None where it cannot be read.
@@ -369,12 +349,6 @@ class Assembler:
                 or text_hash(lexer.text(record.token_ids)) != record.text_hash
             )
         }
-
-    @staticmethod
-    def _unknown(segments: Sequence[Any], known: dict[str, NodeRecord]) -> tuple[str, ...]:
-        """Return the ids that segments name chunks by and that nothing is recorded of, each once."""
-        named = dict.fromkeys(each.id for each in segments if isinstance(each, ChunkRef))
-        return tuple(id for id in named if id not in known)
 
     def _chunk(self, segment: Chunk | ChunkRef | ChunkPart, known: dict[str, NodeRecord] | None) -> PromptChunk:
         """Return what is known of the chunk of a segment, not placed yet."""
@@ -416,24 +390,6 @@ class Assembler:
         if chunk.document is not None and self._store.document(self.namespace, chunk.document) == []:
             return f"{never}, and so was all else of its document {chunk.document!r:.40}"
         return never
-
-    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return ids as the model takes them, or raise the `PromptError` that names one that it does not take."""
-        try:
-            known = tuple(map(index, ids))
-        except TypeError:
-            raise PromptError(
-                f"token ids are whole numbers, and {ids!r:.80} holds something else; give integers"
-            ) from None
-        # On a GPU, an index beyond the embedding ends the process.
-        if known and not 0 <= min(known) <= max(known) < self._num_embeddings:
-            wrong = next(each for each in known if not 0 <= each < self._num_embeddings)
-            text = self.tokenizer.decode([wrong]) if 0 <= wrong < len(self.tokenizer) else ""
-            raise PromptError(
-                f"token {wrong}{text and f', {text!r},'} is none of the {self._num_embeddings} that the model has embeddings of; "
-                "leave it out, or give the model more by resize_token_embeddings(len(tokenizer))"
-            )
-        return known
 
 
 def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:

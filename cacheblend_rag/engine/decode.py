@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from inspect import signature
@@ -136,9 +135,7 @@ def make_result(
     model: PreTrainedModel, tokenizer: Any, request: Request, token_ids: tuple[int, ...], watch: TokenWatch
 ) -> GenerationResult:
     """Return the answer to a prompt, whose tokens a watch has timed, with its report."""
-    count = len(token_ids)
-    first_output = watch.times[0] if watch.times else time.perf_counter()
-    report = make_report(request, num_decoder_layers(model), first_output, token_ids, watch.times, watch.tpot_s(count))
+    report = make_report(request, num_decoder_layers(model), token_ids, watch.times)
     text = lexer_of(tokenizer).text(token_ids, skip_special_tokens=True)
     options = request.options
     strings = options.get("stop_strings")
@@ -241,12 +238,7 @@ class RowEnds(TokenWatch):
 class RowProcessor(LogitsProcessor):
     """Applies each row's own logits processors to it, as to a batch of one without padding, until it has ended."""
 
-    def __init__(
-        self,
-        starts: Sequence[int],
-        requests: Sequence[Request],
-        ends: RowEnds,
-    ) -> None:
+    def __init__(self, starts: Sequence[int], requests: Sequence[Request], ends: RowEnds) -> None:
         self._starts = starts
         self._requests = requests
         self._ends = ends
@@ -257,11 +249,9 @@ class RowProcessor(LogitsProcessor):
         for row, start in enumerate(self._starts):
             own, changed = input_ids[row : row + 1, start:], scores[row : row + 1]
             try:
-                own_processors = (
-                    () if self._ends.has_ended(row) else self._requests[row].options.get("logits_processor", ())
-                )
-                for each in own_processors:
-                    changed = each(own, changed)
+                if not self._ends.has_ended(row):
+                    for each in self._requests[row].options.get("logits_processor", ()):
+                        changed = each(own, changed)
             except Exception as error:  # handed to who asked for this row
                 self._ends.errors[row], changed = error, scores[row : row + 1]
             rows.append(changed)

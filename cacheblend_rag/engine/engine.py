@@ -147,15 +147,7 @@ class BlendEngine(AnsweringLibrary):
                 embedding.weight.shape[0],
             )
             self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
-            self._runner = Runner(
-                model,
-                self.decoder,
-                self.unsupported_reason,
-                self._answering,
-                self._supply,
-                config,
-                self.tuning,
-            )
+            self._runner = Runner(model, self.decoder, self.unsupported_reason, self._supply, self.tuning)
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             undo.pop_all()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ __all__ = [
     "PrefillResult",
     "StopStrings",
     "TokenWatch",
-    "special_ids",
 ]
 
 # No character takes more tokens than it has bytes in UTF-8.
@@ -77,22 +76,12 @@ class GenerationResult:
     finish_reason: str = "length"
 
 
-def special_ids(tokenizer: Any, strings: Iterable[str]) -> frozenset[int]:
-    """Return the ids of those strings that are special tokens, which decoding leaves out of a text."""
-    special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(special[each] for each in strings if each in special)
-
-
 @dataclass(eq=False)
 class TokenWatch(StoppingCriteria):
     """Notes when each token is there (`times`, by `time.perf_counter`), and ends the generation at the next one when told to."""
 
     _stop: threading.Event
     times: list[float] = field(default_factory=list)
-
-    def tpot_s(self, output_tokens: int) -> float | None:
-        """Return the seconds per token, after the first, of an answer of that many tokens; None with fewer than two."""
-        return None if output_tokens < 2 else (self.times[output_tokens - 1] - self.times[0]) / (output_tokens - 1)
 
     def note(self) -> bool:
         """Note that the next token is there; return whether the generation ends with it."""
@@ -126,12 +115,13 @@ class StopStrings(StoppingCriteria):
         The special tokens among them, which end an answer like its own end tokens, and are in no text.
     """
 
-    # Answers with such criteria alone are decoded together (`Gathering`).
+    # Answers with such criteria alone are decoded together (`Many`).
     is_of_one_answer = True
 
     def __init__(self, tokenizer: Any, stop: str | Sequence[str]) -> None:
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        self.ids = special_ids(tokenizer, self.stop)
+        special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.ids = frozenset(special[each] for each in self.stop if each in special)
         self._tokenizer = tokenizer
         self._tail = max(map(len, self.stop)) * _TOKENS_PER_CHAR + 1
         self._prompt_len: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -67,15 +67,13 @@ class _Todo:
     names: list[NamedTarget]
     # To be encoded: chunks of the documents that have another context from now on are among them.
     texts: list[_Text]
-    # The chunks that have their KV.
-    held: list[NamedTarget]
     # How many of the chunks given are named or lack their KV, and how many are stored exactly so.
     changed: int
     unchanged: int
     # Counts the chunks given, and those of their documents that are encoded again.
     job: AddJob
     # The chunks given, by their ids, and why some of them, or texts, are left out.
-    chunks: dict[str, Chunk] = field(default_factory=dict)
+    chunks: Mapping[object, Chunk] = field(default_factory=dict)
     refusals: list[Exception] = field(default_factory=list)
 
 
@@ -105,10 +103,7 @@ def _unit(target: NamedTarget) -> tuple[str, str]:
 
 
 class Ingest:
-    """Brings chunks into the store.
-
-    Of a model that cannot be blended chunks are known by their tokens, and have no KV.
-    """
+    """Brings chunks into the store; of a model that cannot be blended they are known by their tokens, and have no KV."""
 
     def __init__(
         self,
@@ -125,9 +120,7 @@ class Ingest:
         self._tenant = config.tenant or ""
         self._ttl_s = config.ttl_s
         self._config = config
-        # Of a model without blending no KV is ever missing.
-        self._encodes = form is not None
-        self._kv_bytes_per_token = 0 if form is None else form.kv_bytes_per_token
+        self._form = form
         self._has_told = False
         self._categories: set[str] = set()
         self.jobs = Jobs()
@@ -135,15 +128,26 @@ class Ingest:
     def add(
         self,
         chunks: Iterable[Chunk],
-        progress: Callable[[int, int], None] | None = None,
-        ttl_s: float | None = None,
-        on_refused: Callable[[Chunk, PromptError], None] | None = None,
-        whole: bool = False,
-    ) -> AddResult:
-        """Encode and name what is not stored yet; see `BlendEngine.add`."""
+        progress: Callable[[int, int], None] | None,
+        ttl_s: float | None,
+        on_refused: Callable[[Chunk, PromptError], None] | None,
+        background: bool,
+        whole: bool,
+    ) -> AddResult | AddJob:
+        """Encode and name what is not stored yet; see `BlendEngine.add`.
+
+        In the background, the names come first: a chunk that is retrieved meanwhile is a miss, and one that is deleted or
+        replaced meanwhile is seen to be no longer wanted, whatever process did it.
+        """
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
-        self._prolong(todo.held)
+        if background:
+            self._name([target.record for target in todo.names], ttl_s, whole)
+            refusals, todo.refusals = todo.refusals, []
+            job = self.jobs.submit(todo.job, partial(self._encode, todo, self._store_late))
+            if refusals:
+                raise refusals[0]
+            return job
         naming = _Naming(todo)
         self._name(naming.ready(), ttl_s, whole)
         result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s, whole=whole))
@@ -159,29 +163,6 @@ class Ingest:
                 on_refused(todo.chunks[id], PromptError(f"chunk {id!r} is left out: {why}"))
         return result
 
-    def add_later(
-        self,
-        chunks: Iterable[Chunk],
-        progress: Callable[[int, int], None] | None = None,
-        ttl_s: float | None = None,
-        on_refused: Callable[[Chunk, PromptError], None] | None = None,
-        whole: bool = False,
-    ) -> AddJob:
-        """Name what is not stored yet, and have it encoded in the background; see `BlendEngine.add`.
-
-        The names come first: a chunk that is retrieved meanwhile is a miss, and one that is deleted or replaced meanwhile
-        is seen to be no longer wanted, whatever process did it.
-        """
-        ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
-        self._prolong(todo.held)
-        self._name([target.record for target in todo.names], ttl_s, whole)
-        refusals, todo.refusals = todo.refusals, []
-        job = self.jobs.submit(todo.job, partial(self._encode_late, todo, self._store_late))
-        if refusals:
-            raise refusals[0]
-        return job
-
     def encode_later(self, ids: Sequence[str]) -> None:
         """Have chunks that are named encoded in the background, as far as their KV is still missing then.
 
@@ -190,8 +171,8 @@ class Ingest:
         try:
             targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
             texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
-            todo = _Todo([], texts, [], 0, len(targets), AddJob(0, len(texts)))
-            self.jobs.submit(todo.job, partial(self._encode_late, todo, self._store_missed))
+            todo = _Todo([], texts, 0, len(targets), AddJob(0, len(texts)))
+            self.jobs.submit(todo.job, partial(self._encode, todo, self._store_missed))
         except (ConfigError, StoreError) as error:
             logger.debug("not encoded in the background: %s", error)
 
@@ -242,39 +223,41 @@ class Ingest:
         whole: bool = False,
         is_trial: bool = False,
     ) -> _Todo:
-        """Tokenise chunks; find out which are not stored exactly so, and whose KV is there all the same."""
+        """Tokenise chunks; find out which are not stored exactly so, and let KV that is there live as long as they do."""
         # What was met as a miss is written first, so that it is not computed again.
         self._store.settle()
         records: list[NodeRecord] = []
         positions: dict[str, tuple[int, ...] | None] = {}
-        accepted: list[Chunk] = []
         refused: list[str] = []
         refusals: list[Exception] = []
+        dense = 0
         # Chunks without an id are all kept; of several with one id the last counts.
-        for chunk in {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values():
+        by_id = {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}
+        for chunk in by_id.values():
             if chunk.document in self._categories and chunk.start is None and chunk.previous is None:
                 chunk = replace(chunk, document=None, body=None, source=None)
             try:
-                records.append(self._assembler.record(chunk))
-                accepted.append(chunk)
-                if chunk.positions is not None:
-                    positions[records[-1].key] = self._assembler.places(chunk)
+                record = self._assembler.record(chunk)
             except PromptError as error:
-                if on_refused is None and whole:
+                if on_refused is not None:
+                    on_refused(chunk, error)
+                    refused += [] if chunk.id is None else [chunk.id]
+                elif whole:
                     raise
-                if on_refused is None:
+                else:
                     refusals.append(error)
-                    continue
-                on_refused(chunk, error)
-                refused += [] if chunk.id is None else [chunk.id]
-        sizes = ((len(record.token_ids), chunk) for record, chunk in zip(records, accepted, strict=True))
-        dense = sum(n for n, chunk in sizes if chunk.token_ids is None and n > _DENSE * len(chunk.text.encode()))
-        if self._encodes and dense > _MANY_DENSE:
+                continue
+            records.append(record)
+            if chunk.positions is not None:
+                positions[record.key] = self._assembler.places(chunk)
+            if chunk.token_ids is None and len(record.token_ids) > _DENSE * len(chunk.text.encode()):
+                dense += len(record.token_ids)
+        if self._form is not None and dense > _MANY_DENSE:
             logger.warning(
                 "%d tokens are of chunks that have nearly a token a byte, as base64, hashes and numbers do, and scripts that the "
                 "tokenizer hardly knows: %.0f MB of KV before the disk's codec, %s; leave out what nobody will ask for",
                 dense,
-                dense * self._kv_bytes_per_token / 1e6,
+                dense * self._form.kv_bytes_per_token / 1e6,
                 self._config.disk_codec,
             )
         if refused and not is_trial:
@@ -289,7 +272,8 @@ class Ingest:
                     self._categories.add(record.place.document)
                     logger.warning(CATEGORY, record.place.document, MOST_RECORDS)
         keys = [target.record.key for target in targets]
-        there = self._store.holds(keys, durable=True) if self._encodes else [True] * len(keys)
+        # Of a model without blending no KV is ever missing.
+        there = [True] * len(keys) if self._form is None else self._store.holds(keys, durable=True)
         missing: dict[str, list[NamedTarget]] = {}
         for target, is_there in zip(targets, there, strict=True):
             if not is_there:
@@ -300,17 +284,17 @@ class Ingest:
             for target, record in zip(given, records, strict=True)
             if target.is_changed or target.document in renewed
         ]
-        held = [target for target in targets if target.record.key not in missing]
+        if not is_trial:
+            self._prolong(target for target in targets if target.record.key not in missing)
         ready = sum(target.record.key not in missing for target in given)
         unchanged = sum(not target.is_changed and target.record.key not in missing for target in given)
         return _Todo(
             names,
             [_Text(targets, positions.get(key)) for key, targets in missing.items()],
-            held,
             len(given) - unchanged,
             unchanged,
             AddJob(ready, ready + sum(map(len, missing.values())), progress),
-            {chunk.id: chunk for chunk in accepted if chunk.id is not None},
+            by_id,
             refusals,
         )
 
@@ -319,8 +303,8 @@ class Ingest:
     ) -> AddResult:
         """Encode texts batch by batch, while the batch before is stored by `store` in a thread.
 
-        In the background, `given_up` is asked before each batch whether to stop; there all prompts that wait go first, and
-        what was deleted, replaced or encoded for a prompt meanwhile is left out.
+        In the background, `given_up` is asked before each batch whether to stop; there all prompts that wait go first, what
+        was deleted, replaced or encoded for a prompt meanwhile is left out, and what failed is raised when the rest is stored.
         """
         encoded = tokens = chunks = 0
         started = time.perf_counter()
@@ -352,16 +336,9 @@ class Ingest:
         if encoded and todo.changed and not self._has_told:
             self._has_told = True
             self._tell(encoded, tokens, time.perf_counter() - started)
-        return AddResult(encoded, todo.changed, todo.unchanged, tokens)
-
-    def _encode_late(
-        self, todo: _Todo, store: Callable[[Batch], None], given_up: Callable[[], bool] | None = None
-    ) -> AddResult:
-        """Encode in the background; what failed is raised when the rest is stored."""
-        result = self._encode(todo, store, given_up)
-        if todo.refusals:
+        if given_up is not None and todo.refusals:
             raise todo.refusals[0]
-        return result
+        return AddResult(encoded, todo.changed, todo.unchanged, tokens)
 
     def _tell(self, encoded: int, tokens: int, seconds: float) -> None:
         """Log what encoding cost."""

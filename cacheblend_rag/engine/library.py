@@ -179,8 +179,7 @@ class ChunkLibrary(ABC):
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
             )
-        add = self._ingest.add_later if background else self._ingest.add
-        return add(chunk_list(chunks), progress, ttl_s, on_refused, whole)
+        return self._ingest.add(chunk_list(chunks), progress, ttl_s, on_refused, background, whole)
 
     def flush(self) -> None:
         """Wait until what was added in the background, and the KV of all misses so far, is stored.

@@ -102,10 +102,9 @@ def plan_decoding(extents: Sequence[Extent], has_room: Callable[[Extent], bool])
     groups: list[list[int]] = []
     extent: Extent | None = None
     for index in sorted(range(len(extents)), key=lambda index: extents[index].width, reverse=True):
-        joined = None if extent is None else extent.joined(extents[index])
-        if joined is not None and has_room(joined):
+        extent = extent and extent.joined(extents[index])
+        if extent and has_room(extent):
             groups[-1].append(index)
-            extent = joined
         else:
             groups.append([index])
             extent = extents[index]
@@ -267,13 +266,11 @@ class Many:
         except AnswerTimeoutError:
             raise
         except Exception as error:  # whose fault it is, they find out one by one
-            failure = error
+            failure = error.with_traceback(None)
         # The errors hold what the batch held, and must be gone before anything else is computed.
-        failure, begun = failure and failure.with_traceback(None), list[GenerationResult | Exception]()
         lacking = [isinstance(failure or each, torch.OutOfMemoryError) for each in answers]
         answers = [None if lacks else each for each, lacks in zip(answers, lacking, strict=True)]
-        for request, answer in zip(requests, answers, strict=True):
-            begun.append(self._begun_anew(request, failure) if answer is None else answer)
+        begun = [each or self._begun_anew(request, failure) for request, each in zip(requests, answers, strict=True)]
         # What lacks memory alone as well is not too many prompts.
         if any(lacks and isinstance(each, GenerationResult) for each, lacks in zip(begun, lacking, strict=True)):
             self._take_less(requests)
@@ -402,8 +399,7 @@ class Many:
             return "the bias of the model counts the tokens of a batch, and a prompt places its own"
         if request.turn is not None:
             return "a conversation keeps the KV of its answer"
-        reason = self._runner.alone_reason(request)
-        if reason is not None:
+        if (reason := self._runner.alone_reason(request)) is not None:
             return reason
         own = self._model.generation_config.to_diff_dict()
         given = {name: value for name, value in request.options.items() if value is not None}
@@ -448,10 +444,7 @@ def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]
 def _agree(one: Request, other: Request) -> bool:
     """Return whether two calls ask for the same way of decoding."""
     mine, theirs = (
-        {name: value for name, value in each.options.items() if name not in _OBJECTS} for each in (one, other)
+        {name: (type(value), value) for name, value in each.options.items() if name not in _OBJECTS}
+        for each in (one, other)
     )
-    return mine.keys() == theirs.keys() and all(_is_same(mine[name], theirs[name]) for name in mine)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other))
+    return mine == theirs

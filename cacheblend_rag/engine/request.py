@@ -131,16 +131,15 @@ class Request:
 def make_report(
     request: Request,
     num_layers: int,
-    first_output: float,
     output_ids: tuple[int, ...] = (),
     token_times: Sequence[float] = (),
-    tpot_s: float | None = None,
 ) -> BlendReport:
     """Return what an answered request cost and where its KV came from.
 
-    Moments are those of `time.perf_counter`: when the first output was there, and each token.
+    Moments are those of `time.perf_counter`: when each token was there; without one, the output is there now.
     """
     assert request.plan is not None
+    first_output = token_times[0] if token_times else time.perf_counter()
     layout = request.prompt.layout
     context = layout.context_tokens
     if request.recomputed is None:
@@ -151,13 +150,15 @@ def make_report(
         blended = context + (0 if request.resumed is None else request.resumed.moved)
         rows, charged = request.recomputed, request.charge / max(blended * num_layers, 1)
     in_chunks = rows[torch.isin(rows, layout.context_rows)]
-    parts = [(chunk, _chunk_report(request, chunk, rows)) for chunk in _all_chunks(request)]
+    in_order = sorted((*request.prompt.chunks, *request.prompt.computed), key=lambda each: each.start)
+    parts = [(chunk, _chunk_report(request, chunk, rows)) for chunk in in_order]
     chunks, misses = _chunk_reports(request, parts)
     ended = request.forward_ended or first_output
     ttft_s, load_s = first_output - request.started, request.open_s + request.wait_s
     recompute_s = ended - request.forward_started - request.wait_s
     # Between its prefill and its first token the model had the other prompts of a batch.
     queue_s = request.queue_s + first_output - ended
+    count = len(output_ids)
     return BlendReport(
         ttft_s=ttft_s,
         load_s=load_s,
@@ -173,9 +174,9 @@ def make_report(
         selector=request.plan.selector,
         fallback_reason=_fallback_reason(request),
         chunks=chunks,
-        output_tokens=len(output_ids),
+        output_tokens=count,
         guard=request.action,
-        tpot_s=tpot_s,
+        tpot_s=None if count < 2 else (token_times[count - 1] - first_output) / (count - 1),
         conversation_tokens=0 if request.resumed is None else request.resumed.tokens,
         conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
         queue_s=queue_s,
@@ -218,11 +219,6 @@ def _trace(
         request.layers,
         tuple(token_times[: len(output_ids)]),
     )
-
-
-def _all_chunks(request: Request) -> list[PromptChunk]:
-    """Return the chunks of a prompt in its order, those that are computed like text included."""
-    return sorted((*request.prompt.chunks, *request.prompt.computed), key=lambda each: each.start)
 
 
 def _reused(request: Request) -> Iterator[Span]:

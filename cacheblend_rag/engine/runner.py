@@ -12,9 +12,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.conversation import Making, Resumption
-from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.supply import KVSupply
@@ -41,30 +39,19 @@ Forward: TypeAlias = Callable[[BlendCache | None, dict[str, torch.Tensor]], torc
 
 
 class Runner:
-    """Runs prompts on one model and one store, one at a time.
-
-    Attributes
-    ----------
-    scheduler : Scheduler
-        Lets one computation at a time have the model.
-    attachments : list of Attachment
-        What takes part in the forwards.
-    """
+    """Runs prompts on one model and one store, one at a time."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         decoder: Decoder | None,
         unsupported: str | None,
-        store: AnsweringStore,
         supply: KVSupply,
-        config: EngineConfig,
         tuning: Tuning,
     ) -> None:
         self._model, self._decoder, self._unsupported = model, decoder, unsupported
-        self._store = store
-        self._supply = supply
-        self._config, self._tuning = config, tuning
+        self._supply, self._store = supply, supply.store
+        self._tuning = tuning
         self._num_layers = num_decoder_layers(model)
         self._threads = tuning.threads if tuning.pipeline else 0
         self.scheduler = supply.scheduler
@@ -75,13 +62,6 @@ class Runner:
 
         It is called again if stored KV turns out damaged before its first pass is over. The cache keeps room for `headroom`
         tokens, the most that are generated.
-
-        Raises
-        ------
-        ConfigError
-            If the engine was closed meanwhile.
-        AnswerTimeoutError
-            If others had the model for longer than it waits.
         """
         ids = torch.tensor([request.prompt.layout.token_ids], device=self._model.device)
         with self.scheduler.within(request.patience), torch.no_grad():
@@ -92,7 +72,7 @@ class Runner:
             while True:
                 try:
                     if request.turn is not None:
-                        request.turn.begin(request.prompt, self._store, self._config.ttl_s)
+                        request.turn.begin(request.prompt, self._store, self._supply.ttl_s)
                     readers = self._prepare(request)
                     request.forward_started = time.perf_counter()
                     if self._decoder is None:

@@ -25,22 +25,10 @@ from cacheblend_rag.model import Decoder, uncompiled, unwrapped
 __all__ = ["GaveWayError", "Patience", "Scheduler", "aside", "scheduler_of"]
 
 _OMP_PAUSE_SOFT = 1
+# Of GNU's OpenMP, by which torch computes on Linux.
+_pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None
 # Seconds after which a call that waits looks whether its answer is still wanted.
 _GLANCE_S = 0.2
-
-
-def _omp_pause() -> Callable[[int], int] | None:
-    """Return ``omp_pause_resource_all`` of GNU's OpenMP, by which torch computes on Linux; None elsewhere."""
-    if sys.platform != "linux":
-        return None
-    try:
-        pause: Callable[[int], int] = ctypes.CDLL(None).omp_pause_resource_all
-    except (AttributeError, OSError):
-        return None
-    return pause
-
-
-_pause = _omp_pause()
 
 
 def _end_workers() -> None:
@@ -78,13 +66,6 @@ class Patience:
     def left_s(self) -> float:
         """Seconds that are left; infinite where there is no limit."""
         return math.inf if self.until is None else self.until - time.perf_counter()
-
-    def error(self) -> AnswerTimeoutError:
-        """Return what is raised when nothing is left."""
-        return AnswerTimeoutError(
-            "other calls held the model for all of the time that this one may wait, so it was given up; let it wait longer, or "
-            "make fewer calls at once"
-        )
 
 
 class Scheduler:
@@ -155,7 +136,10 @@ class Scheduler:
                     while self._owner is not None or self._line[0] is not place:
                         left_s = patience.left_s
                         if left_s <= 0:
-                            raise patience.error()
+                            raise AnswerTimeoutError(
+                                "other calls held the model for all of the time that this one may wait, so it was given up; "
+                                "let it wait longer, or make fewer calls at once"
+                            )
                         if is_given_up is not None:
                             left_s = min(left_s, _GLANCE_S)
                         self._changed.wait(min(left_s, threading.TIMEOUT_MAX))

@@ -20,7 +20,7 @@ from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prompt import PromptChunk, PromptHead
 from cacheblend_rag.store import KVReader, NamedTarget, NodeRecord
-from cacheblend_rag.store.base import part_of
+from cacheblend_rag.store.base import earliest, part_of
 from cacheblend_rag.store.memory import RamReader
 from cacheblend_rag.tuning import Tuning
 
@@ -30,21 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVSupply:
-    """Supplies the KV of chunks, from one store or by one model.
-
-    Attributes
-    ----------
-    scheduler : Scheduler
-        Lets one computation at a time have the model.
-    num_kv_layers : int
-        Layers of the model that have KV of their own.
-    is_closed : bool
-        Whether its engine was closed; set under `scheduler`.
-    on_late : callable or None
-        Called with the ids of chunks that no answer waits for, to have them encoded in the background.
-    lasting : callable
-        Returns those of some ids under which KV is to last though they were met in a prompt, without a source.
-    """
+    """Supplies the KV of chunks, from one store or by one model."""
 
     def __init__(
         self,
@@ -56,18 +42,20 @@ class KVSupply:
         config: EngineConfig,
         tuning: Tuning,
     ) -> None:
-        self._store = store
-        self._assembler = assembler
+        self.store = store
         self._namespace = assembler.namespace
         self._encoder = encoder
+        # Has chunks that no answer waits for encoded in the background, by their ids.
         self.on_late: Callable[[Sequence[str]], None] | None = None
+        # Returns those of some ids under which KV is to last though they were met in a prompt, without a source.
         self.lasting: Callable[[list[str]], set[str]] = set
-        self._config = config
+        self.ttl_s = config.ttl_s
         self._tenant = config.tenant or ""
         self._miss_tokens = tuning.miss_tokens
         self.num_kv_layers = num_kv_layers
         self._warned_of_no_hit = False
         self.scheduler = scheduler
+        # Whether its engine was closed; set under `scheduler`.
         self.is_closed = False
 
     def plan(self, targets: Sequence[Target]) -> list[list[int]]:
@@ -123,7 +111,7 @@ class KVSupply:
         missing: dict[str, list[tuple[Request, PromptChunk]]] = {}
         for request in requests:
             keys = [chunk.key for chunk in request.prompt.chunks]
-            held = dict(zip(keys, self._store.holds(keys), strict=True))
+            held = dict(zip(keys, self.store.holds(keys), strict=True))
             self.limit_misses(request, [key for key, there in held.items() if not there])
             request.hits = held
             self.note_fates(request, [key for key, there in held.items() if not there])
@@ -193,10 +181,10 @@ class KVSupply:
         alone = {
             chunk.key: NamedTarget(NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator))
             for chunk in chunks
-            if chunk.key == self._assembler.key(chunk.kv_ids, chunk.positions)
+            if chunk.key == chunk_key(self._namespace, chunk.kv_ids, chunk.positions)
         }
         named = [chunk for chunk in chunks if chunk.id is not None and (chunk.named or chunk.key not in alone)]
-        targets = self._store.targets(self._namespace, [str(chunk.id) for chunk in named]) if named else []
+        targets = self.store.targets(self._namespace, [str(chunk.id) for chunk in named]) if named else []
         known = {
             chunk.key: target
             for chunk, target in zip(named, targets, strict=True)
@@ -243,7 +231,7 @@ class KVSupply:
             if computed is not None:
                 reader, tier = RamReader(computed), None
             else:
-                reader = None if request.unreadable.get(chunk.key) is False else self._store.open(chunk.key)
+                reader = None if request.unreadable.get(chunk.key) is False else self.store.open(chunk.key)
                 # It is of the chunk's tokens, in the context that its key says.
                 if reader is not None and (
                     (reader.num_layers, reader.token_ids) != (self.num_kv_layers, chunk.kv_ids)
@@ -253,7 +241,7 @@ class KVSupply:
                         "stored KV %s… does not belong to the chunk it is stored for; it will be computed again",
                         chunk.key[:12],
                     )
-                    self._store.discard(chunk.key)
+                    self.store.discard(chunk.key)
                     request.unreadable[chunk.key] = True
                     reader = None
                 tier = None if reader is None else reader.tier
@@ -271,7 +259,7 @@ class KVSupply:
         if self._encoder is None:
             request.fates |= dict.fromkeys(new, "unsupported")
         elif new:
-            request.fates |= {**dict.fromkeys(new), **self._store.fates(new)}
+            request.fates |= {**dict.fromkeys(new), **self.store.fates(new)}
 
     def readers(self, request: Request, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
         """Return a reader for every chunk that no conversation has, by its first row; encode those that `found` lacks.
@@ -310,22 +298,19 @@ class KVSupply:
         if computed is not None:
             reader = RamReader(computed)
         elif request.unreadable.get(head.key) is not False:
-            reader = self._store.open(head.key)
+            reader = self.store.open(head.key)
         if reader is not None and (reader.num_layers, reader.start, reader.token_ids) != (
             self.num_kv_layers,
             0,
             head.token_ids,
         ):
-            self._store.discard(head.key)
+            self.store.discard(head.key)
             reader = None
         request.open_s += request.note("open", started)
         request.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
         if reader is None:
-            assert self._encoder is not None
             started = time.perf_counter()
-            with self.scheduler:
-                kv = request.encoded[head.key] = self._encoder.head(head.token_ids)
-            self._keep_head(head, kv)
+            kv = request.encoded[head.key] = self._make_head(head)
             reader = RamReader(kv)
             request.encode_s += request.note("encode", started)
         return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
@@ -333,19 +318,20 @@ class KVSupply:
     def store_head(self, token_ids: tuple[int, ...]) -> str:
         """Have the KV of tokens that a prompt begins with where other processes find it too; return its key."""
         head = PromptHead(chunk_key(self._namespace, token_ids, is_head=True), token_ids, len(token_ids))
-        if not self._store.store.holds([head.key], durable=True)[0]:
-            assert self._encoder is not None
-            with self.scheduler:
-                kv = self._encoder.head(token_ids)
-            self._keep_head(head, kv)
-            self._store.store.settle()
+        if not self.store.store.holds([head.key], durable=True)[0]:
+            self._make_head(head)
+            self.store.store.settle()
         return head.key
 
-    def _keep_head(self, head: PromptHead, kv: ChunkKV) -> None:
+    def _make_head(self, head: PromptHead) -> ChunkKV:
+        """Compute the KV of a prompt's head, and keep it."""
+        assert self._encoder is not None
+        with self.scheduler:
+            kv = self._encoder.head(head.token_ids)
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.
         exactly = pack_kv(kv, EXACT)
-        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
-        self._store.put_later(head.key, exactly, self._namespace, [head.record], **owner)
+        self.store.put_later(head.key, exactly, self._namespace, [head.record], tenant=self._tenant, ttl_s=self.ttl_s)
+        return kv
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
@@ -361,10 +347,9 @@ class KVSupply:
             lasting = self.lasting(loose)
             new = [record for record in new if record.source or record.id in lasting]
         known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
-        lives = [life for life in (lives_s, self._config.ttl_s) if life is not None]
-        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": min(lives, default=None)}
+        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": earliest(lives_s, self.ttl_s)}
         if new or known:
-            self._store.put_later(key, kv, self._namespace, new, known, **owner)
+            self.store.put_later(key, kv, self._namespace, new, known, **owner)
         else:
             tied = self._namespace, None if chunks[0].text_hash else chunks[0].id, chunks[0].source
-            self._store.cache(key, kv, **owner, tied=tied)
+            self.store.cache(key, kv, **owner, tied=tied)

@@ -23,6 +23,7 @@ from cacheblend_rag.codec import codec_names
 from cacheblend_rag.engine import AddJob
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import BackendError, ConfigError, EmptyChunkError, StoreFullError
+from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from tests import poison
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -193,7 +194,9 @@ def test_after_any_interleaving_the_store_holds_what_a_dictionary_would(steps: l
         engine.flush()
         assert held(engine) == dict.fromkeys(wanted, True)
         keys = {record.id: record.key for record in engine.records(list(wanted)) if record is not None}
-        assert keys == {id: engine._assembler.key(engine._assembler.tokenize(text)) for id, text in wanted.items()}
+        assert keys == {
+            id: chunk_key(engine.namespace, engine._assembler.tokenize(text)) for id, text in wanted.items()
+        }
         assert engine._store.stats().entries == len(set(wanted.values()))
 
 

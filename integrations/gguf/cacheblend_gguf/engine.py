@@ -305,8 +305,7 @@ class GGUFEngine(ChunkLibrary):
                     self._answering.discard(error.key)
         output, times = tuple(answering.output), answering.times
         request.output_ids = output
-        tpot_s = None if len(output) < 2 else (times[-1] - times[0]) / (len(output) - 1)
-        report = make_report(request, len(self.llama.form.layers), times[0], output, times, tpot_s)
+        report = make_report(request, len(self.llama.form.layers), output, times)
         self._observe(report)
         text = self.tokenizer.decode(output, skip_special_tokens=True)
         reason = "stop" if output[-1] in ends else "length"

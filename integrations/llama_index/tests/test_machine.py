@@ -24,6 +24,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.chunk import BlendPrompt, Chunk, text_hash
 from cacheblend_rag.engine import GenerationResult
+from cacheblend_rag.keys import chunk_key
 from integrations.llama_index.tests.conftest import WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
 from tests.core.documents.test_machine import run_machine
@@ -304,7 +305,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.naive.answer_anew(prompt, self.names).token_ids == result.token_ids
 
     def _key(self, line: str) -> str:
-        return self.engine._assembler.key(self.engine._assembler.tokenize(line))
+        return chunk_key(self.engine.namespace, self.engine._assembler.tokenize(line))
 
     def teardown(self) -> None:
         self.engine.close()
