@@ -1,4 +1,4 @@
-"""Many processes on one folder: together, killed, and forked."""
+"""Many processes on one folder: together, and forked."""
 
 import sqlite3
 from contextlib import closing

@@ -303,9 +303,8 @@ def test_an_interrupted_batch_is_not_answered_to_its_end(engine: BlendEngine, pr
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     interrupts = Interrupts()
-    llm = ChatBlend(
-        engine=engine, max_tokens=1000, generation_kwargs={"stopping_criteria": [interrupts], "eos_token_id": -1}
-    )
+    options = {"stopping_criteria": [interrupts], "eos_token_id": -1}
+    llm = ChatBlend(engine=engine, max_tokens=1000, generation_kwargs=options)
     runs = Runs()
     with pytest.raises(KeyboardInterrupt):
         llm.batch(prompts, {"callbacks": [runs]}, return_exceptions=True)

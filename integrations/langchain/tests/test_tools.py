@@ -237,9 +237,8 @@ def test_what_was_no_call_and_refusals_are_words(tool_engine: BlendEngine) -> No
 )
 def test_what_has_no_equivalent_is_refused_by_its_name(engine: BlendEngine, block: dict[str, Any]) -> None:
     message = AIMessage([block]) if block["type"].endswith("use") else HumanMessage([block])
-    with pytest.raises(
-        PromptError, match=r"a content block of type '(image|input_audio|document|server)|call without a name"
-    ):
+    said = r"a content block of type '(image|input_audio|document|server)|call without a name"
+    with pytest.raises(PromptError, match=said):
         ChatBlend(engine=engine).blend_prompt([message])
 
 
