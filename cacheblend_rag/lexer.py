@@ -57,7 +57,8 @@ class Lexer:
         found, differs = [], False
         for guard in _GUARDS:
             known, both = self.read(guard)[0], self.read(f"{guard}a")[0]
-            if known and self._tokenizer.unk_token_id not in known and both[: len(known)] == known:
+            # Where it is not known it might be one token with what follows.
+            if known and guard in self._tokenizer.decode(known) and both[: len(known)] == known:
                 found.append((guard, known))
                 differs = differs or both[len(known) :] != self.read("a")[0]
         return found if differs else []
