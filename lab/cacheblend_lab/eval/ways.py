@@ -15,7 +15,7 @@ from cacheblend_lab.eval.journal import Answer
 from cacheblend_lab.eval.methods import WHOLE_WAYS, EvalMethod
 from cacheblend_lab.eval.prefix import PrefixAnswer, PrefixCache
 from cacheblend_lab.settings import engine_settings, settings_of
-from cacheblend_pml import Import, Module, Node, Param, Prompt, Schema, Schemas, Text
+from cacheblend_pml import Import, Module, Node, Prompt, Schema, Schemas, Text
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
@@ -198,20 +198,18 @@ class _NoContext(_Engine):
 
 
 class _PromptCache(_Engine):
-    """Prompt Cache (sections 3 and 5.1): documents are modules of a schema, and the directives around them are computed.
+    """Prompt Cache (sections 3 and 5.1): documents are modules of a schema, and what is asked about them is computed.
 
-    What stands before the documents has a place to stand in by a parameter of its own length. What stands between two of them is
-    the schema's as well.
+    What stands before the documents is a module too, and the schema's as well what stands between two of them.
     """
 
     def _prompt(self, inquiry: Inquiry) -> BlendPrompt:
-        task, tokenizer = inquiry.task, self._engine.tokenizer
+        task = inquiry.task
         nodes: list[Node] = []
         imports: list[Import] = []
-        length = len(tokenizer(task.head, add_special_tokens=False)["input_ids"]) if task.head else 0
-        if length:
-            nodes.append(Module("directive", (Param("text", length),)))
-            imports.append(Import("directive", {"text": task.head}))
+        if task.head:
+            nodes.append(Module("directive", (Text(task.head),)))
+            imports.append(Import("directive"))
         for number, text in enumerate(inquiry.texts):
             if number and task.separator:
                 nodes.append(Text(task.separator))

@@ -184,7 +184,7 @@ def test_a_grid_has_random_everywhere() -> None:
     assert names == wanted
 
 
-def test_documents_are_modules_and_all_else_is_computed() -> None:
+def test_the_head_and_documents_are_modules_and_all_else_is_computed() -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(strict=True)) as engine:
         texts = tuple(words(20, seed) for seed in range(3))
         engine.add([Chunk(text, f"n{seed}") for seed, text in enumerate(texts)])
@@ -195,7 +195,7 @@ def test_documents_are_modules_and_all_else_is_computed() -> None:
         # The same tokens at the same positions as the uncached prompt.
         assert layout.token_ids == engine.prompt_ids(inquiry.prompt)
         assert layout.positions == tuple(range(len(layout)))
-        assert [len(span) for span in layout.chunks] == [20, 1, 20, 1, 20]
+        assert [len(span) for span in layout.chunks] == [4, 20, 1, 20, 1, 20]
         [answer] = way.answer([inquiry], [{}])
         assert answer is not None and (answer.charged_ratio, answer.recompute_ratio) == (0.0, 0.0)
         # With every module's token recomputed, cached and uncached are one.
