@@ -109,8 +109,12 @@ class StoreMachine(RuleBasedStateMachine):
         if gone:
             self.forgotten(space, node)
             # It may have been written and named before the deletion, which then took what was there without a name along.
-            if before is None and not store.call("holds", [key(space, number)])[0]:
+            held = store.call("holds", [key(space, number)])[0]
+            if before is None and not held:
                 self.model.drop_nameless(space, number)
+            # Or it stays for another name that leads to it.
+            elif held and (space, number) not in self.model.held and number in self.model.names[space].values():
+                self.hold(space, number, ttl_s)
 
     @rule(second=st.booleans(), space=SPACES, number=NUMBERS, layers=st.integers(0, 3))
     def open(self, second: bool, space: str, number: int, layers: int) -> None:
