@@ -112,6 +112,10 @@ class SettingsBase(BaseSettings):
         replaced.__pydantic_fields_set__ = self.model_fields_set | changes.keys()
         return replaced
 
+    def over(self: _Settings, base: _Settings) -> _Settings:
+        """Return `base` with what is set here."""
+        return base.replace(**{name: getattr(self, name) for name in self.model_fields_set})
+
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
         problems = []

@@ -64,8 +64,7 @@ class AnsweringLibrary(ChunkLibrary):
         ConfigError
             If they name a selector or a layer that does not exist, or ask for something that the model does not have.
         """
-        blend = BlendConfig.of(blend)
-        blend = self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
+        blend = BlendConfig.of(blend).over(self.blend)
         # A model whose configuration names no layers is never blended.
         if self.decoder is not None or num_decoder_layers(self.model):
             check_selector(blend, num_decoder_layers(self.model), self.decoder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,8 +27,6 @@ from cacheblend_rag.trace import LayerTimes
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["ROOM_FOR_OUTPUT", "Forward", "Runner"]
-
-logger = logging.getLogger(__name__)
 
 # A limit that is meant as "no limit" should not take memory at once.
 ROOM_FOR_OUTPUT = 512
@@ -81,10 +78,7 @@ class Runner:
                     return self._forward(request, self._decoder, readers, headroom, ids, forward)
                 except ChunkReadError as error:
                     # What cannot be read is a miss: the next round encodes the chunk anew.
-                    logger.warning("%s", error)
-                    request.unreadable[error.key] = error.damaged
-                    if error.damaged:
-                        self._store.discard(error.key)
+                    self._supply.note_unreadable(request, error)
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
         """Encode in one go the chunks without stored KV of several prompts, but for those prefilled in full."""
@@ -128,8 +122,7 @@ class Runner:
         if request.plan is not None:
             self._resume(request, None)
             keys = [chunk.key for chunk in request.waiting if chunk.key not in request.hits]
-            request.hits.update(zip(keys, self._store.holds(keys), strict=True))
-            self._supply.note_fates(request, [key for key in keys if not request.hits[key]])
+            self._supply.note_held(request, keys)
             return None if request.resumed is None else dict(request.resumed.readers)
         readers = self._supply.readers(request, found)
         assert ratio is not None

@@ -253,6 +253,18 @@ class KVSupply:
         request.open_s += request.note("open", opening)
         return found
 
+    def note_held(self, request: Request, keys: Sequence[str]) -> None:
+        """Note whether KV is stored that is not to be opened, and what became of it otherwise."""
+        request.hits.update(zip(keys, self.store.holds(keys), strict=True))
+        self.note_fates(request, [key for key in keys if not request.hits[key]])
+
+    def note_unreadable(self, request: Request, error: ChunkReadError) -> None:
+        """Note that KV could not be read, so that it is a miss the next time; what is damaged goes."""
+        logger.warning("%s", error)
+        request.unreadable[error.key] = error.damaged
+        if error.damaged:
+            self.store.discard(error.key)
+
     def note_fates(self, request: Request, keys: Sequence[str]) -> None:
         """Note what became of KV that is not stored, before it is computed."""
         new = [key for key in keys if key not in request.fates]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
@@ -11,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from cacheblend_gguf.llama import Llama
+from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.store import KVReader
@@ -22,15 +23,8 @@ __all__ = ["Answering", "Decoding", "processors"]
 
 Scores = np.ndarray[tuple[int], np.dtype[np.float32]]
 
-_WARPERS = {
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
-}
-# At these values nothing is changed, and the warpers would refuse some of them.
-_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_DRAWING = ("do_sample", "seed", *_WARPERS)
+_LIMITS = ("top_k", "top_p", "min_p")
+_DRAWING = ("do_sample", "seed", "temperature", *_LIMITS)
 _OTHERS = ("logits_processor", "stopping_criteria", "stop_strings", "eos_token_id")
 
 
@@ -46,28 +40,10 @@ def processors(options: dict[str, Any]) -> list[Any]:
         )
     found = list(options.get("logits_processor", ()))
     if options.get("do_sample") and options.get("temperature") != 0:
-        changed = {name: options[name] for name in _WARPERS if options.get(name, _NEUTRAL[name]) != _NEUTRAL[name]}
-        found.append(_Draw([_WARPERS[name](value) for name, value in changed.items()], options.get("seed")))
+        seed = options.get("seed", secrets.randbits(31))
+        limits = {name: options[name] for name in _LIMITS if name in options}
+        found.append(SeededSampling(seed, options.get("temperature", 1.0), **limits))
     return found
-
-
-class _Draw(LogitsProcessor):
-    """Leaves only the token that is drawn, by random numbers of its own, so that an answer is the same beside others."""
-
-    def __init__(self, warpers: list[LogitsProcessor], seed: int | None) -> None:
-        self._warpers = warpers
-        self._numbers = torch.Generator()
-        if seed is None:
-            self._numbers.seed()
-        else:
-            self._numbers.manual_seed(seed)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, ``(1, vocab)``, all but one at minus infinity."""
-        for warper in self._warpers:
-            scores = warper(input_ids, scores)
-        drawn = torch.multinomial(scores.softmax(-1), 1, generator=self._numbers)
-        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
 @dataclass(slots=True, eq=False)

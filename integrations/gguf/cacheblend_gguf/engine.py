@@ -31,6 +31,7 @@ from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.engine.scheduler import Patience
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse.plan import Plan
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import FixedSelection
@@ -198,8 +199,7 @@ class GGUFEngine(ChunkLibrary):
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
         """Return the settings that a call uses; `ConfigError` if they would have tokens recomputed."""
-        blend = BlendConfig.of(blend)
-        blend = self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
+        blend = BlendConfig.of(blend).over(self.blend)
         if blend.enabled and blend.recompute_ratio:
             raise ConfigError(
                 f"recompute_ratio={blend.recompute_ratio} has tokens recomputed, which llama.cpp cannot; leave it at 0, or use "
@@ -299,15 +299,12 @@ class GGUFEngine(ChunkLibrary):
                 break
             except ChunkReadError as error:
                 # What cannot be read is a miss: the next round encodes the chunk anew.
-                logger.warning("%s", error)
-                request.unreadable[error.key] = error.damaged
-                if error.damaged:
-                    self._answering.discard(error.key)
+                self._supply.note_unreadable(request, error)
         output, times = tuple(answering.output), answering.times
         request.output_ids = output
         report = make_report(request, len(self.llama.form.layers), output, times)
         self._observe(report)
-        text = self.tokenizer.decode(output, skip_special_tokens=True)
+        text = lexer_of(self.tokenizer).text(output, skip_special_tokens=True)
         reason = "stop" if output[-1] in ends else "length"
         return GenerationResult(text, output, request.prompt.layout.token_ids, report, reason)
 
@@ -317,9 +314,7 @@ class GGUFEngine(ChunkLibrary):
         if not self._is_blended(request):
             refusal = "the prompt has no chunks" if request.blend.enabled else None
             request.plan = Plan(None, "full", fallback_reason=refusal)
-            keys = [chunk.key for chunk in request.prompt.chunks]
-            request.hits.update(zip(keys, self._answering.holds(keys), strict=True))
-            self._supply.note_fates(request, [key for key in keys if not request.hits[key]])
+            self._supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
             return {}
         found = self._supply.open_all(request)
         missing = [key for key, reader in found.items() if reader is None]

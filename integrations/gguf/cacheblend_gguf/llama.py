@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 import torch
 
-from cacheblend_gguf.state import StateForm, join_state, split_state
+from cacheblend_gguf.state import join_state, split_state
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
@@ -100,7 +100,7 @@ class Llama:
                 f"the KV of {path.name} cannot be moved to another position (a recurrent, hybrid or encoder model), so its "
                 "chunks cannot be stored; use llama.cpp alone for it"
             )
-        self.form = self._look()
+        self._look()
         self.scheduler = Scheduler()
 
     def has_room(self, cells: int) -> bool:
@@ -129,13 +129,14 @@ class Llama:
             )
         return context
 
-    def _look(self) -> StateForm:
-        """Return the form of the KV, as two tokens have it, and see that what is put back is what was taken."""
+    def _look(self) -> None:
+        """Find out the form of the KV, as two tokens have it, and see that what is put back is what was taken."""
         ids = [1, 2]
         self.decode(ids, 0, _ENCODING)
         form, layers = split_state(self._state(_ENCODING, 0, 2), 0, 2)
         self.remove(_ENCODING)
-        self.put(layers, 0, 0, _ENCODING, form)
+        self.form = form
+        self.put(layers, 0, 0, _ENCODING)
         again = split_state(self._state(_ENCODING, 0, 2), 0, 2)
         self.remove(_ENCODING)
         if again[0] != form or any(
@@ -147,7 +148,6 @@ class Llama:
                 f"llama.cpp {llama_cpp.__version__} does not give back the KV of {self.path.name} that it was given, so its "
                 "chunks cannot be stored"
             )
-        return form
 
     def digest(self) -> str:
         """Return the digest of the file and of all else that its KV depends on: 32 hexadecimal digits."""
@@ -204,14 +204,14 @@ class Llama:
         """Free the cells of the encoding sequence."""
         self.remove(_ENCODING)
 
-    def take(self, first: int, count: int, sequence: int = _ENCODING) -> list[LayerKV]:
-        """Return the KV of tokens of a sequence, ``(1, count, width)`` of each layer."""
+    def take(self, first: int, count: int) -> list[LayerKV]:
+        """Return the KV of tokens of the encoding sequence, ``(1, count, width)`` of each layer."""
         # Of more than a window the state of a sliding layer has the last ones only.
         step = min(count, self._sliding) if self._sliding else count
         parts = []
         for begin in range(first, first + count, step):
             length = min(step, first + count - begin)
-            parts.append(split_state(self._state(sequence, begin, begin + length), begin, length)[1])
+            parts.append(split_state(self._state(_ENCODING, begin, begin + length), begin, length)[1])
         if len(parts) == 1:
             return parts[0]
         return [
@@ -219,11 +219,9 @@ class Llama:
             for number in range(len(parts[0]))
         ]
 
-    def put(
-        self, layers: Sequence[LayerKV], encoded_at: int, position: int, sequence: int, form: StateForm | None = None
-    ) -> None:
+    def put(self, layers: Sequence[LayerKV], encoded_at: int, position: int, sequence: int) -> None:
         """Append tokens to a sequence, whose KV was computed at another position; llama.cpp turns the keys."""
-        state = join_state(form or self.form, layers, encoded_at)
+        state = join_state(self.form, layers, encoded_at)
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         if llama_cpp.llama_state_seq_set_data(self._context, data, len(state), _PASSING) != len(state):
             self.remove(_PASSING)

@@ -11,12 +11,12 @@ import anyio.to_thread
 
 from cacheblend_rag.chat.answer import Answer, Deadline, Ending
 from cacheblend_rag.chat.grammar import Guide
+from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces
 from cacheblend_serve.backend import Asked, Backend, Wanted
-from cacheblend_serve.seeded import SeededSampling
 
 __all__ = ["EngineBackend", "command", "open_backend"]
 

@@ -270,8 +270,7 @@ class ServedEngine:
         return model == self.model_name
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
-        blend = BlendConfig.of(blend)
-        return self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
+        return BlendConfig.of(blend).over(self.blend)
 
     def generate(self, prompt: BlendPrompt, max_new_tokens: int | None = None, **options: Any) -> GenerationResult:
         return self._call(prompt, max_new_tokens, **options)(None, threading.Event())
