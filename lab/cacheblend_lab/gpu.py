@@ -151,13 +151,13 @@ make gpu                       # in calls of nine minutes; the next goes on wher
 make gpu ARGS="--minutes 60"   # or all in one
 ```
 
-runs, in a clone on a machine with a CUDA device, every test that needs one and every measurement below, and writes this page
-from what they found (`docs/results/gpu-*.json`, with device, date and command). What was measured on this kind of GPU is not
-repeated, unless its file is deleted. Models are random weights in the shapes named, so nothing is downloaded.
+Run this in a clone on a machine with a CUDA device. It runs every test and measurement that needs one, and writes this page
+from the results (`docs/results/gpu-*.json`, with device, date and command). To repeat a measurement on the same kind of GPU,
+delete its file. Models are random weights in the shapes named, so nothing is downloaded.
 """
 _NOTHING = """
-**Nothing has been measured on a GPU yet.** What this documentation says of CUDA (page-locked memory, the side stream, KV kept
-on the device) is how it was built; all figures elsewhere are of a CPU.
+**Nothing has been measured on a GPU yet.** What this documentation says about CUDA (page-locked memory, the side stream, KV kept
+on the device) describes the design; all figures elsewhere are from CPUs.
 """
 
 
