@@ -38,8 +38,8 @@ BLANK_LINE = "\n\n"
 # More than any text has, and its end is still a number that the store's index can hold.
 _MOST_CHARACTERS = 2**62
 CATEGORY = (
-    "%.200s is taken for a category, not for a document: more than %d short texts bear it, and none says where it begins. They "
-    "are encoded alone; if they are pieces of one document, say where each begins (start, or add_start_index=True of a splitter)"
+    "%.200s is treated as a category, not a document: more than %d short texts have it, and none says where it begins. They are "
+    "encoded alone; if they are pieces of one document, say where each begins (start, or add_start_index=True of a splitter)"
 )
 """Warning of a name that `are_records` denies, with how many may bear it."""
 MOST_RECORDS = 32
@@ -147,7 +147,7 @@ class Chunk:
                 "Chunk(text, id), with str(...) if an id is a number"
             )
         if self.id == "":
-            raise ConfigError("a chunk's id is the empty string; give it a name, or None for a chunk without one")
+            raise ConfigError("a chunk's id is the empty string; give another id, or None for a chunk without one")
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", tuple(self.token_ids))
             if not self.token_ids:
@@ -171,7 +171,7 @@ class Chunk:
         elif self.start is not None or self.previous is not None or self.body is not None:
             raise ConfigError(
                 f"chunk {self.id!r} has a place (start={self.start}, previous={self.previous!r}, body={self.body}) but no "
-                "document; set document to the name of the one it is a piece of"
+                "document; set document to the name of its document"
             )
 
     def _check_place(self) -> None:
@@ -179,7 +179,7 @@ class Chunk:
             raise ConfigError(f"the document of chunk {self.id!r} is {self.document!r:.40}; give its name, a string")
         if self.id is None:
             raise ConfigError(
-                f"a chunk of document {self.document!r:.40} has no id; give it one, to be found and deleted by"
+                f"a chunk of document {self.document!r:.40} has no id; give it one, so that it can be found and deleted"
             )
         if self.token_ids is not None:
             raise ConfigError(
@@ -336,7 +336,7 @@ class BlendPrompt:
             object.__setattr__(self, "segments", (*segments, self.suffix) if self.suffix else tuple(segments))
         if self.positions is not None:
             if self.skip_unknown:
-                raise ConfigError("where each segment has its position, none can be left out: give no skip_unknown")
+                raise ConfigError("a prompt with positions cannot leave segments out; do not set skip_unknown")
             if len(self.positions) != len(self.segments):
                 raise ConfigError(
                     f"{len(self.positions)} positions for {len(self.segments)} segments; give one for each"
@@ -373,7 +373,7 @@ def chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
             raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
         if chunk.id is not None and chunk.id.startswith(HEAD_PREFIX):
             raise ConfigError(
-                f"the id {chunk.id!r} begins with {HEAD_PREFIX!r}, as the names of prompts' heads do; give the chunk another id"
+                f"the id {chunk.id!r} begins with {HEAD_PREFIX!r}, which is reserved for prompt heads; give the chunk another id"
             )
     return chunks
 
@@ -400,9 +400,9 @@ def carried_prompt(given: Sequence[Any], **beside: object) -> CarriedPrompt | No
     others = [name for name, value in beside.items() if value]
     if others or not hasattr(found[0], "blend"):
         raise PromptError(
-            f"a schema's prompt is a whole conversation, and there are {', '.join(others) or 'its words alone'} beside it; "
-            "put messages, and a system prompt that the model was given, into the schema or the prompt, as <system>, <user> and "
-            "<assistant>, and documents in the place of a module (PMLPromptTemplate, documents=)"
+            f"a schema's prompt must be the whole conversation, but the call has {', '.join(others) or 'only its text'}; "
+            "put messages and the model's system prompt into the schema or the prompt, as <system>, <user> and <assistant>, and "
+            "documents in the place of a module (PMLPromptTemplate, documents=)"
         )
     prompt: CarriedPrompt = found[0]
     return prompt

@@ -21,11 +21,11 @@ _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _SUMS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
     "context_tokens": ("context_tokens", "Tokens of prompts' chunks."),
-    "recomputed_tokens": ("recomputed_tokens", "Chunk tokens computed again."),
+    "recomputed_tokens": ("recomputed_tokens", "Chunk tokens recomputed."),
     "output_tokens": ("output_tokens", "Tokens generated."),
-    "load_bytes": ("load_bytes", "Bytes of stored KV that prompts loaded, as the model takes it."),
+    "load_bytes": ("load_bytes", "Bytes of stored KV that prompts loaded, in the model's dtype."),
     "queue_s": ("queue_seconds", "Seconds that prompts waited for the model."),
-    "overhead_s": ("overhead_seconds", "Seconds to first tokens that no waiting, encoding of misses or prefill took."),
+    "overhead_s": ("overhead_seconds", "Seconds to first tokens other than waiting, encoding misses and prefill."),
     "load_s": ("load_wait_seconds", "Seconds that computation waited for stored KV."),
     "encode_s": ("encode_seconds", "Seconds that prompts spent on encoding misses."),
 }
@@ -46,10 +46,8 @@ class EngineMetrics:
             return Counter(f"cacheblend_{name}", text, labels, registry=self.registry)
 
         self._prompts = counter("prompts", "Prompts answered.", "selector")
-        self._fallbacks = counter("fallbacks", "Prompts with chunks prefilled in full although blending was asked for.")
-        self._chunks = counter(
-            "chunks", "Chunks of prompts: where their KV was read from, or that it was a miss.", "tier"
-        )
+        self._fallbacks = counter("fallbacks", "Prompts with chunks prefilled in full although blending was enabled.")
+        self._chunks = counter("chunks", "Chunks of prompts, by the tier that their KV was read from, or miss.", "tier")
         self._other_texts = counter("other_texts", "Chunks that missed because another text was added under their ids.")
         self._unfound = counter(
             "unfound_prompts", "Prompts in which no stored chunk was found, though they hold one in another form."
@@ -93,7 +91,9 @@ class _Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
-            "cacheblend_store_failures", "What answers asked of the store while it could not be used.", self._failures()
+            "cacheblend_store_failures",
+            "Requests of answers to the store while it could not be used.",
+            self._failures(),
         )
         try:
             now = self._stats()
@@ -104,17 +104,17 @@ class _Figures(Collector):
         copies = {"device": now.device_evictions, "ram": now.ram_evictions}
         yield _labelled(GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"]), by_tier)
         yield GaugeMetricFamily("cacheblend_store_entries", "Chunks whose KV is held.", now.entries)
-        yield GaugeMetricFamily("cacheblend_store_names", "Named chunks.", now.nodes)
+        yield GaugeMetricFamily("cacheblend_store_names", "Chunk ids.", now.nodes)
+        yield GaugeMetricFamily("cacheblend_store_pinned_bytes", "Bytes of pinned KV.", now.pinned_bytes)
         yield GaugeMetricFamily(
-            "cacheblend_store_pinned_bytes", "Bytes that are never dropped for room.", now.pinned_bytes
+            "cacheblend_store_waiting_bytes", "Bytes of misses waiting to be written.", now.waiting_bytes
         )
-        yield GaugeMetricFamily(
-            "cacheblend_store_waiting_bytes", "Bytes of misses that wait to be written.", now.waiting_bytes
-        )
-        yield CounterMetricFamily("cacheblend_store_evictions", "Entries dropped for room.", now.evictions)
-        dropped = CounterMetricFamily("cacheblend_store_copies_dropped", "Copies dropped for room.", labels=["tier"])
+        yield CounterMetricFamily("cacheblend_store_evictions", "Entries evicted.", now.evictions)
+        dropped = CounterMetricFamily("cacheblend_store_copies_dropped", "Copies evicted.", labels=["tier"])
         yield _labelled(dropped, copies)
-        yield CounterMetricFamily("cacheblend_store_unwritten", "Misses that found no room to wait in.", now.unwritten)
+        yield CounterMetricFamily(
+            "cacheblend_store_unwritten", "Misses not written: the queue was full.", now.unwritten
+        )
 
 
 def _labelled(metric: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:

@@ -9,7 +9,7 @@ from cacheblend_rag.trace import Trace
 
 __all__ = ["OTHER_TEXT", "AddResult", "BlendReport", "CallReport", "ChunkReport", "WarmEstimate"]
 
-OTHER_TEXT = "its text is not the one that was added under this id"
+OTHER_TEXT = "its text is not the text that was added under this id"
 """The reason of a chunk whose id stands for another text."""
 
 

@@ -104,9 +104,9 @@ class ChunkCatalog:
             engine.metrics.count_unfound()
         if is_first:
             logger.warning(
-                "no stored chunk was found in a prompt, though chunk %r is in it in another form: escaped as json.dumps does, "
-                "indented, or with other line breaks or accents. All of the prompt is computed. Put documents into it as they "
-                'were added, "\\n\\n".join(document.page_content for document in documents), or beside it, '
+                "no stored chunk was found in a prompt, but chunk %r is in it in another form: escaped by json.dumps, indented, "
+                "or with other line breaks or accents. The whole prompt is computed. Put documents into it unchanged, "
+                '"\\n\\n".join(document.page_content for document in documents), or pass them separately, '
                 "llm.invoke(question, documents=documents) (this warning is not repeated)",
                 match.ids[0],
             )
@@ -123,7 +123,7 @@ class ChunkCatalog:
                 if not self._is_out:
                     self._is_out = True
                     logger.warning(
-                        "which chunks are stored cannot be read now, so new ones are not found in prompts: %s", error
+                        "the list of stored chunks cannot be read now, so new ones are not found in prompts: %s", error
                     )
 
     def _take_in(self, engine: Library, changes: NameChanges) -> None:

@@ -81,7 +81,7 @@ class Guide(LogitsProcessor):
                 allowed[row] = np.unpackbits(bits, bitorder="little")[: allowed.shape[1]]
                 if matcher.is_error():
                     raise ConfigError(
-                        "no text fits this JSON schema or grammar to its end; leave out what contradicts the rest of it"
+                        "no text can satisfy this JSON schema or grammar; remove the part that contradicts the rest"
                     )
         self._read = input_ids.shape[1]
         mask = torch.zeros(scores.shape, dtype=torch.bool)
@@ -154,8 +154,8 @@ def _vocabulary(engine: Engine) -> LLTokenizer:
                 vocabulary = from_tokenizer(engine.tokenizer, eos_token=list(engine.end_ids) or None, slices=[])
             except ValueError as error:
                 raise ConfigError(
-                    f"answers of this model cannot be constrained to a form: its tokenizer, a {type(engine.tokenizer).__name__}, "
-                    f"cannot be taken apart ({error}); ask for the form in words and parse the text"
+                    f"answers of this model cannot be constrained: the vocabulary of its {type(engine.tokenizer).__name__} "
+                    f"cannot be read ({error}); describe the format in the prompt and parse the text"
                 ) from error
             _vocabularies[engine] = vocabulary
         return vocabulary

@@ -123,7 +123,7 @@ def render_chat(
         raise ConfigError("this model's tokenizer has no chat template; set tokenizer.chat_template, or use BlendLLM")
     if tools and not knows_tools(tokenizer):
         raise PromptError(
-            "this model's chat template has no tools, so none can be shown to it; use a model that has learnt to call tools"
+            "this model's chat template has no place for tools; use a model that was trained to call tools"
         )
     holes = Holes[Piece]()
     variables |= {"tools": list(tools)} if tools else {}
@@ -177,7 +177,7 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
                 place = found + len(said)
             if not is_doubtful or not (lost := _passed_over(tokenizer, shown, variables)):
                 return text
-            problem = problem or f"drops or changes content: it does not show the {lost}; say that in another role"
+            problem = problem or f"drops or changes content: it does not show the {lost}; move that to another role"
         except Exception as error:  # a template may raise what it likes, mostly about the order of roles
             roles = [turn["role"] for turn in turns]
             problem, cause = problem or f"refuses messages with the roles {roles}: {error}; change their order", error

@@ -100,7 +100,7 @@ def parse_calls(
     """
     reply = _read(text, tools, is_cut, one_call)
     if must_call and not reply.calls and not reply.invalid:
-        error = _CUT if is_cut else "the answer had to be a call, but is not one"
+        error = _CUT if is_cut else "the answer must be a tool call, but is not one"
         return ToolReply("", invalid=[UnreadCall(None, text.strip(), _new_id(), error)])
     return reply
 

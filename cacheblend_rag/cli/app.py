@@ -53,7 +53,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""
         try:
-            with on_interrupt(lambda: "it was not done yet; run the same command again"):
+            with on_interrupt(lambda: "it was not finished; run the same command again"):
                 return super().invoke(ctx)
         except CacheBlendError as error:
             typer.echo(f"error: {error}", err=True)

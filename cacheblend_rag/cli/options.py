@@ -58,7 +58,7 @@ JsonOption = Annotated[
         writable=True,
         allow_dash=True,
         callback=_json_target,
-        help="Also write the figures to FILE as JSON; with -, write them to standard output and all else to standard error.",
+        help="Also write the figures to FILE as JSON; with -, to standard output, and everything else to standard error.",
     ),
 ]
 MarkdownOption = Annotated[Path | None, output_option("--markdown", "Write the tables to FILE as Markdown too.")]
@@ -80,10 +80,10 @@ _STORE = "The folder with the vector store (chroma) and the chunk KV (kv)."
 StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", file_okay=False, help=_STORE)]
 _EMBEDDING = "A sentence-transformers model, id or folder; by default all-MiniLM-L6-v2."
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", metavar="NAME", help=_EMBEDDING)]
-_SELECTOR = "Which tokens to recompute: hkvd, query, a3, boundary, random, none or full; by default as settings say."
+_SELECTOR = "Which tokens to recompute: hkvd, query, a3, boundary, random, none or full; by default from the settings."
 SelectorOption = Annotated[str | None, typer.Option("--selector", metavar="NAME", help=_SELECTOR)]
 AnswerTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of the answer.")]
-CompareOption = Annotated[bool, typer.Option("--compare", help="Answer by full prefill too, and show both times.")]
+CompareOption = Annotated[bool, typer.Option("--compare", help="Also answer by full prefill, and show both times.")]
 _STREAM = "Show the answer as it is written; by default on a terminal."
 _RATIO = "Share of the passages' tokens to recompute, 0 to 1."
 RatioOption = Annotated[float | None, typer.Option("--ratio", help=_RATIO)]

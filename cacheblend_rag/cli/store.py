@@ -17,14 +17,16 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["kv_folder_of", "store_app"]
 
 store_app = typer.Typer(
-    help="Look after a store: figures, a check of every byte, cleaning up, emptying it.",
+    help="Maintain a store: show figures, check every byte, clean up, empty it.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 _DEFAULT = Path(".cacheblend")
-_Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of chunks, as the vector store knows them.")]
-_Pinned = Annotated[str | None, typer.Option("--tenant", help="Only chunks of this tenant; by default of all.")]
+_Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of chunks in the vector store.")]
+_Pinned = Annotated[
+    str | None, typer.Option("--tenant", help="Only chunks of this tenant; by default of every tenant.")
+]
 
 
 def kv_folder_of(store: Path | None) -> Path | None:
@@ -47,14 +49,14 @@ def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
     model = settings.model if settings else None
     lines = [
         ("model", model),
-        ("named chunks", figures.nodes),
+        ("chunk ids", figures.nodes),
         ("chunks with KV", figures.entries),
         ("KV on disk", say_bytes(figures.disk_bytes)),
-        ("of it pinned", say_bytes(figures.pinned_bytes)),
+        ("pinned KV", say_bytes(figures.pinned_bytes)),
     ]
     for tenant, share in shares.items():
-        held = f"{share.nodes} named, {share.entries} with KV, {say_bytes(share.disk_bytes)}"
-        lines.append((f"tenant {tenant}" if tenant else "no tenant's", held))
+        held = f"{share.nodes} ids, {share.entries} with KV, {say_bytes(share.disk_bytes)}"
+        lines.append((f"tenant {tenant}" if tenant else "no tenant", held))
     show_table(str(kv), ("", ""), lines)
     row = {
         "store": str(kv),
@@ -88,13 +90,13 @@ def check(
         typer.echo(problem, err=True)
     verdict = "clean" if report.is_clean else "repaired" if report.repaired else "not clean"
     typer.echo(
-        f"{kv} is {verdict}: {report.names} named chunks, {report.entries} with sound KV, {say_bytes(report.bytes)}"
+        f"{kv} is {verdict}: {report.names} chunk ids, {report.entries} with sound KV, {say_bytes(report.bytes)}"
     )
     row = {"store": str(kv), "clean": report.is_clean, "repaired": report.repaired, "names": report.names}
     row |= {"entries": report.entries, "disk_bytes": report.bytes, "problems": report.problems}
     write_json(json_file, "store check", [row])
     if verdict == "not clean":
-        typer.echo("run it again with --repair", err=True)
+        typer.echo("to repair it, run this again with --repair", err=True)
         raise typer.Exit(1)
 
 
@@ -103,9 +105,7 @@ def gc(
     store: StoreOption = _DEFAULT,
     unnamed_days: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="Remove KV that no chunk's name leads to, if it was added at least this many days ago."
-        ),
+        typer.Option(min=0, help="Also remove KV without a chunk id that was added at least this many days ago."),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -115,7 +115,7 @@ def gc(
 
     report = collect_garbage(kv, None if unnamed_days is None else unnamed_days * 86400)
     typer.echo(
-        f"{kv}: removed {report.expired} expired chunks, {report.unnamed} without a name and {report.orphans} stray files, "
+        f"{kv}: removed {report.expired} expired chunks, {report.unnamed} without an id and {report.orphans} stray files, "
         f"{say_bytes(report.freed_bytes)}"
     )
     write_json(json_file, "store gc", [{"store": str(kv), **asdict(report)}])
@@ -148,11 +148,11 @@ def _pin(ids: list[str], store: Path, tenant: str | None, pinned: bool, json_fil
 @store_app.command()
 def clear(
     store: StoreOption = _DEFAULT,
-    tenant: Annotated[str | None, typer.Option(help="Remove the KV and names of this tenant only.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Remove only the KV and ids of this tenant.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Remove everything that was warmed: the passages in Chroma, and all KV. Of one tenant, its KV and names."""
+    """Remove all warmed passages from Chroma, and all KV. With --tenant, remove only the KV and ids of that tenant."""
     kv = _kv(store)
     from cacheblend_rag.documents.library import clear_library, open_to_clear
 
@@ -169,7 +169,7 @@ def clear(
             opened.clear(tenant)
     if whole_library:
         clear_library(store)
-    typer.echo(f"{store} is empty" if tenant is None else f"{store} holds nothing{what} any more")
+    typer.echo(f"{store} is empty" if tenant is None else f"{store} no longer holds anything{what}")
     row = {"store": str(kv), "removed_names": figures.nodes, "removed_bytes": figures.disk_bytes}
     write_json(json_file, "store clear", [row])
 

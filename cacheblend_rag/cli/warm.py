@@ -57,7 +57,7 @@ def warm(
         int | None, typer.Option(min=1, help=f"Maximum tokens of a passage; by default the store's, or {CHUNK_TOKENS}.")
     ] = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Say what it would take, in bytes and time, and stop.")
+        bool, typer.Option("--estimate", help="Print the bytes and the time this would take, and stop.")
     ] = False,
     budget: Annotated[
         str | None,
@@ -92,7 +92,7 @@ def warm(
     folder = kv_folder(store) if kv_folder(store).is_dir() or not estimate else None
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
         if engine.store.path is None and not estimate:
-            raise StoreError(f"what is warmed would be lost: the store in {folder} cannot be written; the log says why")
+            raise StoreError(f"the store in {folder} cannot be written, so KV would be lost; the log says why")
         passages = cut(texts, lexer_of(engine.tokenizer).count, settings.chunk_tokens)
         if settings.model == "reference":
             typer.echo(f"{ONLY_ITS_WORLD}; for answers from your files: --model NAME", err=True)
@@ -106,7 +106,7 @@ def warm(
         reached = 0
 
         def kept() -> str:
-            return f"the KV of {reached} of {len(passages)} passages is kept in {store}; the same command goes on with the rest"
+            return f"the KV of {reached} of {len(passages)} passages is in {store}; run the same command to continue"
 
         with (
             on_interrupt(kept),
@@ -161,7 +161,7 @@ def texts_of(paths: Sequence[Path], *, may_be_none: bool = False) -> tuple[dict[
 
 
 def _no_text(paths: Sequence[Path]) -> ConfigError:
-    return ConfigError(f"there is no text in {', '.join(map(str, paths))}; in folders {', '.join(SUFFIXES)} are read")
+    return ConfigError(f"no text found in {', '.join(map(str, paths))}; of folders, {', '.join(SUFFIXES)} are read")
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def _estimate(
         ("tokens", cost.tokens),
         ("KV on disk", say_bytes(cost.disk_bytes)),
         ("KV in RAM at most", say_bytes(cost.ram_bytes)),
-        ("KV a token", say_bytes(cost.disk_bytes / cost.tokens) if cost.tokens else None),
+        ("KV per token", say_bytes(cost.disk_bytes / cost.tokens) if cost.tokens else None),
         ("time for the KV", say_seconds(cost.seconds)),
         ("time for embedding", None if embedding_s is None else say_seconds(embedding_s)),
         ("KV held already", say_bytes(held_bytes)),

@@ -162,7 +162,7 @@ class Library:
         filled_by = (self._passages.metadata or {}).get("embedding")
         if filled_by != embedding.name:
             raise ConfigError(
-                f"the passages in {folder} were embedded by {filled_by}, not by {embedding.name}; name that one with "
+                f"the passages in {folder} were embedded by {filled_by}, not by {embedding.name}; pass the former with "
                 "--embedding, or warm into another folder"
             )
 

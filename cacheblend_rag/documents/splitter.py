@@ -91,7 +91,7 @@ def read_texts(path: Path, refuse: Callable[[Path, str], object]) -> Iterator[tu
 def _plain(file: Path) -> str:
     """Return the text of a file; of what is none, no more than its beginning is read."""
     if file.exists() and not file.is_file():
-        raise ConfigError("it is no file")
+        raise ConfigError("it is not a file")
     decoder = getincrementaldecoder("utf-8-sig")()
     pieces = []
     with open(file, "rb") as opened:

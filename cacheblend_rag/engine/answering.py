@@ -90,7 +90,7 @@ class AnsweringStore:
                 self._failing.add(what)
                 self.failures += 1
             if is_first:
-                logger.warning("the store cannot be used now, so what it holds is computed: %s", error)
+                logger.warning("the store cannot be used now, so stored chunks are computed: %s", error)
             return nothing
         if what in self._failing:
             with self._lock:
@@ -171,7 +171,7 @@ class ChunkCollection:
                     left = [id for id in left if id not in set(held)]
                 forgotten += self._library.delete(left)
         except Exception as error:  # whatever a vector store raises, and an engine that was closed meanwhile
-            logger.debug("it is not known what the vector store has no longer: %s", error)
+            logger.debug("the vector store does not say which ids it still has: %s", error)
         return forgotten
 
     @classmethod

@@ -202,7 +202,7 @@ class AnsweringLibrary(ChunkLibrary):
         started = time.perf_counter()
         options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
         if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
+            raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to choose it automatically")
         if not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         stop = stop or threading.Event()
@@ -275,7 +275,7 @@ class AnsweringLibrary(ChunkLibrary):
         None where it was left between two layers, because another call came or the engine was closed.
         """
         if self.decoder is None:
-            raise UnsupportedModelError(f"{self.unsupported_reason}; ask it by generate, which does not give way")
+            raise UnsupportedModelError(f"{self.unsupported_reason}; use generate, which other calls do not interrupt")
         options = checked_options(self.model, max_new_tokens, generation_kwargs)
         request = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options)
         # The interpreter waits for the thread that asks when it ends, and has no use for what it finds out then.
@@ -313,7 +313,7 @@ class AnsweringLibrary(ChunkLibrary):
         started = began if started is None else started
         if conversation is not None and not conversation.belongs_to(self._kept):
             raise ConfigError(
-                "the conversation belongs to another engine, whose KV is of no use here; make one by this engine's conversation()"
+                "the conversation belongs to another engine, and its KV is useless here; start one with engine.conversation()"
             )
         # Before all that takes time: what is reset from now on forgets this turn too.
         turn = None if conversation is None else Turn(conversation)

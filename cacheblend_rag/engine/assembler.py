@@ -118,8 +118,8 @@ class Assembler:
             wrong = next(each for each in ids if not 0 <= each < self._num_embeddings)
             spelled = self.tokenizer.decode([wrong]) if 0 <= wrong < len(self.tokenizer) else ""
             raise PromptError(
-                f"token {wrong}{spelled and f', {spelled!r},'} is none of the {self._num_embeddings} that the model has "
-                "embeddings of; leave it out, or give the model more by resize_token_embeddings(len(tokenizer))"
+                f"token {wrong}{spelled and f', {spelled!r},'} is none of the {self._num_embeddings} tokens that the model has "
+                "embeddings for; leave it out, or enlarge the model with resize_token_embeddings(len(tokenizer))"
             )
         return ids if not begins or ids[: len(self._bos)] == self._bos else self._bos + ids
 
@@ -161,8 +161,8 @@ class Assembler:
         places = None if chunk.positions is None else self.places(chunk)
         if self._window is not None and places is not None and places[-1] >= self._window:
             raise PromptTooLongError(
-                f"chunk {chunk.id!r} reaches position {places[-1]}, but the model's window is {self._window}; leave less room "
-                "before it or inside it"
+                f"chunk {chunk.id!r} reaches position {places[-1]}, but the model's window is {self._window}; make the gaps "
+                "before it or inside it smaller"
             )
         # A prompt that places its segments has its own idea of what stands between them.
         separator = self.rules.separator if chunk.positions is None else ()
@@ -199,9 +199,7 @@ class Assembler:
         named = dict.fromkeys(segment.id for segment in prompt.segments if isinstance(segment, ChunkRef))
         skipped = tuple(id for id in named if known is not None and id not in known) if prompt.skip_unknown else ()
         if skipped:
-            logger.warning(
-                "no chunks have these ids any more, so they were left out of a prompt: %s", ", ".join(skipped)
-            )
+            logger.warning("these chunk ids no longer exist and were left out of a prompt: %s", ", ".join(skipped))
             prompt = prompt.without(skipped)
         pieces = self._pieces(prompt, known)
         # Text at the end may have no tokens: blanks, for example.
@@ -334,8 +332,8 @@ class Assembler:
             bare = next((each.id for each in wanted if isinstance(each, ChunkRef)), None)
             if bare is not None:
                 raise StoreError(
-                    f"the names in the store cannot be read now, so nothing is known of chunk {bare!r}; the log says why. Pass "
-                    "chunks with their text, or ask again later"
+                    f"the ids in the store cannot be read now, so chunk {bare!r} cannot be looked up; see the log for why. Pass "
+                    "chunks with their text, or try again later"
                 )
             return None
         lexer = lexer_of(self.tokenizer)
@@ -369,7 +367,7 @@ class Assembler:
         fresh = self.record(chunk)
         if known is None and chunk.id is not None:
             # It may have KV that remembers its document, which must not be taken for that of the chunk alone.
-            note = "the names in the store cannot be read now, so it is computed like text"
+            note = "the ids in the store cannot be read now, so it is computed like text"
             ids, places = fresh.token_ids, self.places(chunk)
             return PromptChunk(0, 0, 0, chunk.id, fresh.key, ids, positions=places, computed="unread", note=note)
         is_other = record is not None and record.key != fresh.key
@@ -388,7 +386,7 @@ class Assembler:
             return "it has no id, and no chunk with its text was added"
         never = "it was never added under its id, was deleted, or was in a store in RAM before a restart"
         if chunk.document is not None and self._store.document(self.namespace, chunk.document) == []:
-            return f"{never}, and so was all else of its document {chunk.document!r:.40}"
+            return f"{never}, like all of its document {chunk.document!r:.40}"
         return never
 
 

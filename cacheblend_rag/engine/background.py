@@ -169,7 +169,7 @@ class Jobs:
 
 def _warn_of(failed: list[BaseException]) -> None:
     for error in failed:
-        logger.warning("chunks that were added in the background were not stored: %s", error)
+        logger.warning("chunks added in the background were not stored: %s", error)
 
 
 class Feed(Generic[Piece, Outcome]):

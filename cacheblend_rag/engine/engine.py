@@ -229,7 +229,7 @@ class BlendEngine(AnsweringLibrary):
         """
         self._check_open()
         if not isinstance(attachment, Attachment):
-            raise ConfigError(f"{attachment!r:.40} is no Attachment; give one, as Guard() of cacheblend_attachments")
+            raise ConfigError(f"{attachment!r:.40} is not an Attachment; give one, for example Guard()")
         if attachment.leave is not None:
             raise ConfigError(f"this {type(attachment).__name__} was attached before; make another one")
         attachment.attached(self)
@@ -349,6 +349,6 @@ def open_engine_store(
         if store is None:
             raise
         logger.warning(
-            "the store cannot be opened, so KV is kept in the memory of this process and ends with it: %s", error
+            "the store cannot be opened, so KV is kept in the memory of this process and is lost with it: %s", error
         )
         return open_store(None, **settings)

@@ -158,7 +158,7 @@ class Ingest:
             if on_refused is None or not left:
                 raise todo.refusals[0]
             self._store.forget(self._namespace, left)
-            why = f"it, or another of its document, could not be encoded: {todo.refusals[0]}"
+            why = f"it, or another chunk of its document, could not be encoded: {todo.refusals[0]}"
             for id in left:
                 on_refused(todo.chunks[id], PromptError(f"chunk {id!r} is left out: {why}"))
         return result
@@ -254,8 +254,8 @@ class Ingest:
                 dense += len(record.token_ids)
         if self._form is not None and dense > _MANY_DENSE:
             logger.warning(
-                "%d tokens are of chunks that have nearly a token a byte, as base64, hashes and numbers do, and scripts that the "
-                "tokenizer hardly knows: %.0f MB of KV before the disk's codec, %s; leave out what nobody will ask for",
+                "%d tokens are in chunks with nearly one token per byte (base64, hashes, numbers, scripts that the tokenizer "
+                "hardly knows): %.0f MB of KV before the disk's codec, %s; leave out text that nobody will ask about",
                 dense,
                 dense * self._form.kv_bytes_per_token / 1e6,
                 self._config.disk_codec,
@@ -345,7 +345,7 @@ class Ingest:
         held, folder = self._store.stats(), self._store.path
         where, size = ("RAM", held.ram_bytes) if folder is None else (folder, held.disk_bytes)
         logger.info(
-            "%d chunks of %d tokens encoded in %.1f s; the store in %s now has %.1f MB of KV (told once for each engine)",
+            "%d chunks of %d tokens encoded in %.1f s; the store in %s now has %.1f MB of KV (logged once per engine)",
             encoded,
             tokens,
             seconds,

@@ -177,7 +177,7 @@ class ChunkLibrary(ABC):
         self._check_model()
         if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s < math.inf):
             raise ConfigError(
-                f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
+                f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks forever"
             )
         return self._ingest.add(chunk_list(chunks), progress, ttl_s, on_refused, background, whole)
 

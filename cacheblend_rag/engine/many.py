@@ -145,7 +145,7 @@ class Many:
             if answer is not None:
                 return answer
             if request.has_shown:
-                raise CacheBlendError("the thread that computed this answer among others was interrupted; ask again")
+                raise CacheBlendError("the thread that computed this answer was interrupted; try again")
             request.answer = Future()
         try:
             return self._lead(request)
@@ -198,7 +198,7 @@ class Many:
         # Objects that are not ours could hold up the others.
         brought = [each for name in _OBJECTS for each in request.options.get(name) or ()]
         if not all(getattr(each, "is_of_one_answer", False) for each in brought):
-            return "it brings objects of its own"
+            return "it has processor or criteria objects of its own"
         return self.alone_reason(request)
 
     def answer_all(
@@ -312,8 +312,8 @@ class Many:
         tokens = reduce(Extent.joined, map(self.extent, requests)).tokens
         self._batch_tokens = min(self._batch_tokens, tokens // 2)
         logger.warning(
-            "there is no memory to decode %d prompts together that come to %d tokens with their answers, so they are answered "
-            "one by one, and from now on half as much is decoded together",
+            "not enough memory to decode %d prompts together (%d tokens with their answers), so they are answered one by one, "
+            "and from now on half as much is decoded together",
             len(requests),
             tokens,
         )
@@ -321,7 +321,7 @@ class Many:
     def _begun_anew(self, request: Request, failure: Exception | None) -> GenerationResult | Exception:
         if request.has_shown:
             # What was read of it cannot be begun anew.
-            return CacheBlendError(f"an answer that had begun broke off: {failure or 'there was no memory'}; ask again")
+            return CacheBlendError(f"an answer that had begun was cut off: {failure or 'not enough memory'}; try again")
         try:
             return self.alone(request)
         except Exception as error:  # handed to who asked for it
@@ -392,11 +392,11 @@ class Many:
     def alone_reason(self, request: Request) -> str | None:
         """Return why a prompt cannot be decoded together with others, or None."""
         if self._decoder is None:
-            return "the model cannot be blended, and is not known to decode several prompts as it decodes one"
+            return "the model cannot be blended, and may not decode several prompts as it decodes one"
         if self._decoder.rope_reach is not None:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
         if self._decoder.column_biases and request.prompt.places is not None:
-            return "the bias of the model counts the tokens of a batch, and a prompt places its own"
+            return "the model's bias depends on the tokens of the batch, and this prompt has positions of its own"
         if request.turn is not None:
             return "a conversation keeps the KV of its answer"
         if (reason := self._runner.alone_reason(request)) is not None:

@@ -259,7 +259,7 @@ def _chunk_reports(
                 attention=None if first.attention is None else first.attention + (report.attention or 0.0),
             )
         reports[name] = report
-    reason = "no chunk has this id any more, so it was left out of the prompt"
+    reason = "this id no longer exists, so it was left out of the prompt"
     skipped = [ChunkReport(id, 0, False, reason=reason) for id in request.prompt.skipped]
     return (*reports.values(), *skipped), len(missed)
 
@@ -286,14 +286,14 @@ def why_missed(request: Request, chunk: PromptChunk) -> str:
         return _FATES[fate]
     if note is not None:
         return note
-    return "its KV is not computed yet, or not since its document has changed"
+    return "its KV is not computed yet, or was not computed again after its document changed"
 
 
 _FATES = {
-    "unsupported": "this model cannot be blended, so it has no KV that is stored",
+    "unsupported": "this model cannot be blended, so no KV is stored for it",
     "unreachable": "its KV is not stored here, and the remote tier does not answer",
     "damaged": "its stored KV could not be read",
-    "evicted": "its KV was evicted: dropped for room, or because its time was over",
+    "evicted": "its KV was evicted: dropped for room, or expired",
 }
 
 
@@ -306,9 +306,9 @@ def _fallback_reason(request: Request) -> str | None:
         return reason
     why = {chunk.computed for chunk in computed}
     if "unread" in why:
-        return "the names in the store cannot be read now"
+        return "the ids in the store cannot be read now"
     if "moved" in why:
-        return "none of its chunks is where it was encoded, and the KV of this model cannot be moved"
+        return "none of its chunks is at the position where it was encoded, and the KV of this model cannot be moved"
     if request.contexts:
         return f"none of its chunks is served: {computed[0].note}"
     return reason

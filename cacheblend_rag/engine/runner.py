@@ -94,7 +94,7 @@ class Runner:
             return {}
         if not takes_positions(text_decoder(self._model)):
             raise PromptError(
-                f"the prompt places its segments, but {type(self._model).__name__} takes no positions; leave positions out"
+                f"the prompt has positions, but {type(self._model).__name__} takes none; leave positions out"
             )
         return {"position_ids": torch.tensor([list(places)], device=self._model.device)}
 
@@ -260,7 +260,7 @@ class Runner:
         reach = None if self._decoder is None else self._decoder.rope_reach
         if reach is not None and (end := layout.end_position + output_tokens) >= reach:
             return (
-                f"the prompt ends at position {end}, and from {reach} on the rotary frequencies of this model "
+                f"the prompt ends at position {end}, and from {reach} on this model's rotary frequencies "
                 "depend on the length of the prompt"
             )
         return self._unsupported

@@ -137,7 +137,7 @@ class Scheduler:
                         left_s = patience.left_s
                         if left_s <= 0:
                             raise AnswerTimeoutError(
-                                "other calls held the model for all of the time that this one may wait, so it was given up; "
+                                "the model was busy with other calls for as long as this one may wait; "
                                 "let it wait longer, or make fewer calls at once"
                             )
                         if is_given_up is not None:
@@ -146,7 +146,7 @@ class Scheduler:
                         if place not in self._line:
                             return False
                         if is_given_up is not None and is_given_up():
-                            raise CacheBlendError("the answer was ended before it began; ask again")
+                            raise CacheBlendError("the answer was cancelled before it began; try again")
                     self._owner = threading.get_ident()
                 finally:
                     if place in self._line:

@@ -289,8 +289,8 @@ class KVSupply:
         if not any(request.hits.values()) and len(chunks) == len(request.prompt.chunks) and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
             logger.warning(
-                "none of the %d chunks of this prompt was served from the store, so all of them were encoded first; of the first "
-                "one, %s (this warning is not repeated)",
+                "none of the %d chunks of this prompt was served from the store, so all of them were encoded first; reason for "
+                "the first: %s (this warning is not repeated)",
                 len(chunks),
                 why_missed(request, chunks[0]),
             )

@@ -40,7 +40,7 @@ def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None 
             )
     if selector.needs_attention and not decoder.shows_attention:
         raise ConfigError(
-            f"selector {selector.name!r} goes by what the question attends to, which {name} does not show; choose hkvd"
+            f"selector {selector.name!r} needs the question's attention, which {name} does not show; choose hkvd"
         )
     return selector
 

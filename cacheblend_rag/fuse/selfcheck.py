@@ -53,7 +53,7 @@ def _check_rows(decoder: Decoder, name: str, drawn: torch.Tensor) -> list[LayerK
     stored, after = own.kv(), KVCache(decoder.num_layers)
     after.expect(_STORED_TOKENS, len(stored), true_kv(stored))
     going_on = decoder.model(input_ids=ids[:, _STORED_TOKENS:], past_key_values=after, use_cache=True).logits[0, -1]
-    _check_logits(decoder, name, "going on after the model's own KV", going_on, wanted)
+    _check_logits(decoder, name, "continuing after the model's own KV", going_on, wanted)
     return stored
 
 
@@ -61,7 +61,7 @@ def _check_logits(decoder: Decoder, name: str, what: str, logits: torch.Tensor, 
     difference, tolerance = _relative(logits, wanted), _tolerance(decoder)
     if not difference <= tolerance:
         raise UnsupportedModelError(
-            f"{name}: {what} gives other logits than the model itself (off by {difference:.2g} of their scale, {tolerance:g} "
+            f"{name}: {what} gives different logits than the model itself (off by {difference:.2g} of their scale, {tolerance:g} "
             "allowed); something in its forward depends on more than the rows and their KV"
         )
 
@@ -79,7 +79,7 @@ def _check_move(decoder: Decoder, name: str, drawn: torch.Tensor, own: list[Laye
         difference = max(_kv_difference(a, b) for a, b in zip(turned, there, strict=True))
         if not difference <= tolerance and not distance:
             raise UnsupportedModelError(
-                f"{name}, layer {layer}: told that its tokens stand at positions from 0 on, it computes other KV than by itself"
+                f"{name}, layer {layer}: with explicit positions from 0 on, it computes different KV than without"
             )
         if not difference <= tolerance:
             raise UnsupportedModelError(
@@ -113,7 +113,7 @@ def check_batching(decoder: Decoder) -> None:
         difference = max(_relative(own, other) for own, other in zip(logits, wanted, strict=True))
     if not difference <= _tolerance(decoder):
         raise UnsupportedModelError(
-            f"{name}: a prompt in a padded batch goes on with other logits than alone (off by {difference:.2g} "
+            f"{name}: a prompt in a padded batch gives different logits than alone (off by {difference:.2g} "
             f"of their scale, {_tolerance(decoder):g} allowed)"
         )
 

@@ -218,7 +218,7 @@ class Steering:
             self._decoder.layers[layer].forward(**arguments)
         if not handed or (self._selection.wants_attention and not calls):
             raise UnsupportedModelError(
-                f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache"
+                f"{type(self._decoder.model).__name__}, layer {layer}: it did not pass its KV to the cache"
             )
         [(fresh, stored, found)] = handed
         all_rows = self._rows is self._every

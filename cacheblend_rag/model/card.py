@@ -95,9 +95,9 @@ class ModelCard:
             layers = tuple(None if number is None else different[number] for number in given["layers"])
             dtype = getattr(torch, given["dtype"])
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{given['dtype']!r} is no dtype")
+                raise ValueError(f"{given['dtype']!r} is not a dtype")
             return cls(str(given["identity"]), given["window"], dtype, heads, layers, given["rope_reach"])
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ConfigError(
-                f"this is no card of a model ({type(error).__name__}: {error}); give what BlendEngine.card().to_dict() returns"
+                f"this is not a model card ({type(error).__name__}: {error}); give what BlendEngine.card().to_dict() returns"
             ) from error

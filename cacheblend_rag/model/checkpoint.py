@@ -71,7 +71,7 @@ def model_folder(model: str | Path) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if _is_gguf(Path(name)):
-        raise ConfigError(f"model {name} is a GGUF file, and here a folder with config.json and safetensors is needed")
+        raise ConfigError(f"model {name} is a GGUF file, but a folder with config.json and safetensors is needed here")
     try:
         _ask_hub(name, {})
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
@@ -117,7 +117,7 @@ def _checked_name(model: str | Path) -> str:
     if name == _REFERENCE:
         raise ConfigError(
             'model "reference" cannot be loaded: it is for tests and examples, and comes with another package: pip install '
-            "cacheblend-rag-lab. Or name a model of your own"
+            "cacheblend-rag-lab. Or give a model of your own"
         )
     folder = Path(model).expanduser()
     if folder.is_file() and not _is_gguf(folder):

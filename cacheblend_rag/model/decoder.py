@@ -115,7 +115,7 @@ class Decoder:
             return
         if not self.is_placeable:
             raise PromptError(
-                f"the prompt places its segments, and {type(self.model).__name__} takes no positions; leave positions out"
+                f"the prompt has positions, but {type(self.model).__name__} takes none; leave positions out"
             )
         with (
             uncompiled(self.model) if self.column_biases else nullcontext(),
@@ -153,14 +153,14 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
         else:
             raise UnsupportedModelError(f"{name} does not run its decoder layers once each, in order: {calls.order}")
         if not calls.updates:
-            raise UnsupportedModelError(f"{name} hands no KV to the cache that it is given")
+            raise UnsupportedModelError(f"{name} passes no KV to the cache that it is given")
         if calls.updates != list(range(len(calls.updates))):
             raise UnsupportedModelError(
-                f"{name}: its layers do not hand their KV to the cache once each, in order, but {calls.updates}"
+                f"{name}: its layers do not pass their KV to the cache once each, in order, but {calls.updates}"
             )
         states = layer_parameters(type(layers[0]).forward)[0]
         if calls.row_axes.get(states) is None:
-            raise UnsupportedModelError(f"{name}: its layers are not handed one hidden state for each token")
+            raise UnsupportedModelError(f"{name}: its layers do not receive one hidden state per token")
         # A token that stands alone sees itself only: of its KV, nothing but the rotation depends on where it stands.
         alone = some_ids(4).view(-1, 1)
         shown: list[AttentionCall] = []

@@ -142,7 +142,7 @@ def _following(store: KVStore, source: NamesSource | None) -> KVStore:
             store.follow(source)
         elif store.follows_others:
             raise StoreError(
-                f"the names in {store.path} are shared with other machines, and are out of date without them; say where they are "
+                f"the ids in {store.path} are shared with other machines, and out of date without their server; give its address "
                 "(EngineConfig(names=...), or CACHEBLEND_NAMES in the environment)"
             )
     except BaseException:
@@ -158,7 +158,7 @@ def _names_at(url: str) -> NamesSource:
         source: NamesSource = entry.load()(url)
         return source
     raise ConfigError(
-        f"no installed package shares names at {location}; a URL of Redis or Valkey (redis://host:port/db) needs cacheblend-ray: "
+        f"no installed package shares ids at {location}; a URL of Redis or Valkey (redis://host:port/db) needs cacheblend-ray: "
         "pip install 'cacheblend-rag[ray]'"
     )
 
@@ -217,8 +217,8 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
     except Exception as error:
         # What a filesystem says of its options may quote them.
         raise ConfigError(
-            f"fsspec makes no filesystem of {location} with the options {sorted(options)} ({type(error).__name__}); "
-            "fsspec.available_protocols() lists what can stand before ://"
+            f"fsspec cannot open {location} with the options {sorted(options)} ({type(error).__name__}); "
+            "fsspec.available_protocols() lists what may come before ://"
         ) from None
 
 

@@ -215,7 +215,7 @@ class Offsite:
         with self._lock:
             was_refused, self._is_refused, self.is_out = self._is_refused, True, False
         if not was_refused:
-            _log.warning("%s; this process reads it from there no more, and goes on trying to remove it", error)
+            _log.warning("%s; this process no longer reads it from there, and keeps trying to remove it", error)
         self._mend_later()
 
     def _mend_later(self) -> None:
@@ -267,5 +267,5 @@ class Offsite:
             if not self.is_out and not (fails and self._uploads_fail):
                 _log.warning("chunk KV %s… was not uploaded: %s", key[:12], error)
         except Exception:
-            _log.exception("the upload of chunk KV %s… failed in a way that is not foreseen", key[:12])
+            _log.exception("the upload of chunk KV %s… failed unexpectedly", key[:12])
         self._uploads_fail = fails

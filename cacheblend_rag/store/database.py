@@ -33,7 +33,7 @@ _READ_CACHE_BYTES = 16 * 1024**2
 # How long answers wait for who writes, and how long they do not once that was in vain.
 _BRIEFLY_S, _BUSY_S = 0.5, 5.0
 _ATTEMPTS = 4
-_WHAT_NOW = "KV files are found again when their documents are added or asked for"
+_WHAT_NOW = "KV files are found again when their documents are added or used"
 # What SQLite raises: it quotes a damaged schema in its message, which then is not text.
 _ERRORS = (sqlite3.Error, UnicodeError)
 # What it says of a damaged file, or one that has lost a part of it.
@@ -234,7 +234,7 @@ class Database:
             return
         with self._alone():
             if self._opened and not self._path.exists():
-                _log.warning("index %s is gone, so it is begun anew; %s", self._path, _WHAT_NOW)
+                _log.warning("index %s is gone, so a new one is created; %s", self._path, _WHAT_NOW)
             self.folder.prepare()
             for is_last in (False, True):
                 connection = _connect(str(self._path))
@@ -305,8 +305,7 @@ class Database:
             log = path.with_name(path.name + "-wal")
             if _size(log):
                 raise StoreError(
-                    f"index {path} cannot be read without what stands in {log.name}; open the store once where the folder may be "
-                    "written, which brings that into it"
+                    f"index {path} cannot be read without merging {log.name}; open the store once with write access to the folder"
                 ) from None
             return attempt("immutable=1")
 
@@ -333,7 +332,7 @@ class Database:
         self._path.replace(aside)
         self.folder.prepare()
         _log.warning(
-            "index %s is damaged (%s), so it is set aside as %s and begun anew; %s",
+            "index %s is damaged (%s), so it is set aside as %s and a new one is created; %s",
             self._path,
             _told(error),
             aside.name,
@@ -354,7 +353,7 @@ class Database:
         """Return the store's error for one of SQLite's; an index that is damaged is set aside."""
         where = "in memory" if self._path is None else str(self._path)
         if isinstance(error, UnicodeEncodeError):
-            return StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as a name")
+            return StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as an id or a name")
         text = _told(error)
         if "disk is full" in text or ("disk I/O" in text and self._is_full()):
             return StoreFullError(
@@ -374,7 +373,7 @@ class Database:
                 if self._opened.get(kind) == _identity(self._path, False):
                     self._set_aside(error)
         return DamagedIndexError(
-            f"index {where} is damaged ({text}); add the documents again, which finds their KV files", is_renewed
+            f"index {where} is damaged ({text}); add the documents again, which finds their KV files again", is_renewed
         )
 
 

@@ -34,7 +34,7 @@ _TOUCHES_KEPT = 1024
 _ROOM_MADE = 4
 
 _DAMAGED = (
-    "KV in %s is damaged, and computed again: %s (this warning is not repeated; `cacheblend-rag store check` finds all)"
+    "KV in %s is damaged and computed again: %s (this warning is not repeated; `cacheblend-rag store check` finds all)"
 )
 
 
@@ -144,8 +144,8 @@ class DiskTier:
         self.evicted.update(dropped.tenants)
         if dropped.for_room:
             self._warn_once(
-                "the KV in %s has reached its budget of %d bytes, so what was used least recently is dropped, and computed again "
-                "when it is needed; disk_bytes sets another budget, by default half of the disk's free space (this warning is "
+                "the KV in %s has reached its budget of %d bytes, so the least recently used is dropped, and computed again when "
+                "it is needed; to change the budget (by default half of the disk's free space), set disk_bytes (this warning is "
                 "not repeated; the store's figures count it)",
                 self.folder.path,
                 limit_bytes,
@@ -207,8 +207,8 @@ class DiskTier:
                     self.folder.unlink(victims)
                     self.evicted.update(self.index.drop(victims).tenants)
                     self._warn_once(
-                        "the disk of %s is full, so KV is dropped for room: what no name leads to first, then what was used "
-                        "least recently; free some, or give the store a smaller byte budget (disk_bytes) (this warning is not "
+                        "the disk of %s is full, so KV is dropped for room: first KV without an id, then the least recently "
+                        "used; free some, or give the store a smaller byte budget (disk_bytes) (this warning is not "
                         "repeated; the store's figures count it)",
                         self.folder.path,
                     )

@@ -156,7 +156,7 @@ class KVStore:
         self._refused[tenant] += 1
         if self._refused.total() == 1:
             _log.warning(
-                "KV of misses is computed faster than it is written, and what has no room in write_back_bytes=%d is not stored "
+                "KV of misses is computed faster than it is written; what exceeds write_back_bytes=%d is not stored "
                 "(this warning is not repeated; the store's figures count it)",
                 self._waiting.limit_bytes,
             )
@@ -348,7 +348,7 @@ class KVStore:
         if not isinstance(error, StoreReadOnlyError):
             self._failure = self._failure or error
         if self._failed_at - failed_at > _EVENT_S:
-            _log.warning("the KV of a miss was not stored, and is kept in memory by this process alone: %s", error)
+            _log.warning("the KV of a miss was not stored, and is kept in the memory of this process only: %s", error)
 
     def _drop(self, dropped: Dropped) -> None:
         """Have every tier follow what a transaction has dropped."""

@@ -236,7 +236,7 @@ class RamTier(LRUCache):
                 is_first, self._page_locked = self._page_locked, False
             if is_first:
                 _log.warning(
-                    "KV is kept in ordinary memory, since page-locked memory cannot be had: %s (set page_locked=False, or a "
+                    "KV is kept in ordinary memory, since page-locked memory is unavailable: %s (set page_locked=False, or a "
                     "smaller ram_bytes; this warning is not repeated)",
                     str(error).partition("\n")[0],
                 )

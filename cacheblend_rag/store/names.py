@@ -319,7 +319,7 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         owner = tenant
     if owner != tenant:
         # Whose they are is not for this tenant to know.
-        raise StoreError(f"the names of {namespace[:40]!r} do not belong to tenant {tenant!r}; give its own namespace")
+        raise StoreError(f"the ids of {namespace[:40]!r} do not belong to tenant {tenant!r}; give its own namespace")
     if tenant:
         # An index that was made anew from the files does not know whose they are.
         connection.executemany(

@@ -105,5 +105,5 @@ def test_a_schema_that_no_text_fits_ends_no_answer_as_if_it_were_whole() -> None
         guide, prompt = Guide(engine, json_grammar(schema)), [1]
         written = engine.tokenizer('{"a": true, ', add_special_tokens=False)["input_ids"]
         guide(torch.tensor([prompt]), torch.zeros(1, len(engine.tokenizer)))
-        with pytest.raises(ConfigError, match="no text fits"):
+        with pytest.raises(ConfigError, match="no text can satisfy"):
             guide(torch.tensor([prompt + written]), torch.zeros(1, len(engine.tokenizer)))

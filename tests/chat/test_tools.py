@@ -117,7 +117,7 @@ def test_a_call_that_was_cut_is_said_to_be(form: str) -> None:
         reply = parse_calls(text[:size], TOOLS, is_cut=True, must_call=True)
         assert (reply.text, reply.calls) == ("", [])
         assert "raise max_tokens" in reply.invalid[0].error
-    assert "had to be a call" in str(parse_calls("Well.", TOOLS, must_call=True).invalid[0].error)
+    assert "must be a tool call" in str(parse_calls("Well.", TOOLS, must_call=True).invalid[0].error)
 
 
 OTHER = '<tool_call>\n{"name": "gcc", "arguments": {}}\n</tool_call>'

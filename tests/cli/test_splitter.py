@@ -109,7 +109,7 @@ def test_the_same_words_twice_are_two_passages() -> None:
         ),
         ("folder.txt/", b"", None),
         ("missing.txt", None, "No such file"),
-        ("pipe", "fifo", "it is no file"),
+        ("pipe", "fifo", "it is not a file"),
     ],
 )
 def test_what_is_no_text_is_left_out_and_fails_nothing_else(

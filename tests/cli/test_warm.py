@@ -327,7 +327,7 @@ def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
     store.put(key_of(4), make_kv(4), ttl_s=0.001)
     store.close()
     out = run("store", "gc", "--store", one, "--unnamed-days", "0", "--json", figures).stdout
-    assert "removed 1 expired chunks, 0 without a name and 0 stray files" in out
+    assert "removed 1 expired chunks, 0 without an id and 0 stray files" in out
     assert read_rows(figures)[0]["expired"] == 1
     assert "tenant acme" in run("store", "stats", "--store", one, "--json", figures).stdout
     assert read_rows(figures)[0]["tenants"]["acme"]["entries"] == 2

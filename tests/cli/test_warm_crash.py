@@ -122,7 +122,7 @@ def test_ctrl_c_says_what_is_kept(documents: Path, model_folder: Path, undisturb
         said = process.stderr.read()
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    found = re.search(r"^stopped: the KV of (\d+) of 160 passages is kept in .*; .* goes on", said, re.MULTILINE)
+    found = re.search(r"^stopped: the KV of (\d+) of 160 passages is in .*; .* to continue", said, re.MULTILINE)
     assert found is not None, said
     kept = int(found[1])
     run(*arguments, "--json", tmp_path / "warm.json")

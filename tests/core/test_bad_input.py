@@ -241,10 +241,10 @@ def test_a_closed_engine(engine: BlendEngine) -> None:
 
 _UNBLENDABLE = {
     "roberta": "positions from 0 on",
-    "gpt_neo": "other logits than the model itself",
+    "gpt_neo": "different logits than the model itself",
     "mamba": "keep no KV for each token",
     "qwen3_next": "linear_attention",
-    "xlm": "hands no KV to the cache",
+    "xlm": "passes no KV to the cache",
     "flex": "attn_implementation='sdpa'",
 }
 
@@ -364,7 +364,7 @@ def test_a_model_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_reference_model_is_not_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.model.checkpoint.entry_points", lambda **_: ())
-    with pytest.raises(ConfigError, match=r"pip install cacheblend-rag-lab\. Or name a model of your own"):
+    with pytest.raises(ConfigError, match=r"pip install cacheblend-rag-lab\. Or give a model of your own"):
         BlendEngine.from_pretrained("reference")
     with pytest.raises(ConfigError, match=r"'refernce' .* the model that comes with this project is \"reference\""):
         BlendEngine.from_pretrained("refernce")

@@ -93,7 +93,7 @@ def test_another_text_under_a_known_id_is_not_served_from_its_kv(engine: BlendEn
     edited = Chunk(words(21, 77), "n1")
     result = engine.prefill(_prompt([CHUNKS[0], edited, CHUNKS[2]]))
     assert [chunk.hit for chunk in result.report.chunks] == [True, False, True]
-    assert result.report.chunks[1].reason == "its text is not the one that was added under this id"
+    assert result.report.chunks[1].reason == "its text is not the text that was added under this id"
     anonymous = engine.prefill(_prompt([CHUNKS[0], Chunk(edited.text), CHUNKS[2]]))
     assert (anonymous.logits - result.logits).abs().max() < TOLERANCE
     # The name still means what was added.
@@ -224,7 +224,7 @@ def test_a_call_waits_for_the_model_as_long_as_it_was_told(engine: BlendEngine) 
             lambda: engine.generate_many([_prompt([Chunk(words(30, 9))])] * 2, 4, wait_s=0.01),
             lambda: asyncio.run(engine.agenerate_many([_prompt(CHUNKS)], 4, wait_s=0.01)),
         ):
-            with pytest.raises(AnswerTimeoutError, match="other calls held the model"):
+            with pytest.raises(AnswerTimeoutError, match="the model was busy with other calls"):
                 ask()
         waiting = engine.stream(_prompt(CHUNKS), 4, wait_s=60)
     finally:

@@ -142,7 +142,7 @@ def test_a_chunk_with_gaps_wants_positions(engine: BlendEngine) -> None:
 
 def test_models_that_count_their_tokens_refuse_gaps() -> None:
     with BlendEngine(tiny_model(tiny_config("bart")), tiny_tokenizer(), **REUSE) as engine:
-        with pytest.raises(PromptError, match="takes no positions"):
+        with pytest.raises(PromptError, match="takes none"):
             engine.prefill(BlendPrompt(segments=["t3 t4", "t5"], positions=[0, 9]))
 
 

@@ -395,7 +395,7 @@ def test_many_short_texts_of_one_name_are_encoded_alone(engine: BlendEngine, bac
 
     assert add("news") == [None] * 50
     assert not engine.indexed(["news"])
-    assert len([record for record in caplog.records if "is taken for a category" in record.message]) == 1
+    assert len([record for record in caplog.records if "is treated as a category" in record.message]) == 1
     assert all(held(engine).values())
     # What says where it stands, or is no line, is a document.
     assert None not in add("starts", start=range(50))

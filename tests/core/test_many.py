@@ -276,7 +276,7 @@ def test_without_memory_it_is_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog
         assert [result.token_ids for result in results] == wanted
         assert {result.report.batch_size for result in results} == {1}
         [warning] = [each for each in caplog.records if each.name.endswith(".many")]
-        assert "there is no memory to decode 4 prompts together" in warning.getMessage()
+        assert "not enough memory to decode 4 prompts together" in warning.getMessage()
         # What fits is decoded together from now on.
         results = engine.generate_many(prompts, 4, do_sample=False)
         assert [result.token_ids for result in results] == wanted
@@ -318,7 +318,7 @@ def test_a_model_that_fails_in_a_batch_answers_one_by_one(monkeypatch: pytest.Mo
         monkeypatch.setattr(model, "forward", deaf)
         prompts = some_prompts()
         results = engine.generate_many(prompts, 4, do_sample=False)
-        assert "goes on with other logits" in str(results[0].report.alone_reason)
+        assert "gives different logits" in str(results[0].report.alone_reason)
         assert model.forward is deaf
         wanted = [engine.generate(prompt, 4, do_sample=False) for prompt in prompts]
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]

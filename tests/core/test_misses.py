@@ -22,11 +22,11 @@ from tests.store.kit import files_of
 
 CHUNKS = [Chunk(words(12, seed), f"n{seed}") for seed in range(4)]
 NEVER = "it was never added under its id, was deleted, or was in a store in RAM before a restart"
-OTHER = "its text is not the one that was added under this id"
-EVICTED = "its KV was evicted: dropped for room, or because its time was over"
+OTHER = "its text is not the text that was added under this id"
+EVICTED = "its KV was evicted: dropped for room, or expired"
 UNREAD = "its stored KV could not be read"
 NO_ID = "it has no id, and no chunk with its text was added"
-NOT_YET = "its KV is not computed yet, or not since its document has changed"
+NOT_YET = "its KV is not computed yet, or was not computed again after its document changed"
 MODEL = tiny_model("llama")
 
 
@@ -56,7 +56,7 @@ def ask(engine: BlendEngine, *chunks: Chunk | str, **values: bool) -> dict[str |
 )
 def test_each_miss_says_why_and_no_hit_does(kinds: list[str], enabled: bool) -> None:
     wanted = {"added": None, "deleted": NEVER, "never": NEVER, "changed": OTHER, "no id": NO_ID, "evicted": EVICTED}
-    wanted["alien"] = f"{NEVER}, and so was all else of its document 'unheard of'"
+    wanted["alien"] = f"{NEVER}, like all of its document 'unheard of'"
     with open_engine() as engine:
         chunks: list[Chunk] = []
         for number, kind in enumerate(kinds):

@@ -80,7 +80,7 @@ def test_by_default_half_of_the_disk_stays_free(disk: Path, caplog: pytest.LogCa
         assert [chunk.hit for chunk in engine.prefill(prompt).report.chunks] == [False, True]
         engine.flush()
     [warning] = caplog.messages
-    assert "has reached its budget" in warning and "disk_bytes sets another" in warning
+    assert "has reached its budget" in warning and "to change the budget" in warning
     # What is held stays, whoever fills the disk, and makes room for what is new.
     other = fill(disk)
     with engine_on(disk) as engine:

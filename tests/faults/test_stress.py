@@ -68,13 +68,13 @@ def test_names_that_cannot_be_read(engine: BlendEngine, tmp_path: Path, caplog: 
                 report = engine.prefill(PROMPT, conversation=turn).report
                 # KV that may remember its document is not taken for that of the chunk alone.
                 assert {chunk.reason for chunk in report.chunks if not chunk.hit} == {
-                    "the names in the store cannot be read now, so it is computed like text"
+                    "the ids in the store cannot be read now, so it is computed like text"
                 }
                 assert report.overhead_s + report.load_s < 5.0
             assert engine.generate(PROMPT, 2, do_sample=False).report.fallback_reason is not None
-            with pytest.raises(StoreError, match="nothing is known of chunk 'n1'"):
+            with pytest.raises(StoreError, match="chunk 'n1' cannot be looked up"):
                 engine.prefill(BlendPrompt("t1", ["n1"], "t2"))
-            with pytest.raises(StoreError, match="nothing is known of chunk 'n1'"):
+            with pytest.raises(StoreError, match="chunk 'n1' cannot be looked up"):
                 engine.prefill(BlendPrompt("t1", ["n1"], "t2", skip_unknown=True))
             engine.prefetch(["n1"]).wait()
         assert len([message for message in caplog.messages if "cannot be used now" in message]) == 1
@@ -91,7 +91,7 @@ def test_which_chunks_are_in_a_prompt_cannot_be_read(
     with unreadable(engine, tmp_path / "store"), caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert llm.invoke(question)
-    assert len([message for message in caplog.messages if "which chunks are stored cannot be read" in message]) == 1
+    assert len([message for message in caplog.messages if "the list of stored chunks cannot be read" in message]) == 1
 
 
 def test_a_store_that_cannot_be_opened_is_replaced_by_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

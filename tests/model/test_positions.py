@@ -114,7 +114,7 @@ def test_a_prompt_cannot_place_its_segments_on_a_model_that_counts_for_itself(ma
     engine = make_engine(model=tiny_model(tiny_config("bart")))
     engine.add([Chunk(words(20, 1), "n")])
     segments = [words(3, 2), ChunkRef("n"), words(4, 3)]
-    with pytest.raises(PromptError, match="takes no positions"):
+    with pytest.raises(PromptError, match="takes none"):
         engine.prefill(BlendPrompt(segments=segments, positions=[0, 30, 60]))
     [chunk] = engine.prefill(BlendPrompt(segments=segments)).report.chunks
     assert chunk.reason is not None and "cannot be moved" in chunk.reason

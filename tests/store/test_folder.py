@@ -379,7 +379,7 @@ def test_another_process_writes(tmp_path: Path, write_back_bytes: int, caplog: p
             store.discard(key_of(1), wait=False)
         assert not is_held(store, 1) and store.holds([key_of(1)]) == [False]
     assert [each.levelname for each in caplog.records] == ["WARNING"]
-    assert "in memory by this process alone" in caplog.text
+    assert "in the memory of this process only" in caplog.text
     # What prompts bring next is written again; what is in RAM alone goes with its name.
     miss(store, 6)
     store.flush()
@@ -420,7 +420,7 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
         assert (is_held(store, 4), is_held(store, 3)) == (False, True)
         store.flush()
         store.close()
-        assert len(caplog.messages) == 1 and "in memory by this process alone" in caplog.text
+        assert len(caplog.messages) == 1 and "in the memory of this process only" in caplog.text
 
 
 def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

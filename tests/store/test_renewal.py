@@ -136,7 +136,7 @@ def test_a_folder_that_is_deleted(tmp_path: Path, live: KVStore, part: str, capl
     report = check_store(tmp_path / "store")
     assert (report.problems, report.entries, report.names) == ([], 5, 4)
     assert os.stat(tmp_path / "store").st_mode & 0o077 == 0
-    words = {".": "is gone, so it is begun anew", "kv": "is damaged, and computed again", "tmp": ""}
+    words = {".": "is gone, so a new one is created", "kv": "is damaged and computed again", "tmp": ""}
     assert [words[part] in message for message in caplog.messages] == [True] * (part != "tmp")
 
 

@@ -161,7 +161,7 @@ def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.L
         # Found out by `open` before, and here by `put` itself.
         store.put(key_of(number), make_kv(number))
         assert is_held(store, number)
-    assert caplog.text.count("is damaged, and computed again") == 1
+    assert caplog.text.count("is damaged and computed again") == 1
     assert len(files_of(tmp_path)) == 2
 
 

@@ -146,7 +146,7 @@ def test_a_queue_has_an_end(tmp_path: Path, gate: threading.Event, caplog: pytes
     store = open_store(tmp_path, 10**6, write_back_bytes=2 * size)
     with caplog.at_level(logging.WARNING):
         assert [later(store, number) for number in (1, 3, 5, 7)] == [True, True, False, False]
-    assert caplog.text.count("has no room in write_back_bytes") == 1
+    assert caplog.text.count("exceeds write_back_bytes") == 1
     assert store.stats().unwritten == 2
     assert store.open(key_of(5)) is None
     gate.set()

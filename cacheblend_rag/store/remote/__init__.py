@@ -181,7 +181,7 @@ class RemoteSource:
             if not data:
                 raise FileNotFoundError(errno.ENOENT, "they were removed or have expired")
         if len(data) > len(view):
-            raise OSError(errno.EIO, "more bytes came than were asked for")
+            raise OSError(errno.EIO, "it returned more bytes than requested")
         view[: len(data)] = data
         return len(data)
 

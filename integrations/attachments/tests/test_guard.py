@@ -154,7 +154,7 @@ def test_it_takes_part_while_it_is_attached(engine: BlendEngine) -> None:
     guard.close()
     assert ask() == (1, None)
     assert not any(module._forward_hooks for module in engine.model.modules())
-    for other, message in ((guard, "this Guard was attached before"), (object(), "is no Attachment")):
+    for other, message in ((guard, "this Guard was attached before"), (object(), "is not an Attachment")):
         with pytest.raises(ConfigError, match=message):
             engine.attach(other)  # type: ignore[type-var]
     engine.close()
@@ -258,7 +258,7 @@ def test_streams_are_compared_and_cancelled_ones_are_not(engine: BlendEngine, gu
     with scheduler_of(engine.model):
         cancelled = engine.stream(prompt(1), 4)
         cancelled.close()
-    with pytest.raises(CacheBlendError, match="ended before it began"):
+    with pytest.raises(CacheBlendError, match="cancelled before it began"):
         cancelled.result()
     assert guard.wait(120)
     assert guard.status().sampled == 1

@@ -147,7 +147,7 @@ class Decoding:
         """Put the stored rows of a prompt into its sequence, compute the others, and choose the first token."""
         request, layout = answering.request, answering.request.prompt.layout
         if request.is_given_up:
-            raise CacheBlendError("the answer was ended before it began; ask again")
+            raise CacheBlendError("the answer was cancelled before it began; try again")
         request.queue_s += max(time.perf_counter() - request.ready - request.encode_s - request.open_s, 0.0)
         request.forward_started = time.perf_counter()
         row, scores = 0, np.empty(0, np.float32)

@@ -446,7 +446,7 @@ def test_many_short_texts_of_one_source_are_records(
     alone = [place is None for place in engine.places(ids)]
     assert alone == [at_once > 1 or number >= 32 for number in range(50)]
     assert len(engine.indexed(["news"])) == 50 - sum(alone)
-    warned = [record for record in caplog.records if "is taken for a category" in record.message]
+    warned = [record for record in caplog.records if "is treated as a category" in record.message]
     assert len(warned) == 1
     # What says where it begins, or is longer, is a document, however much of it there is.
     pieces = [Document(f"{n}.", metadata={"source": "numbers", "start_index": 3 * n}) for n in range(50)]

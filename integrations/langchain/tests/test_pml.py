@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused(store: BlendVectorStore) -> None:
     assert isinstance(message, HumanMessage)
     with pytest.raises(PromptError, match="whole conversation"):
         llm.invoke([SystemMessage("Be kind."), message])
-    with pytest.raises(PromptError, match="documents beside it"):
+    with pytest.raises(PromptError, match="the call has documents"):
         llm.invoke([message], documents=[Document("d")])
     with pytest.raises(PMLError, match="union"):
         PMLPromptTemplate.from_markup(SCHEMA, MARKUP, documents="plain")

@@ -47,7 +47,7 @@ def test_a_template_without_tools_is_said_to_have_none(engine: BlendEngine) -> N
         llm.bind_tools([weather])
     with pytest.raises(ConfigError, match="no tools"):
         llm.with_structured_output(Age, method="function_calling")
-    with pytest.raises(PromptError, match="no tools"):
+    with pytest.raises(PromptError, match="no place for tools"):
         llm.invoke("What is it?", tools=[weather])
     assert llm._resolve_model_profile()["tool_calling"] is False
 

@@ -298,7 +298,7 @@ class IndexMachine(RuleBasedStateMachine):
             # What is in RAM alone may have been dropped.
             assert self.context == "document" or chunk.hit == (live in stored) or (chunk.hit and live in self.in_ram)
             if named is not None and named.text != live:
-                assert chunk.hit or "not the one that was added" in str(chunk.reason)
+                assert chunk.hit or "not the text that was added" in str(chunk.reason)
                 self.in_ram.add(live)
             elif not chunk.hit:
                 self.names.setdefault(str(chunk.id), Chunk(live, str(chunk.id)))

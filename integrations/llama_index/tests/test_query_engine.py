@@ -126,7 +126,7 @@ def test_postprocessors_reorder_and_replace(make_llm: MakeLLM, embedding: WordEm
         report = blend.metadata["blend"]
         assert [chunk["id"] for chunk in report["chunks"]] == names
         assert report["hits"] == hits
-        assert all(("not the one that was added" in (each["reason"] or "")) == (not hits) for each in report["chunks"])
+        assert all(("not the text that was added" in (each["reason"] or "")) == (not hits) for each in report["chunks"])
 
 
 QUESTION = "Where does she work?"

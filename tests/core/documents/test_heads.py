@@ -345,7 +345,7 @@ def test_it_is_no_chunk(make_engine: MakeEngine, tmp_path: Path) -> None:
     assert engine.changes().names == []
     with pytest.raises(UnknownChunkError):
         engine.prefill(BlendPrompt("t5", [name], "t6"))
-    with pytest.raises(ConfigError, match="heads do; give the chunk another id"):
+    with pytest.raises(ConfigError, match="reserved for prompt heads; give the chunk another id"):
         engine.add([Chunk("t5", name)])
     # The same tokens as a chunk are another entry.
     engine.add([Chunk(HEAD, "chunk")])

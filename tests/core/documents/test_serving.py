@@ -87,7 +87,7 @@ def test_a_document_that_is_too_long_to_wait_for_is_read_in_the_background(open_
     assert late.report.hits == 0
     # In one document they are waited for together or not at all, and what is not is text, not chunks encoded alone.
     assert [chunk.reason for chunk in late.report.chunks] == [
-        "its KV was evicted: dropped for room, or because its time was over; "
+        "its KV was evicted: dropped for room, or expired; "
         "reading its document would take more than miss_tokens=20, so it is computed like text and encoded in the background"
     ] * 2
     whole = ask(engine, "d-1", "d-3", blend=engine.blend.replace(enabled=False))
@@ -100,7 +100,7 @@ def test_a_document_that_is_too_long_to_wait_for_is_read_in_the_background(open_
     torch.testing.assert_close(again.logits, hits.logits, atol=1e-4, rtol=0)
     # What stands at the beginning of its document is encoded at once, as if it were alone.
     reasons = [chunk.reason for chunk in ask(engine, "d-0", "d-2").report.chunks]
-    assert reasons[0] == "its KV was evicted: dropped for room, or because its time was over"
+    assert reasons[0] == "its KV was evicted: dropped for room, or expired"
     assert "miss_tokens=20" in str(reasons[1])
     engine.flush()
     assert held(engine) == [True] * 4

@@ -331,7 +331,7 @@ def test_a_tier_that_refuses_to_remove_is_read_on(
         reader = two.open(key_of(1))
         assert reader is not None and same(read(reader), make_kv(1))
         [told] = [each for each in caplog.messages if "could not remove chunks" in each]
-        assert "this process reads it from there no more" in told
+        assert "this process no longer reads it from there" in told
         client.acl_setuser("reader", enabled=True, commands=["+@all"])
         wait_until(lambda: two.open(key_of(2)) is None and not client.keys(f"*{key_of(2)}*"))
 

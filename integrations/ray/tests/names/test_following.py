@@ -235,7 +235,7 @@ def test_a_store_with_names_of_its_own_does_not_join(tmp_path: Path, names: str)
 
 def test_a_copy_of_shared_names_is_not_used_without_them(tmp_path: Path, names: str) -> None:
     opened(tmp_path / "kv", names).close()
-    with pytest.raises(StoreError, match="out of date without them"):
+    with pytest.raises(StoreError, match="out of date without their server"):
         open_store(tmp_path / "kv", 10**6)
 
 
