@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
@@ -19,6 +20,9 @@ TEXTS = {
     "a text beyond the window": "What? " * 5000,
 }
 """Questions, and words of documents, that no model here can be asked."""
+
+COUNTS = pytest.mark.parametrize("count", [48, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+"""How many are asked at the same time, one in eight of them poisoned."""
 
 
 class Failing(StoppingCriteria):

@@ -84,7 +84,7 @@ class Drafts:
                     text_hash=record.text_hash,
                     expires_at=latest(old.expires_at, expires_at),
                     separator=rules.separator,
-                    source=record.source or old.source,
+                    source=record.source if record.indexed else record.source or old.source,
                     indexed=record.indexed or old.indexed,
                 )
                 draft.pieces[record.id] = new if new == old else replace(new, is_changed=True)

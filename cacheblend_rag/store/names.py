@@ -177,7 +177,9 @@ class Names:
             is_changed = bool(record.id) and (old != record or record.id in drafts.left)
             target = target or NamedTarget(record, lives_s=ttl_s, is_changed=is_changed)
             # What it was made of, or that a vector store has it, may be all that is new.
-            adds = old is not None and (record.source not in (None, "", old.source) or record.indexed > old.indexed)
+            adds = old is not None and (
+                record.indexed > old.indexed or (record.source != old.source and bool(record.indexed or record.source))
+            )
             found.append(replace(target, is_changed=True) if adds else target)
         for document in set(others.values()) - {target.document for target in found if target.is_changed}:
             number = next(number for number, target in enumerate(found) if target.document == document)
@@ -296,14 +298,16 @@ def write_names(
     for given in records:
         record = given if given.place is None else targets[given.id].record
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
-        origin = given.source or record.source, given.indexed or record.indexed
+        origin = record.source, record.indexed
         rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, *origin))
     _own(connection, namespace, tenant, [row[2] for row in rows])
     connection.executemany(
         "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, source, indexed) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, "
         "text_hash = excluded.text_hash, token_ids = excluded.token_ids, separator = excluded.separator, "
-        "source = ifnull(excluded.source, source), indexed = max(excluded.indexed, indexed)",
+        # Prompts need not know what a text was made of; vector stores do.
+        "source = CASE WHEN excluded.indexed THEN excluded.source ELSE ifnull(excluded.source, source) END, "
+        "indexed = max(excluded.indexed, indexed)",
         rows,
     )
 

@@ -201,7 +201,8 @@ def test_a_batch_that_fails_is_begun_anew_without_its_first(
     assert step != "together" or len(asked[0]) == 4
 
 
-def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine) -> None:
+@poison.COUNTS
+def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine, count: int) -> None:
     engine = make_engine(self_check=False)
     poison.spare_token(engine.tokenizer)
     engine.add(CHUNKS)
@@ -216,7 +217,7 @@ def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine) -> None:
     large = next(each for each in range(3, 97) if each not in read)
     bad.append((BlendPrompt("t5", [Chunk(f"t3 t{large}")], "t6"), {}))
     calls: list[Callable[[], Any]] = []
-    for number in range(240):
+    for number in range(max(count, 240)):
         prompt, options = bad[number // 8 % len(bad)] if number % 8 == 3 else (fine[number % len(fine)], {})
         if number % 8 == 4:
             # Closed before it was read.

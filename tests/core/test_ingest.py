@@ -403,6 +403,28 @@ def test_many_short_texts_of_one_name_are_encoded_alone(engine: BlendEngine, bac
     assert None not in add("lines", "{0}\n{1}")
 
 
+@pytest.mark.parametrize("place", [{}, {"document": "d", "start": 0}])
+@pytest.mark.parametrize("later", ["two.txt", None])
+def test_a_text_is_made_of_what_its_vector_store_said_last(
+    engine: BlendEngine, later: str | None, place: dict[str, Any]
+) -> None:
+    text = words(5, 1)
+    for source in ("one.txt", later):
+        engine.add([Chunk(text, "n", source=source, indexed=True, **place)])
+    # What a prompt does not say is left as it is.
+    engine.prefill(BlendPrompt("t5", [Chunk(text, "n", **place)], "t6"))
+    assert (engine.indexed(["one.txt"]), engine.indexed(["two.txt"]), engine.indexed()) == (
+        [],
+        ["n"] if later else [],
+        ["n"],
+    )
+    # Nothing is left of the source, so what prompts brought of it goes.
+    engine.prefill(BlendPrompt("t5", [Chunk(words(5, 7), "parent", source="one.txt")], "t6"))
+    engine.flush()
+    engine.delete([], sources=["one.txt"])
+    assert engine.ids() == ["n"]
+
+
 @pytest.mark.parametrize("kind", ["base64", "text"])
 def test_what_has_very_many_tokens_is_warned_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     blob = base64.b64encode(random.Random(0).randbytes(3000)).decode()

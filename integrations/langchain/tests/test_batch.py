@@ -313,14 +313,15 @@ def test_an_interrupted_batch_is_not_answered_to_its_end(engine: BlendEngine, pr
 
 
 @KINDS
+@poison.COUNTS
 @pytest.mark.parametrize("is_async", [False, True])
-def test_nobody_is_hurt_by_what_another_asks(tiny: LlamaForCausalLM, kind: Kind, is_async: bool) -> None:
+def test_nobody_is_hurt_by_what_another_asks(tiny: LlamaForCausalLM, kind: Kind, count: int, is_async: bool) -> None:
     with BlendEngine(tiny, poison.spare_token(load_tokenizer()), **engine_settings(self_check=False)) as engine:
         llm: Any = kind(engine=engine, max_tokens=TOKENS, temperature=0)
         wanted = {each: text_of(llm.invoke(each)) for each in QUESTIONS}
         failing = "Why # of all?"
         bad = [*poison.TEXTS.values(), failing]
-        asked = [bad[n // 8 % 4] if n % 8 == 3 else QUESTIONS[n % 5] for n in range(48)]
+        asked = [bad[n // 8 % 4] if n % 8 == 3 else QUESTIONS[n % 5] for n in range(count)]
         with poison.failing_on(engine.model, engine.tokenizer("#")["input_ids"][-1]):
             made = (llm.abatch if is_async else llm.batch)(asked, return_exceptions=True)
             answers = asyncio.run(made) if is_async else made

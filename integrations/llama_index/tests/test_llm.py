@@ -355,14 +355,15 @@ def test_predict_and_settings(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) ->
     assert text == llm.chat([ChatMessage("Where was Mara born?")]).message.content
 
 
-async def test_nobody_is_hurt_by_what_another_asks() -> None:
+@poison.COUNTS
+async def test_nobody_is_hurt_by_what_another_asks(count: int) -> None:
     tokenizer = poison.spare_token(load_tokenizer())
     with BlendEngine(tiny_reader(), tokenizer, **engine_settings(self_check=False)) as engine:
         llm = BlendLLM(engine=engine, max_new_tokens=6)
         questions = ["Where was Mara born?", "What does she do?", "Who paints ships?"]
         wanted = {each: llm.chat([ChatMessage(each)]).message.content for each in questions}
         bad = [*poison.TEXTS.values(), "Why # of all?"]
-        asked = [bad[n // 8 % 4] if n % 8 == 3 else questions[n % 3] for n in range(48)]
+        asked = [bad[n // 8 % 4] if n % 8 == 3 else questions[n % 3] for n in range(count)]
         with poison.failing_on(engine.model, engine.tokenizer("#")["input_ids"][-1]):
             calls = [llm.achat([ChatMessage(each)]) for each in asked]
             given_up = [asyncio.create_task(llm.achat([ChatMessage(questions[0])])) for _ in range(4)]
