@@ -311,7 +311,7 @@ class Guard(Attachment, Collector):
         if full is None:
             return None
         if whole is None and full.prompt_ids != sample.prompt_ids:
-            raise PromptError("chunks of the prompt have changed since it was answered; it is compared no more")
+            raise PromptError("chunks of the prompt have changed since it was answered; it is not compared")
         kl, distance = distances(self._full[0], sample.logits)
         if sample.text is None:
             return _Comparison(distance, kl, False, sample.remembers)

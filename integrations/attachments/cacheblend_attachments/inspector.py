@@ -97,7 +97,7 @@ def _report_of(report: BlendReport | CallReport) -> BlendReport:
 def _trace_of(report: BlendReport) -> Trace:
     if report.trace is None:
         raise ConfigError(
-            "this report was copied or read from a file, and a page needs what only the process that answered has; "
+            "this report was copied or read from a file, but a page needs data that only the answering process has; "
             "give the report that the engine returned"
         )
     return report.trace

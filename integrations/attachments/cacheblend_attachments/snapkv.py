@@ -69,7 +69,7 @@ class SnapKV(Watching):
             raise ConfigError(f"observation_window={observation_window!r:.40} must be a number of tokens, 1 or more")
         if type(pooling_kernel) is not int or pooling_kernel < 1 or pooling_kernel % 2 == 0:
             raise ConfigError(
-                f"pooling_kernel={pooling_kernel!r:.40} must be odd, for as many neighbours on one side as on the other"
+                f"pooling_kernel={pooling_kernel!r:.40} must be odd, so that both sides have the same number of neighbours"
             )
         self.kv_capacity = kv_capacity
         self.observation_window = observation_window
@@ -168,8 +168,8 @@ class Eviction:
             return
         if call.position_bias is not None:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__}, layer {layer}: its attention adds a bias by the distance between tokens in the "
-                "cache, which eviction changes; attach no SnapKV"
+                f"{type(self._model).__name__}, layer {layer}: its attention bias depends on the distance between tokens in "
+                "the cache, which eviction changes; attach no SnapKV"
             )
         attention = context_attention(call, self._window, self._start, self._stop)
         chosen = choose_tokens(attention, self._capacity, self._kernel) + self._start
@@ -195,7 +195,7 @@ class Eviction:
         if self._waiting:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__}: the attention of layers {', '.join(map(str, self._waiting))} cannot be watched, "
-                "so nothing tells which KV to evict; attach no SnapKV"
+                "so there is no way to choose the KV to evict; attach no SnapKV"
             )
 
 

@@ -43,12 +43,12 @@ class Watching(Attachment):
             raise UnsupportedModelError(f"{name} watches blended prompts; {engine.unsupported_reason}")
         if not decoder.shows_attention:
             raise UnsupportedModelError(
-                f"{name} goes by what is attended to, which {type(decoder.model).__name__} does not show; leave it out"
+                f"{name} needs attention weights, which {type(decoder.model).__name__} does not show; leave it out"
             )
         for other in engine.attachments:
             if isinstance(other, Watching) and (type(other) is type(self) or self.drops_kv or other.drops_kv):
                 raise ConfigError(
-                    f"{name} does not go with the {type(other).__name__} that is attached to this engine: close that first"
+                    f"{name}cannot be combined with the {type(other).__name__} attached to this engine; close that first"
                 )
 
     def alone_reason(self, request: Request) -> str | None:

@@ -178,7 +178,7 @@ def test_a_model_whose_attention_is_its_own_is_refused(model_type: str, attachme
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 1}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes, eos_token_id=2, pad_token_id=0)).eval()
     with BlendEngine(model, tiny_tokenizer(), **engine_settings(enabled=False)) as engine:
-        with pytest.raises(UnsupportedModelError, match=r"goes by what is attended to, which .* does not show"):
+        with pytest.raises(UnsupportedModelError, match=r"needs attention weights, which .* does not show"):
             engine.attach(attachment())
         assert engine.attachments == ()
 

@@ -31,7 +31,7 @@ class LlamaEncoder(ChunkEncoder):
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         if any(target.positions is not None for target in targets):
             raise PromptError(
-                "the chunks have places of their own, as those of a schema have, but llama.cpp places tokens one after another; "
+                "the chunks have positions, as in a schema, but llama.cpp places tokens one after another; "
                 "leave their positions out"
             )
         for batch in self.batches(targets):

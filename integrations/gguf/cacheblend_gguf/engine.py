@@ -202,8 +202,8 @@ class GGUFEngine(ChunkLibrary):
         blend = BlendConfig.of(blend).over(self.blend)
         if blend.enabled and blend.recompute_ratio:
             raise ConfigError(
-                f"recompute_ratio={blend.recompute_ratio} has tokens recomputed, which llama.cpp cannot; leave it at 0, or use "
-                "the model in transformers"
+                f"recompute_ratio={blend.recompute_ratio} recomputes tokens, which llama.cpp cannot do; leave it at 0, or use "
+                "the model with transformers"
             )
         return blend
 

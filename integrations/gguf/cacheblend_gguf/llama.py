@@ -81,7 +81,7 @@ class Llama:
         loading.n_gpu_layers = options.n_gpu_layers
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         if not self._model:
-            raise ConfigError(f"llama.cpp cannot load {path}: it is no GGUF model, or of a kind that it does not know")
+            raise ConfigError(f"llama.cpp cannot load {path}: it is not a GGUF model, or of an unknown kind")
         trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
         self.window = min(options.n_ctx or 8192, trained)
         self._context = self._open_context()

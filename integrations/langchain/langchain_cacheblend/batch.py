@@ -182,7 +182,7 @@ class AnswersTogether:
         try:
             return call.ending.read(meeting.ask(call).result())
         except CancelledError:
-            raise CacheBlendError("the batch was interrupted, so this answer is incomplete; ask again") from None
+            raise CacheBlendError("the batch was interrupted, so this answer is incomplete; try again") from None
 
     async def _aanswer(self, make_call: Callable[[], Call]) -> Answer:
         """Answer asynchronously; see `_answer`. Cancelling ends the generation, that of a batch when all are cancelled."""

@@ -117,7 +117,7 @@ def chosen_engine(engine: Any, server: str | None) -> Engine:
         If not exactly one is given, or what is given is none.
     """
     if engine is not None and server is not None:
-        raise ConfigError("engine and server are both given; give the one that is to compute")
+        raise ConfigError("engine and server are both given; give only one of them")
     if server is not None:
         with needs_extra("serve", "server="):
             from cacheblend_serve.client.engine import served_engine

@@ -134,9 +134,7 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         named = (name for kind, name in _ROLES if isinstance(message, kind))
         role = message.role if isinstance(message, ChatMessage) else next(named, None)
         if role is None:
-            raise PromptError(
-                f"a {type(message).__name__} cannot be part of a conversation that ChatBlend shows to its model"
-            )
+            raise PromptError(f"ChatBlend cannot show a {type(message).__name__} to its model")
         blocks = message.content if isinstance(message.content, list) else []
         results = [each for each in blocks if isinstance(each, dict) and each.get("type") in _RESULTS]
         for block in results:

@@ -270,7 +270,7 @@ class BlendVectorStore(SearchesInner):
         """
         if len(ids) != len(texts):
             name = type(self.inner).__name__
-            raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
+            raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks would have no ids")
         # Some stores number what they have.
         ids = list(map(str, ids))
         given = [metadata or {} for _, metadata in zip(ids, chain(metadatas or (), repeat(None)), strict=False)]

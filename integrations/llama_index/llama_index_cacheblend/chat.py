@@ -274,7 +274,7 @@ def _end_when_cancelled(response: StreamingAgentChatResponse) -> None:
     def ended(task: asyncio.Task[None]) -> None:
         if task.cancelled():
             response.exception = CacheBlendError(
-                "the task that wrote this answer was cancelled, so the answer is incomplete; ask again"
+                "the task that wrote this answer was cancelled, so the answer is incomplete; try again"
             )
             response.aput_in_queue("")
 

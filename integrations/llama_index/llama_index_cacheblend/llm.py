@@ -157,7 +157,7 @@ class BlendLLM(JSONAnswers):
         if model is None and engine is None and server is None and model_name is not None:
             others = f". {_no_arguments(unknown)}" if unknown else ""
             raise ConfigError(
-                f"model_name only says what a model is called in logs; give BlendLLM(model={model_name!r}) to load it{others}"
+                f"model_name only sets the name in logs; give BlendLLM(model={model_name!r}) to load the model{others}"
             )
         if unknown:
             raise ConfigError(_no_arguments(unknown))
@@ -190,7 +190,7 @@ class BlendLLM(JSONAnswers):
     def __getstate__(self) -> Any:
         # LlamaIndex's own would leave out the engine, and the copy would say so only when it is asked.
         raise ConfigError(
-            "a BlendLLM holds the model, which cannot be copied or sent to another process; make one there"
+            "a BlendLLM holds the model, which cannot be copied or sent to another process; create one there"
         )
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> BlendLLM:
@@ -397,7 +397,7 @@ def find_engine(engine: Any, server: str | None = None) -> Engine:
     """
     if server is not None:
         if engine is not None:
-            raise ConfigError("engine and server are both given; give the one that is to compute")
+            raise ConfigError("engine and server are both given; give only one of them")
         with needs_extra("serve", "server="):
             from cacheblend_serve.client.engine import served_engine
 
@@ -462,5 +462,5 @@ def _make_engine(
     if tokenizer is None:
         raise ConfigError(f"model is a {type(model).__name__} object; give its tokenizer too")
     if model_kwargs is not None:
-        raise ConfigError("model_kwargs say how a model is loaded, and this one is loaded already; leave them out")
+        raise ConfigError("model_kwargs are for loading a model, but this one is loaded already; leave them out")
     return BlendEngine(model, tokenizer, config=config, blend=blend, store=store)

@@ -158,4 +158,4 @@ def _check_complete(last: Any, output_cls: type[BaseModel]) -> None:
     """Raise `StructuredOutputError` if the last object of a stream is still a partial one."""
     if not isinstance(last, output_cls):
         text = last.model_dump_json() if isinstance(last, BaseModel) else str(last)
-        raise _refuse(output_cls, text, "the stream was not JSON from beginning to end; this much of it could be read")
+        raise _refuse(output_cls, text, "the stream was not complete JSON; this part of it could be read")

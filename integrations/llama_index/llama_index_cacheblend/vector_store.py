@@ -151,7 +151,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     def __getstate__(self) -> Any:
         # LlamaIndex's own would leave out what cannot be copied, the engine first of all, and say so only later.
         raise ConfigError(
-            "a BlendVectorStore holds the model, which cannot be copied or sent to another process; make one there, and give "
+            "a BlendVectorStore holds the model, which cannot be copied or sent to another process; create one there, and give "
             "IngestionPipeline(num_workers=...) only the transformations to run in parallel, as it does by itself"
         )
 
@@ -361,7 +361,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         """
         if found is None:
             logger.warning(
-                "%s cannot say which nodes these are, so their KV stays stored; name them in delete_nodes to free it",
+                "%s cannot list these nodes, so their KV stays stored; to free it, pass their ids to delete_nodes",
                 type(self._inner).__name__,
             )
             found = ()

@@ -200,7 +200,7 @@ def warm_index(
     started = time.perf_counter()
     if prune and nodes is not None:
         raise ConfigError(
-            "prune drops what is not in the index, but nodes are only a part of it; leave out one of the two"
+            "prune drops everything that is not in the index, but nodes are only a part of it; leave out one of them"
         )
     encoder = _encoder_of(index, text_of, None if engine is None else find_engine(engine))
     store = _store_of(index)

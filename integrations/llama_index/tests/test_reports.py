@@ -212,7 +212,7 @@ class Unasked(CustomQueryEngine):
 def test_what_cannot_be_calibrated_is_said(index: VectorStoreIndex, llm: BlendLLM) -> None:
     with pytest.raises(ConfigError, match=r"target=0 must be above 0"):
         calibrate(Unasked(), QUESTIONS, target=0)
-    with pytest.raises(ConfigError, match=r"questions='Where\?' is one text; give a list"):
+    with pytest.raises(ConfigError, match=r"questions='Where\?' is a string; give a list"):
         calibrate(Unasked(), "Where?")
     with pytest.raises(TypeError, match="ratio"):
         calibrate(Unasked(), QUESTIONS, ratio=0.5)

@@ -195,7 +195,7 @@ def test_what_a_store_cannot(engine: BlendEngine, embedding: WordEmbedding, capl
     store.add(some_nodes(embedding))
     with pytest.raises(NotImplementedError):
         store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=1)]))
-    assert "cannot say which nodes" in caplog.text
+    assert "cannot list these nodes" in caplog.text
     assert len(known(engine)) == 5
 
 

@@ -33,7 +33,7 @@ pml_app = typer.Typer(
 
 _FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A schema.")]
 _PromptsOption = Annotated[
-    list[Path] | None, typer.Option("--prompt", metavar="FILE", help="A prompt for this schema; may be given again.")
+    list[Path] | None, typer.Option("--prompt", metavar="FILE", help="A prompt for this schema; may be repeated.")
 ]
 _RootOption = Annotated[
     Path | None,
@@ -42,7 +42,7 @@ _RootOption = Annotated[
         metavar="DIR",
         exists=True,
         file_okay=False,
-        help="The folder that src= counts from and must not leave; by default the schema's own.",
+        help="The folder that src= is relative to and must not leave; by default the schema's own.",
     ),
 ]
 
@@ -57,7 +57,7 @@ def check(
         typer.Option(
             "--model",
             metavar="NAME",
-            help="Also see whether its chat template, the lengths of arguments and new text, and the model's window allow it.",
+            help="Also check it against this model's chat template, window, and the lengths of arguments and new text.",
         ),
     ] = None,
 ) -> None:
@@ -124,7 +124,7 @@ def show(
 
 @pml_app.command()
 def run(
-    file: Annotated[Path, typer.Argument(metavar="PROMPT", help='A file that holds <prompt schema="...">.')],
+    file: Annotated[Path, typer.Argument(metavar="PROMPT", help='A file with <prompt schema="...">.')],
     schema: Annotated[
         Path | None,
         typer.Option(

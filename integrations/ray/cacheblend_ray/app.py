@@ -46,7 +46,7 @@ def build_app(args: AppArgs | Mapping[str, Any]) -> Application:
         args = AppArgs.model_validate(args)
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'args'}: {item['msg']}" for item in error.errors())
-        raise ConfigError(f"{said}; the arguments are {', '.join(AppArgs.model_fields)}") from error
+        raise ConfigError(f"{said}; valid arguments are {', '.join(AppArgs.model_fields)}") from error
     settings = args.resolve()
     config = settings.serve
     # A replica says how many it takes: what is beyond that waits in the front.

@@ -24,17 +24,15 @@ def warm_ray(
     ],
     store: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", file_okay=False, help="Where KV is kept besides what settings name as remote."),
+        typer.Option(metavar="DIR", file_okay=False, help="Where KV is kept, beside the remote of the settings."),
     ] = None,
     model: ModelOption = "reference",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a passage.")] = CHUNK_TOKENS,
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="The cluster; by default the one here, or a new one.")
+        str | None, typer.Option(metavar="ADDRESS", help="The cluster; by default a local one, or a new one.")
     ] = None,
-    actors: Annotated[
-        int | None, typer.Option(min=1, help="How many workers; by default as many as there is room for.")
-    ] = None,
-    gpus: Annotated[float, typer.Option(min=0, help="What each takes of a GPU, such as 0.25.")] = 0.0,
+    actors: Annotated[int | None, typer.Option(min=1, help="Number of workers; by default as many as fit.")] = None,
+    gpus: Annotated[float, typer.Option(min=0, help="Share of a GPU per worker, such as 0.25.")] = 0.0,
     settings_file: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", exists=True, dir_okay=False, help="Settings, as YAML.")
     ] = None,

@@ -98,7 +98,7 @@ class Front:
                 ) from error
             except TimeoutError:
                 stream.cancel()
-                raise AnswerTimeoutError("no replica answered in time; ask again later") from None
+                raise AnswerTimeoutError("no replica answered in time; try again later") from None
             except RayActorError as error:
                 # What was deleted before its replica died is not there to be deleted once more.
                 if trial == _MOST_TRIES or call.method == "DELETE":

@@ -115,7 +115,7 @@ class UnitName:
         try:
             namespace, document, id = json.loads(text)
         except ValueError as error:
-            raise StoreError(f"the shared names speak of {text[:80]!r}, which no cacheblend-rag has written") from error
+            raise StoreError(f"the shared ids contain {text[:80]!r}, which cacheblend-rag did not write") from error
         return cls(namespace, document, id)
 
 
@@ -166,7 +166,7 @@ class Unit:
         except (ValueError, TypeError) as error:
             what = name.document or name.id
             raise StoreError(
-                f"what the shared names say of {what!r:.80} cannot be read ({error}); add it again, or delete it"
+                f"the shared entry of {what!r:.80} cannot be read ({error}); add it again, or delete it"
             ) from error
 
 
@@ -222,7 +222,7 @@ class NameLog:
         server = redis_address(url)
         if server is None:
             raise ConfigError(
-                f"names are shared through Redis or Valkey, and {shown_url(url)} is neither; give redis://host:port/db"
+                f"ids are shared through Redis or Valkey, but {shown_url(url)} is neither; give redis://host:port/db"
             )
         address, self.location, secret_words = server
         self._client: Any = connected(address, RemoteSettings())

@@ -217,8 +217,8 @@ def warm(
     except RayError as error:
         said = str(error.__cause__ or error).strip().splitlines()
         raise BackendError(
-            f"warming ended before its end: {said[-1] if said else type(error).__name__}; what was stored stays, and the same "
-            "call goes on with the rest"
+            f"warming ended early: {said[-1] if said else type(error).__name__}; what was stored stays; run the same "
+            "call again to continue"
         ) from error
     reason = "its worker ended each time it was tried; the log of Ray says why"
     summary.failed += [(name, reason) for name in names or () if name not in seen]
@@ -246,12 +246,12 @@ def _check_kept(config: EngineConfig, store: str | Path | None, machines: int) -
         return
     if store is None:
         raise ConfigError(
-            "nothing that is warmed would be kept: give remote, the address of a tier that all machines share "
+            "no warmed KV would be kept: give remote, the address of a tier that all machines share "
             "(EngineConfig(remote=...), CACHEBLEND_REMOTE), or on one machine a store"
         )
     if machines > 1:
         raise ConfigError(
-            f"the cluster has {machines} machines, and the folder {store} would be another one on each; give remote, the address "
+            f"the cluster has {machines} machines, and the folder {store} would differ on each; give remote, the address "
             "of a tier that all of them share (EngineConfig(remote=...), CACHEBLEND_REMOTE)"
         )
 
@@ -265,9 +265,7 @@ def _pool_size(
         shares += [resources.get("GPU", 0) / num_gpus] if num_gpus else []
         most = max(1, int(min(shares, default=1)))
     if not 1 <= least <= most:
-        raise ConfigError(
-            f"actors={actors!r} must be a number of workers, or the least and the most of them, 1 or more"
-        )
+        raise ConfigError(f"actors={actors!r} must be a number of workers, or a minimum and maximum, 1 or more")
     return least, most
 
 
@@ -325,7 +323,7 @@ class Warmer:
             raise UnsupportedModelError(f"no KV is computed for {job.model}: {self._engine.unsupported_reason}")
         self._remote = None if job.config.remote is None else open_remote(job.config.remote.get_secret_value())
         if self._remote is None and not self._engine.store.outlives_process:
-            raise StoreError(f"the store in {job.store} cannot be written, and what is warmed would be lost")
+            raise StoreError(f"the store in {job.store} cannot be written, so warmed KV would be lost")
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """Encode the documents of a batch, a row each; returns what became of each."""

@@ -48,7 +48,7 @@ class Owner:
 
     def __post_init__(self) -> None:
         if self.per_minute is not None and (type(self.per_minute) is not int or self.per_minute < 1):
-            raise ValueError(f"per_minute={self.per_minute!r:.40} of the key {self.name!r:.40} is no number from 1 on")
+            raise ValueError(f"per_minute={self.per_minute!r:.40} of the key {self.name!r:.40} must be 1 or more")
 
 
 OPEN = Owner(None, "anybody", is_admin=True)
@@ -85,7 +85,7 @@ class KeyFile:
         """Raise `ConfigError` if the file cannot be read, or holds no key."""
         if not self._read():
             raise ConfigError(
-                f"{self._path} holds no key; make one: cacheblend-rag keys add {self._path} --tenant NAME"
+                f"{self._path} holds no key; create one: cacheblend-rag keys add {self._path} --tenant NAME"
             )
 
     def add(self, owner: Owner) -> str:
@@ -144,7 +144,7 @@ class KeyFile:
             raise ConfigError(f"the keys in {self._path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{self._path} is no file of keys ({error}); make one: cacheblend-rag keys add FILE --tenant NAME"
+                f"{self._path} is not a key file ({error}); create one: cacheblend-rag keys add FILE --tenant NAME"
             ) from error
         names = [owner.name for owner in owners.values()]
         twice = next((name for name in names if names.count(name) > 1), None)

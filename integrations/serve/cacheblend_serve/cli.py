@@ -27,27 +27,27 @@ def serve(
     store: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Where KV is kept; by default in RAM only.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen; others than this machine need --keys.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port; 0 is any that is free.")] = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen; beyond this machine needs --keys.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port; 0 picks a free one.")] = None,
     keys: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="The keys of those who may ask (keys add)."),
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="The file of keys for clients (keys add)."),
     ] = None,
     settings: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", exists=True, dir_okay=False, help="Settings, as YAML, of all kinds."),
+        typer.Option("--config", metavar="FILE", exists=True, dir_okay=False, help="Server and engine settings, YAML."),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What answers: engine, or vllm, the default where it is installed."),
+        typer.Option(metavar="NAME", help="The backend: engine, or vllm (the default if installed)."),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option("--backend-url", metavar="URL", help="Where vLLM runs already, instead of starting it."),
+        typer.Option("--backend-url", metavar="URL", help="Address of a running vLLM, instead of starting one."),
     ] = None,
-    show: Annotated[bool, typer.Option("--print-command", help="Print how vLLM is started, and do nothing.")] = False,
+    show: Annotated[bool, typer.Option("--print-command", help="Print vLLM's start command, and stop.")] = False,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="What vLLM is started with besides.")
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Further arguments for vLLM.")
     ] = None,
 ) -> None:
     """Answer over HTTP, as OpenAI's API does, with stored chunks and documents beside it.
@@ -142,10 +142,10 @@ keys_app = typer.Typer(help="Who may ask a server.", no_args_is_help=True, rich_
 @keys_app.command("add")
 def add_key(
     file: KeysArgument,
-    name: Annotated[str, typer.Option(help="What you call the key.")],
+    name: Annotated[str, typer.Option(help="A name for the key.")],
     tenant: Annotated[str, typer.Option(help="The tenant whose chunks it sees.")],
-    per_minute: Annotated[int | None, typer.Option(min=1, help="Most requests of a minute.")] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="It may see the figures of all tenants.")] = False,
+    per_minute: Annotated[int | None, typer.Option(min=1, help="Maximum requests per minute.")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Let this key see the figures of all tenants.")] = False,
 ) -> None:
     """Make a key and print it, once; the file holds its digest only."""
     from cacheblend_serve.auth import KeyFile, Owner
@@ -154,7 +154,7 @@ def add_key(
 
 
 @keys_app.command("remove")
-def remove_key(file: KeysArgument, name: Annotated[str, typer.Argument(help="What the key is called.")]) -> None:
+def remove_key(file: KeysArgument, name: Annotated[str, typer.Argument(help="The key's name.")]) -> None:
     """Take a key back; servers notice with the next request."""
     from cacheblend_serve.auth import KeyFile
 

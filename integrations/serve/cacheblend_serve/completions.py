@@ -82,9 +82,7 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
     if request.keep:
         server.pages.check()
         if not server.backend.makes_pages:
-            raise PromptError(
-                "this server's model does not answer in its own process, and has no pages; leave keep out"
-            )
+            raise PromptError("this server's model runs in another process, which makes no pages; leave keep out")
     # Those of a stream are answered one after the other.
     prompts = len(request.prompts) if isinstance(request, CompletionRequest) and not request.stream else 1
     with ExitStack() as entered:
@@ -256,7 +254,7 @@ def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Seque
 def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar: str | None = None) -> Asked:
     if request.ignore_eos and grammar is not None:
         raise PromptError(
-            "ignore_eos is not possible where the answer has a form, which says where it ends; leave it out"
+            "ignore_eos cannot be combined with constrained answers, which end on their own; leave it out"
         )
     return Asked(
         prompt,
@@ -284,7 +282,7 @@ def _passages(library: ChunkLibrary, documents: Sequence[str | DocumentItem]) ->
             ids = [each] if library.contains(each) else library.document(each)
             if not ids:
                 raise UnknownChunkError(
-                    f"no document and no chunk is called {each!r}: it was never added here for this model and this key, or was "
+                    f"no document or chunk has the id {each!r}: it was never added here for this model and this key, or was "
                     "deleted; add it, or send its text"
                 )
             passages.extend(Passage("", ChunkRef(id)) for id in ids)
@@ -314,7 +312,7 @@ def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
-                raise PromptError(f"message {number} has {name}={value!r:.40}, which is no text; give a string")
+                raise PromptError(f"message {number} has {name}={value!r:.40}, which is not text; give a string")
             turn[name] = value
     calls = message.get("tool_calls")
     if not calls and message.get("function_call"):
@@ -322,7 +320,9 @@ def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
         calls = [{"id": None, "function": message["function_call"]}]
     if calls:
         if not isinstance(calls, list):
-            raise PromptError(f"message {number} has tool_calls={calls!r:.40}, which is no list; give a list of calls")
+            raise PromptError(
+                f"message {number} has tool_calls={calls!r:.40}, which is not a list; give a list of calls"
+            )
         turn["tool_calls"] = [_call(call, number) for call in calls]
     return turn
 
@@ -331,7 +331,7 @@ def _check_fields(given: dict[str, Any], known: Collection[str], what: str) -> N
     """Raise `PromptError` if an object says more than is read of it; null and an empty list say nothing."""
     for name, value in given.items():
         if name not in known and value not in (None, []):
-            raise PromptError(f"{what} has the field {name!r:.60}, which is not read here; leave it out")
+            raise PromptError(f"{what} has the field {name!r:.60}, which is not supported; leave it out")
 
 
 def _content(content: Any, number: int) -> list[_Part]:

@@ -77,7 +77,7 @@ def open_backend(wanted: Wanted) -> Iterator[EngineBackend]:
     """
     if wanted.url is not None or wanted.arguments:
         raise ConfigError(
-            "the backend 'engine' computes in this process, so that it takes no address of a server and no arguments for one; "
+            "the backend 'engine' computes in this process and takes no server address or server arguments; "
             "choose another --backend"
         )
     model, store, config, blend = wanted.model, wanted.store, wanted.config, wanted.blend

@@ -82,7 +82,7 @@ class ServeConfig(SettingsBase):
     def _keys_if_others_can_ask(self) -> ServeConfig:
         if self.keys is None and self.host not in LOOPBACK:
             raise ValueError(
-                f"host={self.host!r} can be reached from other machines, so that the server needs keys; give a file of keys "
+                f"host={self.host!r} can be reached from other machines, so the server needs keys; give a file of keys "
                 "(cacheblend-rag keys add FILE --tenant NAME), or listen on 127.0.0.1"
             )
         return self

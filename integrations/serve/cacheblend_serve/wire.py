@@ -225,9 +225,7 @@ class ChatRequest(Decoding):
                     f"tool_choice={self.tool_choice!r:.80} asks for a call, and there are no tools; give tools"
                 )
             if self.response_format is not None and self.response_format.type != "text":
-                raise ValueError(
-                    "tool_choice asks for a call and response_format for JSON, and an answer is one of them; leave one out"
-                )
+                raise ValueError("tool_choice asks for a call and response_format for JSON; leave one of them out")
         if (
             self.continue_final_message
             and "add_generation_prompt" in self.model_fields_set

@@ -67,7 +67,7 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "ghost", "content": "x"}]}, 400, "message 0 has the role 'ghost'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content of the type 'image_url'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "has a tool call that cannot be read"),
-        ({"messages": [{"role": "assistant", "tool_calls": {"id": "x"}}]}, 400, "which is no list"),
+        ({"messages": [{"role": "assistant", "tool_calls": {"id": "x"}}]}, 400, "which is not a list"),
         (SHORT | {"tools": [TOOL], "tool_choice": {"function": "x"}}, 400, "ToolChoice.type: Field required"),
         (SHORT | {"stop": ["x"] * 17}, 400, "at most 16 items"),
         (SHORT | {"documents": ["x"] * 1001}, 400, "at most 1000 items"),
@@ -313,8 +313,8 @@ def test_the_commands_for_keys(tmp_path: Path) -> None:
     assert run("remove", file, "first").exit_code == 0
     assert "0 keys" in run("list", file).output
     (tmp_path / "keys.json").write_text("[]")
-    assert "is no file of keys" in run("list", file).output
-    with pytest.raises(ConfigError, match="so that the server needs keys"):
+    assert "is not a key file" in run("list", file).output
+    with pytest.raises(ConfigError, match="so the server needs keys"):
         ServeConfig(host="0.0.0.0")
 
 
@@ -337,7 +337,7 @@ def test_a_file_of_keys_that_contradicts_itself_is_refused(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="has several keys called 'mine'"):
         KeyFile(file).check()
     file.write_text(json.dumps({"keys": [written | {"per_minute": 0}]}))
-    with pytest.raises(ConfigError, match="per_minute=0 of the key 'mine' is no number from 1 on"):
+    with pytest.raises(ConfigError, match="per_minute=0 of the key 'mine' must be 1 or more"):
         KeyFile(file).check()
 
 

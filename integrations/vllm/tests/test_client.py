@@ -121,7 +121,7 @@ async def test_a_thread_is_waited_for_no_longer_than_the_rest() -> None:
     [
         ((200, event("She ")), BackendError, "broke off"),
         ((200, 'data: {"error": {"message": "out of memory"}}\n\n', END), BackendError, "broke off: .*out of memory"),
-        ((200, "data: {\n\n"), BackendError, "no event"),
+        ((200, "data: {\n\n"), BackendError, "not an event"),
         ((500, "the engine has died"), BackendError, "status 500: the engine has died"),
         ((401, '{"error": "Unauthorized"}'), BackendError, "status 401"),
         ((400, '{"error": {"message": "too long"}}'), PromptError, "refuses this: too long"),

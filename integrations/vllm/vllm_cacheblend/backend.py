@@ -76,7 +76,7 @@ class VLLMBackend(Backend):
             )
         if asked.wait_s is not None and asked.wait_s < asked.timeout_s:
             raise ConfigError(
-                f"wait_s={asked.wait_s:g} is not possible here: vLLM does not tell a wait from an answer; leave it out"
+                f"wait_s={asked.wait_s:g} is not possible here: vLLM cannot tell waiting from answering; leave it out"
             )
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
         # A late request is told so at once, though what the thread encodes is encoded to its end.
@@ -141,9 +141,7 @@ class _Seen:
         self.first = self.first or self.last
         reason = choice.get("finish_reason")
         if reason not in (None, "stop", "length"):
-            raise BackendError(
-                f"vLLM ended the answer before it was whole (finish_reason={reason!r}); its log says why"
-            )
+            raise BackendError(f"vLLM cut the answer off (finish_reason={reason!r}); its log says why")
         self.reason = reason or self.reason
         piece = str(choice.get("text") or "")
         self.text += piece

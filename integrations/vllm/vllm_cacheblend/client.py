@@ -53,7 +53,7 @@ class TimeLimit:
         with anyio.CancelScope(deadline=self._until):
             return await awaited
         raise AnswerTimeoutError(
-            f"the answer was not finished after {self._timeout_s:g} s; give it more time, or ask for fewer tokens"
+            f"the answer was not finished after {self._timeout_s:g} s; give it more time, or request fewer tokens"
         )
 
 
@@ -105,8 +105,8 @@ class VLLMClient:
                 self._model = dict(reply.json()["data"][0])
             except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
                 raise BackendError(
-                    f"vLLM cannot be asked at {self._address} ({type(error).__name__}: {error}); see that it runs there, and "
-                    "with the key that VLLM_API_KEY holds"
+                    f"vLLM cannot be reached at {self._address} ({type(error).__name__}: {error}); check that it is running, "
+                    "with the key in VLLM_API_KEY"
                 ) from error
         return self._model
 
@@ -211,7 +211,7 @@ def _event(line: str) -> dict[str, Any]:
     try:
         event: dict[str, Any] = json.loads(line.removeprefix(_DATA))
     except ValueError as error:
-        raise BackendError(f"vLLM sends {line!r:.{_SAID_CHARS}}, which is no event") from error
+        raise BackendError(f"vLLM sent {line!r:.{_SAID_CHARS}}, which is not an event") from error
     if "error" in event:
         raise BackendError(f"vLLM broke off: {event['error']!s:.{_SAID_CHARS}}")
     return event

@@ -64,7 +64,7 @@ class VLLMEncoder(ChunkEncoder):
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         if any(target.positions is not None for target in targets):
             raise PromptError(
-                "the chunks have places of their own, as those of a schema have, and vLLM places tokens one after the other; add "
+                "the chunks have positions, as in a schema, but vLLM places tokens one after the other; add "
                 "them through an engine in this process"
             )
         for batch in self.batches(targets):

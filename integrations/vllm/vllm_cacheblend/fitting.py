@@ -47,14 +47,14 @@ def check_fit(version: str, vllm_config: Any, kv_cache_config: Any, card: ModelC
         raise ConfigError(f"kv_cache_dtype={cached!r} is not the dtype of the store's KV; leave it at auto")
     if getattr(model, "quantization", None) is not None:
         raise ConfigError(
-            f"vLLM runs the model quantised ({model.quantization}), so that its KV is not that of the engine that filled the "
-            "store"
+            f"vLLM runs the model quantised ({model.quantization}), so its KV differs from that of the engine that filled "
+            "the store"
         )
     layers = model.get_num_layers(vllm_config.parallel_config) * vllm_config.parallel_config.pipeline_parallel_size
     heads, size = model.get_total_num_kv_heads(), model.get_head_size()
     if vllm_config.parallel_config.pipeline_parallel_size != 1:
         raise ConfigError(
-            "the layers are divided between machines (pipeline parallelism), which this connector does not know"
+            "the layers are divided between machines (pipeline parallelism), which this connector does not support"
         )
     if (layers, {(heads, size, size)}) != (card.num_kv_layers, set(card.shapes)):
         raise ConfigError(

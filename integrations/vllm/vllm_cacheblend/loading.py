@@ -106,7 +106,7 @@ class PrefixLoader:
     def _open(self, load: Load, piece: PrefixPiece, row: int) -> KVReader:
         reader = self._store.open(piece.key)
         if reader is None:
-            raise ChunkReadError(piece.key, "it is not stored any more", damaged=False)
+            raise ChunkReadError(piece.key, "it is no longer stored", damaged=False)
         rows = slice(piece.first, piece.first + piece.count)
         ids = load.token_ids[row : row + piece.count]
         keys = (
@@ -114,7 +114,7 @@ class PrefixLoader:
             chunk_key(load.namespace, reader.token_ids, is_head=True),
         )
         if reader.token_ids[rows] != ids or piece.key not in keys or reader.num_layers != self._card.num_kv_layers:
-            raise ChunkReadError(piece.key, "it is not that of the request's tokens", damaged=False)
+            raise ChunkReadError(piece.key, "it belongs to other tokens than the request's", damaged=False)
         return reader if piece.count == len(reader.token_ids) else part_of(reader, rows.start, rows.stop)
 
 

@@ -95,7 +95,7 @@ class VLLMProcess:
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            logger.warning("vLLM did not end within %g s, and is killed", _STOP_S)
+            logger.warning("vLLM did not stop within %g s and is killed", _STOP_S)
         _end_group(process.pid)
         process.wait()
         self._folder.cleanup()

@@ -118,8 +118,8 @@ def card_of(folder: Path, config: EngineConfig, store: Path) -> ModelCard:
     assert decoder is not None
     if not decoder.is_movable:
         raise UnsupportedModelError(
-            "the model's KV cannot be moved to another position, so that no prompt can begin with that of any chunks; vLLM "
-            "serves it without this package"
+            "the model's KV cannot be moved to another position, so prompts cannot begin with stored chunks; use vLLM "
+            "without this package"
         )
     card = ModelCard.of(decoder, engine_identity(model, tokenizer, private=False), model_window(model))
     replace_text(path, json.dumps(card.to_dict()))

@@ -161,7 +161,7 @@ class AutoRatio(Attachment):
             if profile.load_cost(*place) is None and place not in self._unmeasured:
                 self._unmeasured.add(place)
                 _log.warning(
-                    "loading from tier %r in codec %r was never measured and is taken to be free; call `profile()` of AutoRatio "
+                    "loading from tier %r in codec %r was never measured and is assumed free; call `profile()` of AutoRatio "
                     "with these settings, or run `cacheblend-rag profile --store DIR` with CACHEBLEND_DISK_CODEC set to it",
                     *place,
                 )
@@ -179,8 +179,7 @@ class AutoRatio(Attachment):
             self._profile = next(filter(None, found), None)
             if self._profile is None and self._budget_s > 0:
                 _log.warning(
-                    "measuring how fast this model is on this machine, for about %g s, so that AutoRatio can choose; it is done "
-                    "once",
+                    "measuring the speed of this model on this machine for about %g s, so that AutoRatio can choose (done once)",
                     self._budget_s,
                 )
                 self._measure(decoder, self._budget_s, None)

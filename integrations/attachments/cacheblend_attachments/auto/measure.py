@@ -123,7 +123,7 @@ class Measurement:
                 with sample as store:
                     cost = self._load_cost(profile, store, until)
             except (StoreError, OSError) as error:
-                _log.warning("a tier is not measured, it cannot be used now: %s", error)
+                _log.warning("a tier was not measured, because it cannot be used now: %s", error)
                 continue
             profile = replace(profile, loads=(*profile.loads, cost))
         return replace(profile, measured_s=self._spent())

@@ -367,7 +367,7 @@ def cheapest_tier(profile: Profile, work: Work, ratio: float, prices: Mapping[st
     """
     for tier, price in prices.items():
         if not price >= 0:
-            raise ConfigError(f"the price of tier {tier!r} is {price}; give what a gigabyte costs a month, 0 or more")
+            raise ConfigError(f"the price of tier {tier!r} is {price}; give the price per GB and month, 0 or more")
     chunks = max(sum(part.chunks for part in work.stored), 1)
     offers = []
     for cost in profile.loads:

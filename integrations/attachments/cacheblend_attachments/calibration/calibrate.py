@@ -187,7 +187,7 @@ def calibrate(
     if not full_loss < bare_loss:
         raise ConfigError(
             f"full prefill finds the answers no likelier than without any chunk ({full_loss:.2f} and {bare_loss:.2f} nats a "
-            f"token, {len(full)} questions), so that there is nothing to recover; give questions that the documents answer"
+            f"token, {len(full)} questions), so there is nothing to recover; give questions that the documents answer"
         )
     found = tuple(_row(ratio, measured, full, bare) for ratio, measured in rows.items())
     chosen = next((row for row in found if row.recovered >= target), None)

@@ -49,7 +49,7 @@ def calibrate(
         typer.Argument(
             metavar="[PATH...]",
             exists=True,
-            help="Documents, as warm takes them, read into a store that is removed afterwards; by default what was warmed.",
+            help="Documents, as for warm, read into a temporary store; by default the warmed ones.",
         ),
     ] = None,
     questions: Annotated[
@@ -67,7 +67,7 @@ def calibrate(
             "--config",
             metavar="FILE",
             callback=in_a_folder,
-            help="The YAML file of settings to read, and to write what was found to; made if need be.",
+            help="The YAML settings file to read, and to write the result to; created if missing.",
         ),
     ] = Path("blend.yaml"),
     store: StoreOption = Path(".cacheblend"),
@@ -80,14 +80,14 @@ def calibrate(
     selector: SelectorOption = None,
     ratios: Annotated[str, typer.Option(help="Recompute ratios below 1 to try, comma-separated.")] = "0,0.05,0.15,0.3",
     target: Annotated[
-        float, typer.Option(help="Share of the gap between no documents (0) and full prefill (1) to be recovered.")
+        float, typer.Option(help="Share of the gap between no documents (0) and full prefill (1) to recover.")
     ] = 0.95,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of full prefill's own answer.")] = 24,
     write: Annotated[bool, typer.Option("--write/--no-write", help="Whether to write the settings.")] = True,
     disable: Annotated[
         bool,
         typer.Option(
-            "--disable", help="Write enabled: false if nothing reaches it; by default nothing is written then."
+            "--disable", help="Write enabled: false if no ratio reaches the target; by default nothing is written then."
         ),
     ] = False,
     json_file: JsonOption = None,
@@ -103,7 +103,7 @@ def calibrate(
     tried = parse_ratios(ratios)
     asked = None if questions is None else read_questions(questions)
     if chunk_tokens is not None and not paths:
-        raise typer.BadParameter("passages that were warmed have their length", param_hint="--chunk-tokens")
+        raise typer.BadParameter("warmed passages already have a length", param_hint="--chunk-tokens")
     config = EngineConfig.from_yaml(config_file) if config_file.exists() else EngineConfig()
     blend = BlendConfig.from_yaml(config_file) if config_file.exists() else BlendConfig()
     started = time.perf_counter()
@@ -263,7 +263,7 @@ def _write(path: Path, changes: dict[str, bool | int | float | str]) -> None:
     from cacheblend_attachments.calibration import write_settings
 
     if not changes:
-        typer.echo(f"nothing is written to {path}; --disable would switch blending off there")
+        typer.echo(f"nothing is written to {path}; with --disable, blending would be switched off there")
         return
     write_settings(path, changes)
     written = ", ".join(f"{name}: {str(value).lower()}" for name, value in changes.items())

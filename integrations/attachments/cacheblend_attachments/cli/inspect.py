@@ -33,9 +33,9 @@ def inspect(
     selector: SelectorOption = None,
     max_new_tokens: AnswerTokensOption = 128,
     html_file: Annotated[Path, output_option("--html", "Where the page is written.")] = Path("inspect.html"),
-    full: Annotated[bool, typer.Option("--full", help="Answer by full prefill too, and show it beside.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Also answer by full prefill, and show both.")] = False,
     attention: Annotated[
-        bool, typer.Option("--attention", help="Show what share of the answer's attention went to each passage.")
+        bool, typer.Option("--attention", help="Show the share of the answer's attention that went to each passage.")
     ] = False,
 ) -> None:
     """Answer a question as ask does, and write a page that shows what became of every token and where the time went."""

@@ -35,10 +35,10 @@ _QUESTION_TOKENS = 32
 SecondsOption = Annotated[float, typer.Option("--seconds", min=0.1, help="About how long measuring may take.")]
 MeasuredStoreOption = Annotated[
     Path | None,
-    typer.Option("--store", metavar="DIR", help="A store; its disk is measured, and the profile kept there."),
+    typer.Option("--store", metavar="DIR", help="A store; its disk is measured, and the profile is kept there."),
 ]
 PredictedTokensOption = Annotated[
-    int, typer.Option("--chunk-tokens", min=1, help="Tokens of a chunk in the prompts that are predicted.")
+    int, typer.Option("--chunk-tokens", min=1, help="Tokens per chunk in the predicted prompts.")
 ]
 
 
@@ -47,10 +47,10 @@ def profile(
     store: MeasuredStoreOption = None,
     seconds: SecondsOption = 30.0,
     chunk_tokens: PredictedTokensOption = 256,
-    quality_ratio: Annotated[float, typer.Option(min=0, max=1, help="The least ratio that AutoRatio chooses.")] = 0.15,
+    quality_ratio: Annotated[float, typer.Option(min=0, max=1, help="The minimum ratio for AutoRatio.")] = 0.15,
     prices: Annotated[
         str | None,
-        typer.Option(help="Prices a GB and month, as in ram=3,disk=0.1: name the cheapest tier that adds no delay."),
+        typer.Option(help="Prices per GB and month, as in ram=3,disk=0.1: show the cheapest tier that adds no delay."),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:

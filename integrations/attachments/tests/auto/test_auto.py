@@ -171,7 +171,7 @@ def test_the_first_use_measures_and_keeps_it_beside_the_store(tmp_path: Path, ca
                 engine.add(CHUNKS)
                 for chunks in (CHUNKS, CHUNKS[:1]):
                     assert engine.prefill(prompt(chunks)).report.recompute_ratio >= 0.15
-    assert caplog.text.count("measuring how fast") == 1
+    assert caplog.text.count("measuring the speed") == 1
     [file] = (tmp_path / "kv" / "profiles").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     # What was put on disk to be measured is gone.

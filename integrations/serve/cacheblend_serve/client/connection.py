@@ -70,7 +70,7 @@ class Connection:
             parts = httpx.URL("")
         if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
             raise ConfigError(
-                f"server={url.rpartition('@')[2]!r:.80} is no address of a server; give one as http://127.0.0.1:8000, the key "
+                f"server={url.rpartition('@')[2]!r:.80} is not a server address; give one like http://127.0.0.1:8000, the key "
                 "in CACHEBLEND_SERVER_KEY"
             )
         self._client = httpx.Client(
@@ -148,7 +148,7 @@ class Connection:
             if isinstance(event, dict) and "error" in event:
                 raise _said(event["error"])
             yield event
-        raise BackendError(f"the server at {self.url} ended an answer in the middle; ask again")
+        raise BackendError(f"the server at {self.url} cut an answer off; try again")
 
     def _answer(self, method: str, path: str, **content: Any) -> httpx.Response:
         until = time.monotonic() + _PATIENCE_S
@@ -185,7 +185,7 @@ class Connection:
             yield
         except httpx.HTTPError as error:
             raise BackendError(
-                f"the server at {self.url} cannot be asked ({type(error).__name__}: {error}); see that it runs there"
+                f"the server at {self.url} cannot be reached ({type(error).__name__}: {error}); check that it is running"
             ) from error
 
 
@@ -212,5 +212,5 @@ def _said(said: dict[str, Any]) -> CacheBlendError:
 
 def _stranger(reply: httpx.Response) -> BackendError:
     return BackendError(
-        f"{reply.url} answered with status {reply.status_code}: it is no server of cacheblend-rag; see the address"
+        f"{reply.url} answered with status {reply.status_code}: it is not a cacheblend-rag server; check the address"
     )

@@ -93,9 +93,7 @@ class ServedEngine:
             self.blend = BlendConfig(**facts["blend"])
         except (KeyError, TypeError) as error:
             self._server.close()
-            raise BackendError(
-                f"what answers at {self._server.url} is no server of cacheblend-rag; see the address"
-            ) from error
+            raise BackendError(f"{self._server.url} is not a cacheblend-rag server; check the address") from error
         except BaseException:
             self._server.close()
             raise
@@ -351,7 +349,7 @@ class ServedEngine:
                         return GenerationResult(event["text"], (), (), report, event["reason"])
                     if show is not None and "piece" in event:
                         show(event["piece"])
-            raise CacheBlendError("the answer was ended before it was whole; ask again")
+            raise CacheBlendError("the answer was cut off; try again")
 
         return ask
 

@@ -86,7 +86,7 @@ class SegmentItem(Item):
     @model_validator(mode="after")
     def _is_one(self) -> SegmentItem:
         if sum(each is not None for each in (self.fixed, self.ref, self.chunk)) != 1:
-            raise ValueError("a segment has one of fixed, ref and chunk")
+            raise ValueError("a segment must have exactly one of fixed, ref and chunk")
         return self
 
     def segment(self) -> Segment:
@@ -118,13 +118,11 @@ class PromptItem(Item):
         """
         if not isinstance(prompt, BlendPrompt):
             raise ConfigError(
-                f"the prompt is a {type(prompt).__name__}, and a server knows no schemas; give a BlendPrompt, as in "
+                f"the prompt is a {type(prompt).__name__}, but a server takes no schemas; give a BlendPrompt, as in "
                 "BlendPrompt(text, chunks)"
             )
         if prompt.positions is not None:
-            raise ConfigError(
-                "the prompt says at which positions its segments stand; that takes an engine of this process"
-            )
+            raise ConfigError("the prompt has positions; that needs an engine in this process")
         segments = [_segment_json(each) for each in prompt.segments]
         return {"segments": segments, "skip_unknown": prompt.skip_unknown}
 
@@ -201,7 +199,7 @@ def _segment_json(segment: Segment) -> Any:
         return {"chunk": asdict(segment)}
     if isinstance(segment, (list, tuple)):
         return [int(each) for each in segment]
-    raise ConfigError(f"a {type(segment).__name__} cannot be sent to a server; that takes an engine of this process")
+    raise ConfigError(f"a {type(segment).__name__} cannot be sent to a server; use an engine in this process")
 
 
 _DRAWN = ("temperature", "top_p", "top_k")

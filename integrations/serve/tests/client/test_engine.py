@@ -257,11 +257,11 @@ def test_who_closes_a_stream_ends_the_answer(engine: BlendEngine, served: Served
     stream = served.stream(PROMPT_OF_TEXT, 900)
     next(stream)
     stream.close()
-    with pytest.raises(errors.CacheBlendError, match="ended before it was whole"):
+    with pytest.raises(errors.CacheBlendError, match="answer was cut off"):
         stream.result()
     unwanted = threading.Event()
     unwanted.set()
-    with pytest.raises(errors.CacheBlendError, match="ended before it was whole"):
+    with pytest.raises(errors.CacheBlendError, match="answer was cut off"):
         served.generate(PROMPT_OF_TEXT, 900, stopping_criteria=[EndWhenSet(unwanted)])
     # Its turn comes when theirs are over.
     served.generate(PROMPT_OF_TEXT, 1)
@@ -297,5 +297,5 @@ def test_an_address_where_nobody_is(url: str, kind: type[errors.CacheBlendError]
 
 
 def test_a_server_of_another_kind(address: str) -> None:
-    with pytest.raises(errors.BackendError, match="no server of cacheblend-rag"):
+    with pytest.raises(errors.BackendError, match="not a cacheblend-rag server"):
         ServedEngine(f"{address}/elsewhere")
