@@ -40,7 +40,7 @@ def ask(
     stream: StreamOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Answer a question from what was warmed, by blended prefill."""
+    """Answer a question from the warmed documents, by blended prefill."""
     with warmed(store, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, name):
         found = library.search(question, top_k)
         results = print_answer(engine, library.prompt(question, found), max_new_tokens, stream=stream, compare=compare)

@@ -43,7 +43,7 @@ def models(
     name: Annotated[str, typer.Argument(metavar="NAME", help='A Hugging Face id, a folder, or "reference".')],
     markdown: MarkdownOption = None,
 ) -> None:
-    """Say whether blending is exact on a model, by running it, and what it does in each of its layers."""
+    """Show whether blending is exact on a model, by running it, and what it does in each layer."""
     with open_engine(name) as engine:
         reason = engine.unsupported_reason
         show_layers(name, "exact" if reason is None else f"refused: {reason}", engine.capability(), markdown)

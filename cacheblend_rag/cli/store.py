@@ -36,7 +36,7 @@ def kv_folder_of(store: Path | None) -> Path | None:
 
 @store_app.command()
 def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
-    """Show what the store holds, and what of it is whose."""
+    """Show what the store holds, in total and per tenant."""
     kv = _kv(store)
     from cacheblend_rag.config import EngineConfig
     from cacheblend_rag.store import open_store
@@ -109,7 +109,7 @@ def gc(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Remove what has expired, belongs to nothing or was left by killed processes. The store may be in use."""
+    """Remove KV that has expired, belongs to nothing or was left by killed processes. The store may be in use."""
     kv = _kv(store)
     from cacheblend_rag.store import collect_garbage
 

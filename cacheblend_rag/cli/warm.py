@@ -67,8 +67,8 @@ def warm(
 ) -> None:
     """Put files into the vector store and compute their KV, so that questions about them start quickly.
 
-    Files that have not changed since are not encoded again; what was changed or removed is replaced or deleted. A run that was
-    stopped, in whatever way, is finished by the next one.
+    Unchanged files are not encoded again; changed files are replaced, and removed files deleted. If a run is stopped, in
+    whatever way, the next run finishes it.
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
     known = LibrarySettings.load(store)

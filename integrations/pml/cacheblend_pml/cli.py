@@ -61,7 +61,7 @@ def check(
         ),
     ] = None,
 ) -> None:
-    """Say whether a schema and prompts for it are valid; if not, in which line and column, and what was expected."""
+    """Check whether a schema and its prompts are valid; if not, show the line, the column, and what was expected."""
     schema, read = _read(file, prompts, root)
     params = sum(len(module.params) for module in schema.modules.values())
     counts = (len(schema.modules), "module"), (len(schema.unions), "union"), (params, "parameter")
@@ -95,7 +95,7 @@ def show(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Print where the modules of a schema stand, their tokens and the bytes of their KV; and the same of prompts."""
+    """Print the positions, tokens and KV bytes of a schema's modules, and of prompts."""
     from cacheblend_pml import SchemaLayout, Tokens, lay_out
     from cacheblend_pml.show import draw_layout, layout_rows, segment_rows
 
@@ -152,7 +152,7 @@ def run(
     stream: StreamOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Load a schema and answer a prompt of it; what has not changed since the last run is taken from the store."""
+    """Load a schema and answer a prompt of it; KV that is unchanged since the last run comes from the store."""
     from cacheblend_pml import Schema, Schemas
     from cacheblend_pml.read import schema_beside
 

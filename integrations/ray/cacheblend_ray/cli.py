@@ -40,7 +40,7 @@ def warm_ray(
 ) -> None:
     """Compute the KV of files with Ray's workers, for servers that share a tier; no vector store is filled.
 
-    The names of the files are their paths below PATH. KV goes into what settings name as remote and names. What is there already
+    Documents are named by their paths below PATH. KV goes to the remote and names of the settings. What is there already
     is not computed again, and nothing is deleted.
     """
     from cacheblend_rag.config import EngineConfig

@@ -50,10 +50,10 @@ def serve(
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Further arguments for vLLM.")
     ] = None,
 ) -> None:
-    """Answer over HTTP, as OpenAI's API does, with stored chunks and documents beside it.
+    """Serve OpenAI's API over HTTP, and chunks and documents with it.
 
-    Settings that no option has come from --config, or from the environment (CACHEBLEND_SERVE_PER_MINUTE=60). On SIGTERM or
-    Ctrl-C, answers that are being written are finished first; on a second one they are not.
+    Other settings come from --config, or from the environment (CACHEBLEND_SERVE_PER_MINUTE=60). On SIGTERM or
+    Ctrl-C, running answers are finished first; a second one stops them.
     """
     import uvicorn
 
@@ -147,7 +147,7 @@ def add_key(
     per_minute: Annotated[int | None, typer.Option(min=1, help="Maximum requests per minute.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Let this key see the figures of all tenants.")] = False,
 ) -> None:
-    """Make a key and print it, once; the file holds its digest only."""
+    """Create a key and print it, once; the file holds only its digest."""
     from cacheblend_serve.auth import KeyFile, Owner
 
     typer.echo(KeyFile(file).add(Owner(tenant, name, per_minute, admin)))
@@ -155,7 +155,7 @@ def add_key(
 
 @keys_app.command("remove")
 def remove_key(file: KeysArgument, name: Annotated[str, typer.Argument(help="The key's name.")]) -> None:
-    """Take a key back; servers notice with the next request."""
+    """Revoke a key; servers notice with the next request."""
     from cacheblend_serve.auth import KeyFile
 
     KeyFile(file).remove(name)
@@ -163,7 +163,7 @@ def remove_key(file: KeysArgument, name: Annotated[str, typer.Argument(help="The
 
 @keys_app.command("list")
 def list_keys(file: KeysArgument) -> None:
-    """Say which keys there are, and whom they speak for."""
+    """List the keys and their tenants."""
     from cacheblend_serve.auth import KeyFile
 
     rows = [(owner.name, owner.tenant, owner.per_minute, "yes" if owner.is_admin else "") for owner in KeyFile(file)]

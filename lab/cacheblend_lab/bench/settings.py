@@ -117,7 +117,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"{text!r} holds what is no number; write rates like 0.5,1,2") from error
+        raise ConfigError(f"{text!r} holds something that is not a number; write rates like 0.5,1,2") from error
 
 
 def device_rate(tier: str) -> float | None:
@@ -440,8 +440,8 @@ class PrefetchSetting(ModelSetting):
 
     bench: ClassVar[str] = "prefetch:PrefetchBench"
     preparing: ClassVar[str] = "making the model and its chunks"
-    candidates: Annotated[int, typer.Option(min=1, help="Chunks that are retrieved.")] = 12
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks of them that the reranker chooses.")] = 6
+    candidates: Annotated[int, typer.Option(min=1, help="Number of retrieved chunks.")] = 12
+    chunks: Annotated[int, typer.Option(min=1, help="How many of them the reranker keeps.")] = 6
     chunk_tokens: ChunkTokens = 512
     question_tokens: QuestionTokens = 32
     reranker_s: Annotated[
@@ -450,7 +450,7 @@ class PrefetchSetting(ModelSetting):
         Written(lambda milliseconds: milliseconds / 1000, float, 200),
     ] = 0.2
     ratio: Ratio = 0.15
-    selector: Annotated[str, typer.Option(help="Who chooses what is recomputed.")] = "hkvd"
+    selector: Annotated[str, typer.Option(help="The selector.")] = "hkvd"
     folder: Folder = None
     seed: Annotated[int, typer.Option(help="Seed of weights, tokens and the reranker's choice.")] = field(
         default=0, kw_only=True
@@ -476,7 +476,7 @@ class EncodeSetting(ModelSetting):
     chunks: Annotated[int, typer.Option(min=1, help="Chunks to add.")] = 64
     chunk_tokens: ChunkTokens = 512
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the preamble; 1 is a BOS alone.")] = 1
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens encoded in one batch.")] = 4096
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens encoded in one batch.")] = 4096
     document_chunks: Annotated[
         int, typer.Option(min=0, help="Chunks of a document, in which they are encoded; 0: alone.")
     ] = 0
@@ -543,7 +543,7 @@ class IndexSetting(BenchSetting):
     ] = (10_000, 100_000, 1_000_000)
     lookups: Annotated[int, typer.Option(min=100, help="Lookups of 8 random ids that are timed.")] = 10_000
     folder: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Make the stores in this empty folder, and leave them there.")
+        Path | None, typer.Option(file_okay=False, help="Create the stores in this empty folder, and keep them.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -588,11 +588,11 @@ class FindSetting(BenchSetting):
     preparing: ClassVar[str] = "making the texts"
     chunks: Annotated[int, typer.Option(min=16, help="Stored chunks.")] = 100_000
     # For a 99th percentile.
-    prompts: Annotated[int, typer.Option(min=100, help="Prompts that are looked through.")] = 500
+    prompts: Annotated[int, typer.Option(min=100, help="Number of prompts to search.")] = 500
     prompt_chars: Annotated[
         int, typer.Option(min=1, help="Characters of each prompt, at least; 36000 are 8000 tokens.")
     ] = 36_000
-    heading: Annotated[bool, typer.Option("--heading", help="Have all chunks begin with the same line.")] = False
+    heading: Annotated[bool, typer.Option("--heading", help="Begin all chunks with the same line.")] = False
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0
 
 
@@ -651,9 +651,7 @@ class ServeSetting(BenchSetting):
     bench: ClassVar[str] = "serve:ServeBench"
     preparing: ClassVar[str] = "handing the corpus over"
     url: Annotated[str, typer.Option(help="The server's address, without /v1.")] = "http://127.0.0.1:8000"
-    model: Annotated[str | None, typer.Option(help="The model to ask; by default the first that the server names.")] = (
-        None
-    )
+    model: Annotated[str | None, typer.Option(help="The model; by default the first that the server lists.")] = None
     prompts: Annotated[str, typer.Option(help="What prompts have: documents (names) or text.")] = "documents"
     rates: Annotated[
         tuple[float, ...], typer.Option(help="Requests per second, comma-separated."), Written(parse_rates)
@@ -662,9 +660,9 @@ class ServeSetting(BenchSetting):
     corpus: Annotated[int, typer.Option(min=1, help="Chunks of the corpus.")] = 200
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 10
     chunk_words: Annotated[int, typer.Option(min=4, help="Words of a chunk, each about 1.3 tokens.")] = 112
-    zipf: Annotated[float, typer.Option(min=0, help="How unequally chunks are asked for; 0 is equally.")] = 1.0
+    zipf: Annotated[float, typer.Option(min=0, help="Zipf exponent of the chunk requests; 0 is uniform.")] = 1.0
     output_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of each answer, whatever the model's end is (ignore_eos).")
+        int, typer.Option(min=1, help="Tokens of each answer, whether or not the model ends it (ignore_eos).")
     ] = 32
     seed: Annotated[int, typer.Option(help="Seed of corpus and arrivals.")] = 0
 

@@ -145,7 +145,7 @@ def cached_share(files: Iterable[Path]) -> float | None:
 def _check_can_drop() -> None:
     if not hasattr(os, "posix_fadvise"):
         raise ConfigError(
-            "the disk tier is measured with an empty page cache, which this system has no call for; use Linux"
+            "the disk tier is measured with an empty page cache, which this system cannot empty; use Linux"
         )
 
 

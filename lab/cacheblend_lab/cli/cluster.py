@@ -36,30 +36,30 @@ CorpusOption = Annotated[int, typer.Option("--corpus", min=1, help="Chunks of th
 DocumentChunksOption = Annotated[int, typer.Option("--document-chunks", min=1, help="Chunks of a document.")]
 ChunkTokensOption = Annotated[int, typer.Option("--chunk-tokens", min=1, help="Tokens of a chunk.")]
 ZipfOption = Annotated[
-    float, typer.Option("--zipf", min=0, max=4, help="How unequally documents are asked for; 0 is equally.")
+    float, typer.Option("--zipf", min=0, max=4, help="Zipf exponent of the document requests; 0 is uniform.")
 ]
 ChunksOption = Annotated[int, typer.Option("--chunks", min=1, help="Chunks of a prompt.")]
-DocumentsOption = Annotated[int, typer.Option("--documents", min=1, help="Documents that they are of.")]
-QuestionOption = Annotated[int, typer.Option("--question-tokens", min=0, help="Tokens of a prompt beside its chunks.")]
+DocumentsOption = Annotated[int, typer.Option("--documents", min=1, help="Documents that these chunks come from.")]
+QuestionOption = Annotated[int, typer.Option("--question-tokens", min=0, help="Tokens of a prompt without its chunks.")]
 AnswerOption = Annotated[int, typer.Option("--answer-tokens", min=1, help="Tokens of an answer.")]
-RamOption = Annotated[str, typer.Option("--ram", metavar="SIZE", help="RAM for KV of a replica, as in 400GB.")]
-DiskOption = Annotated[str, typer.Option("--disk", metavar="SIZE", help="Disk for KV of a replica.")]
+RamOption = Annotated[str, typer.Option("--ram", metavar="SIZE", help="RAM for KV per replica, for example 400GB.")]
+DiskOption = Annotated[str, typer.Option("--disk", metavar="SIZE", help="Disk for KV per replica.")]
 RemoteOption = Annotated[
-    str | None, typer.Option("--remote", metavar="SIZE", help="Room of the remote tier; by default for everything.")
+    str | None, typer.Option("--remote", metavar="SIZE", help="Size of the remote tier; by default the whole corpus.")
 ]
 BandwidthOption = Annotated[
     str | None,
     typer.Option(
-        "--remote-bandwidth", metavar="SIZE", help="Bytes a second of the remote tier for all together; by default any."
+        "--remote-bandwidth", metavar="SIZE", help="Total bytes per second of the remote tier; unlimited by default."
     ),
 ]
 BoundOption = Annotated[
     int,
     typer.Option(
-        "--queue-bound", min=0, help="By how many requests affinity lets a queue be longer than the shortest."
+        "--queue-bound", min=0, help="How many requests longer than the shortest a queue may be for affinity."
     ),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="What is drawn follows from it.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Random seed.")]
 
 
 @cluster_app.command()
@@ -67,12 +67,12 @@ def plan(
     costs: CostsOption,
     rate: Annotated[float, typer.Option(min=0.001, help="Requests per second.")] = 1000.0,
     ttft: Annotated[
-        float, typer.Option(min=0.001, help="Seconds in which 99 of 100 are to have their first token.")
+        float, typer.Option(min=0.001, help="Seconds within which 99 of 100 must have their first token.")
     ] = 2.0,
     replicas: Annotated[str, typer.Option(help="Numbers of replicas, comma-separated.")] = "1,2,5,10,20,50,100",
-    most_replicas: Annotated[int, typer.Option(min=1, help="Most replicas that are tried for --rate.")] = 1000,
+    most_replicas: Annotated[int, typer.Option(min=1, help="Maximum number of replicas to try for --rate.")] = 1000,
     load_share: Annotated[
-        float, typer.Option(min=0.01, max=0.99, help="What is to arrive, as a share of what is answered at most.")
+        float, typer.Option(min=0.01, max=0.99, help="Load to plan for, as a share of the maximum.")
     ] = 0.8,
     corpus: CorpusOption = 10_000_000,
     document_chunks: DocumentChunksOption = 20,
@@ -87,11 +87,11 @@ def plan(
     remote: RemoteOption = None,
     remote_bandwidth: BandwidthOption = None,
     queue_bound: BoundOption = 4,
-    requests: Annotated[int, typer.Option(min=100, help="Requests of each run; more are more exact.")] = 10_000,
+    requests: Annotated[int, typer.Option(min=100, help="Requests per run; more give more exact results.")] = 10_000,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
-    """Show what clusters of several sizes carry, with affinity and without, and the fewest replicas that carry a rate."""
+    """Show the load that clusters of several sizes sustain, with affinity and without, and the fewest replicas for a rate."""
     from cacheblend_lab.cluster.cases import costs_of
     from cacheblend_lab.cluster.plan import Goal, replicas_wanted
     from cacheblend_lab.cluster.plan import plan as plan_sizes
@@ -171,7 +171,7 @@ def near(
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
-    """Show how much is near by how much disk replicas have, and what the remote tier must give; queues are left out."""
+    """Show how much KV is near, by disk per replica, and the load on the remote tier; queues are left out."""
     from cacheblend_lab.cluster.cases import costs_of
     from cacheblend_lab.cluster.router import ROUTERS
     from cacheblend_lab.cluster.simulation import Cluster, nearness
@@ -221,14 +221,12 @@ def zipf(
     log: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", exists=True, dir_okay=False, help="A line for each retrieved document: its name."
+            metavar="FILE", exists=True, dir_okay=False, help="A log with one line per retrieved document: its name."
         ),
     ],
-    documents: Annotated[
-        int, typer.Option(min=2, help="Documents of the corpus, with those that were never retrieved.")
-    ],
+    documents: Annotated[int, typer.Option(min=2, help="Documents of the corpus, including those never retrieved.")],
 ) -> None:
-    """Show how unequally documents are asked for, for --zipf: the exponent that fits a log of what was retrieved."""
+    """Fit the exponent for --zipf, how unequally documents are requested, to a log of retrieved documents."""
     from cacheblend_lab.cluster.popularity import Popularity, fit_zipf
 
     counts = Counter(line.strip() for line in log.read_text(encoding="utf-8").splitlines() if line.strip())
@@ -246,27 +244,25 @@ def zipf(
 @cluster_app.command()
 def assume(
     out: OutOption,
-    name: Annotated[str, typer.Option(help="What it is called in tables.")],
-    parameters: Annotated[float, typer.Option(min=1, help="Weights that a token goes through.")],
-    kv_bytes: Annotated[
-        float, typer.Option("--kv-bytes-per-token", min=1, help="Bytes of KV of a token on the device.")
-    ],
+    name: Annotated[str, typer.Option(help="Its name in tables.")],
+    parameters: Annotated[float, typer.Option(min=1, help="Number of active weights per token.")],
+    kv_bytes: Annotated[float, typer.Option("--kv-bytes-per-token", min=1, help="KV bytes per token on the device.")],
     flops: Annotated[
-        float, typer.Option("--flops-per-s", min=1, help="Of the device, dense, in the dtype of the weights.")
+        float, typer.Option("--flops-per-s", min=1, help="Dense FLOP/s of the device, in the dtype of the weights.")
     ],
-    memory: Annotated[float, typer.Option("--memory-bytes-per-s", min=1, help="Of the device's memory.")],
+    memory: Annotated[float, typer.Option("--memory-bytes-per-s", min=1, help="Bandwidth of the device's memory.")],
     ram_rate: Annotated[float, typer.Option("--ram-bytes-per-s", min=1, help="From host memory to the device.")],
     disk_rate: Annotated[float, typer.Option("--disk-bytes-per-s", min=1, help="From a replica's disks.")],
     remote_rate: Annotated[float, typer.Option("--remote-bytes-per-s", min=1, help="From the network to a replica.")],
     remote_read: Annotated[float, typer.Option("--remote-read-s", min=1e-9, help="Until a chunk's first remote byte.")],
-    compute_share: Annotated[float, typer.Option(min=0.01, max=1, help="Share of --flops-per-s that is had.")],
-    memory_share: Annotated[float, typer.Option(min=0.01, max=1, help="Share of --memory-bytes-per-s that is had.")],
+    compute_share: Annotated[float, typer.Option(min=0.01, max=1, help="Achieved share of --flops-per-s.")],
+    memory_share: Annotated[float, typer.Option(min=0.01, max=1, help="Achieved share of --memory-bytes-per-s.")],
     stored_share: Annotated[float, typer.Option(min=0.01, max=2, help="Stored bytes over bytes on the device.")] = 1.0,
     weight_bytes: Annotated[float, typer.Option(min=0.1, help="Bytes of a weight.")] = 2.0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2112,
-    answers: Annotated[int, typer.Option("--answers-at-once", min=1, help="Most answers decoded together.")] = 64,
+    answers: Annotated[int, typer.Option("--answers-at-once", min=1, help="Maximum answers decoded together.")] = 64,
 ) -> None:
-    """Write costs by formula, from data sheets, for devices that nothing was measured on; they are marked as assumed."""
+    """Write costs by formula, from data sheets, for devices that were not measured; they are marked as assumed."""
     from cacheblend_lab.cluster.hardware import Hardware, assume_costs
 
     hardware = Hardware(
@@ -303,7 +299,7 @@ def measure(
     on_disk: Annotated[int, typer.Option(min=4, help="Chunks that the disk holds.")] = 72,
     requests: Annotated[int, typer.Option(min=16, help="Requests of each scan.")] = 64,
 ) -> None:
-    """Measure a replica's costs on this machine: start a server, and ask it for chunks in RAM, on disk and far away."""
+    """Measure a replica's costs on this machine: start a server, and request chunks in RAM, on disk and in the remote tier."""
     from cacheblend_lab.cluster.measure import measure_costs
     from cacheblend_lab.cluster.workload import Workload
 
@@ -330,14 +326,14 @@ def compare(
     chunks: ChunksOption = 8,
     documents: DocumentsOption = 4,
     answer_tokens: AnswerOption = 8,
-    clients: Annotated[int, typer.Option(min=1, help="Clients a server, each asking when it is answered.")] = 6,
+    clients: Annotated[int, typer.Option(min=1, help="Clients per server, one request each at a time.")] = 6,
     requests: Annotated[int, typer.Option(min=50, help="Requests in all.")] = 300,
     router: Annotated[str, typer.Option(help="affinity or random.")] = "affinity",
     queue_bound: BoundOption = 4,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
-    """Ask real servers as fast as they answer, and show beside it what the simulator says of the same requests."""
+    """Send requests to real servers as fast as they answer, and compare with the simulator on the same requests."""
     from cacheblend_lab.cluster.asking import store_corpus
     from cacheblend_lab.cluster.cases import costs_of
     from cacheblend_lab.cluster.comparison import Trial, compare_servers

@@ -26,7 +26,7 @@ def demo(
         Path, typer.Option("--dir", metavar="DIR", file_okay=False, help="Where Chroma and the KV are kept.")
     ] = Path(".demo"),
     questions: Annotated[int, typer.Option(min=2, max=20, help="How many questions.")] = 20,
-    retrieved: Annotated[int, typer.Option("--top-k", min=1, help="How many chunks are retrieved for each.")] = 5,
+    retrieved: Annotated[int, typer.Option("--top-k", min=1, help="Chunks to retrieve for each question.")] = 5,
     model: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="A Hugging Face id or a folder; by default SmolLM2-135M-Instruct."),
@@ -36,7 +36,7 @@ def demo(
 ) -> None:
     """Put pages of Python's manual into Chroma, and answer questions about them by full prefill and from stored KV.
 
-    Half of them go through LlamaIndex and half through LangChain. The KV is computed on the way in. A second run finds it there.
+    Half go through LlamaIndex and half through LangChain. KV is computed on the way in; a second run finds it there.
     """
     started = time.perf_counter()
     name = model or str(_packaged_model())

@@ -56,12 +56,12 @@ FileArgument = Annotated[
 
 def reference(
     request: TaskRequest,
-    min_chunks: Annotated[int, typer.Option(min=1, help="Least chunks of a context.")] = 10,
+    min_chunks: Annotated[int, typer.Option(min=1, help="Minimum chunks of a context.")] = 10,
     people: Annotated[
         int | None,
         typer.Option(min=1, help="People of a context, each in four or five chunks; by default as in training."),
     ] = None,
-    per_context: Annotated[int, typer.Option(min=1, help="Most questions about one context.")] = 8,
+    per_context: Annotated[int, typer.Option(min=1, help="Maximum questions about one context.")] = 8,
     format: Annotated[
         str, typer.Option("--format", help="How prompts are written; chat is the project's own.")
     ] = "chat",
@@ -72,11 +72,11 @@ def reference(
             "missing (dropped), or the twelve (--top-k) nearest of a whole corpus (ranked)."
         ),
     ] = "reading",
-    documents: Annotated[int, typer.Option(min=1, help="Least documents of that corpus.")] = 200,
+    documents: Annotated[int, typer.Option(min=1, help="Minimum documents of that corpus.")] = 200,
 ) -> EvalTask:
     """Held-out questions about fictional people, for the reference model: exact match and F1 by kind of question.
 
-    Names, values and templates are none that the model was trained on.
+    The model was not trained on these names, values and templates.
     """
     from cacheblend_lab.eval import reference_task
 
@@ -113,7 +113,7 @@ def samsum(
     request: TaskRequest,
     path: FileArgument,
     examples: Annotated[
-        Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Where examples are drawn from.")
+        Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="The file of the examples.")
     ] = None,
 ) -> EvalTask:
     """SAMSum, summaries of dialogues after examples: Rouge-L."""

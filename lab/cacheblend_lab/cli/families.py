@@ -35,9 +35,9 @@ def families(
     markdown: MarkdownOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Say on which families of models blending is exact, and why not on the others.
+    """Show on which families of models blending is exact, and why not on the others.
 
-    They were run as tiny random models, on the CPU; with --prove they are run again, about a second each. A single family is
+    They were run as tiny random models on the CPU; --prove runs them again, about a second each. A single family is
     always run, and every layer of it is shown.
     """
     if name is not None:

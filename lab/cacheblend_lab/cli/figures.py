@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["draw", "figures"]
 
 OutOption = Annotated[
-    Path, typer.Option("--out", metavar="DIR", file_okay=False, help="Where the figures go; made where it is missing.")
+    Path, typer.Option("--out", metavar="DIR", file_okay=False, help="The folder for the figures; created if missing.")
 ]
 Ending = Literal["svg", "png", "pdf"]
 EndingOption = Annotated[Ending, typer.Option("--format", help="The figures' format.")]

@@ -34,7 +34,7 @@ FinderOption = Annotated[
         help="The sentence-transformers model, id or folder, that finds them; by default all-MiniLM-L6-v2.",
     ),
 ]
-DrawnSeedOption = Annotated[int, typer.Option("--seed", help="What is drawn follows from it.")]
+DrawnSeedOption = Annotated[int, typer.Option("--seed", help="Random seed.")]
 
 
 def command_of(parameters: Sequence[Parameter], run: Callable[..., None], help: str | None) -> Callable[..., None]:

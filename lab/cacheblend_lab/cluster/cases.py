@@ -60,7 +60,7 @@ def costs_of(text: str) -> Costs:
         return CASES[text]
     if not Path(text).is_file():
         raise ConfigError(
-            f"{text!r} is no file of costs, and no case ({', '.join(CASES)}); "
+            f"{text!r} is neither a cost file nor a case ({', '.join(CASES)}); "
             "write one with `cacheblend-rag bench cluster assume`"
         )
     return read_costs(Path(text))

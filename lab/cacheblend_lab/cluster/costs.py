@@ -92,7 +92,7 @@ class Costs:
     busy_share : float
         Share of the replica's time in which it has a core busy; counts where cores are shared.
     answers_at_once : int
-        Most answers decoded together.
+        Maximum answers decoded together.
     joins_midway : bool
         Whether requests join answers that are being written (vLLM); else those that wait are answered together next.
     ram, disk, remote : TierCost

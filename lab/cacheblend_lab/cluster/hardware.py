@@ -17,7 +17,7 @@ class Hardware:
     Attributes
     ----------
     name : str
-        What it is called in tables.
+        Its name in tables.
     parameters : float
         Weights of the model that a token goes through.
     weight_bytes : float
@@ -35,7 +35,7 @@ class Hardware:
     remote_read_s : float
         Seconds until a chunk's first byte comes from the remote tier.
     answers_at_once : int
-        Most answers decoded together.
+        Maximum answers decoded together.
     """
 
     name: str

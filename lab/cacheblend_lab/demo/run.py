@@ -118,7 +118,7 @@ def run_demo(
     questions : int
         How many questions.
     retrieved : int
-        How many chunks are retrieved for each.
+        How many chunks to retrieve for each question.
     progress : callable
         Called with how much is done, and of how much.
 

@@ -56,7 +56,7 @@ def reference_task(
     num_questions : int
         How many.
     min_chunks : int
-        Least chunks of a context.
+        Minimum chunks of a context.
     seed : int
         The questions follow from it.
     format : str
@@ -64,7 +64,7 @@ def reference_task(
     people : int, optional
         People of each context: the more, the more chunks, four or five for each. By default as many as in training.
     per_context : int
-        Most questions about one context.
+        Maximum questions about one context.
     style : Style or Paragraphs
         What contexts look like.
     retrieval : str
@@ -72,7 +72,7 @@ def reference_task(
         order; "dropped", in order, but two in five were not retrieved, never the one that states the answer; "ranked", the
         nearest of a whole corpus.
     documents : int
-        Least documents of that corpus. It has many contexts, and further corpora are drawn until there are enough questions.
+        Minimum documents of that corpus. It has many contexts, and further corpora are drawn until there are enough questions.
     top_k : int
         How many chunks are retrieved of it.
     embedding : str, optional

@@ -92,9 +92,9 @@ def calibrate(
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Find the cheapest settings that keep what full prefill knows, on your own model and documents, and write them down.
+    """Find the cheapest settings that keep full prefill's quality on your own model and documents, and write them to a file.
 
-    Of documents that are named, passages are encoded in their documents and alone. Exits with 1 if nothing is found and written.
+    Given documents, passages are encoded in their documents and alone. Exits with 1 if nothing is found and written.
     """
     from cacheblend_attachments.calibration import calibrate as run
     from cacheblend_attachments.calibration import read_questions

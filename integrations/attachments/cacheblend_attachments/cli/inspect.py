@@ -38,7 +38,7 @@ def inspect(
         bool, typer.Option("--attention", help="Show the share of the answer's attention that went to each passage.")
     ] = False,
 ) -> None:
-    """Answer a question as ask does, and write a page that shows what became of every token and where the time went."""
+    """Answer a question as ask does, and write a page that shows what happened to every token and where the time went."""
     from cacheblend_attachments.inspector import inspector_page
     from cacheblend_attachments.sources import SourceAttention
 

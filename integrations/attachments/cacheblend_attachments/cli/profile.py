@@ -54,7 +54,7 @@ def profile(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure how fast a model computes and loads here; an attached AutoRatio chooses by it from then on."""
+    """Measure how fast a model computes and loads here; an attached AutoRatio then uses the result."""
     from cacheblend_attachments.auto import AutoRatio, cheapest_tier
 
     priced = _parse_prices(prices)
