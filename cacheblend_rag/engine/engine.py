@@ -46,7 +46,7 @@ from cacheblend_rag.model import (
     num_decoder_layers,
     unwrapped,
 )
-from cacheblend_rag.model.checkpoint import gguf_file, load_pretrained
+from cacheblend_rag.model.checkpoint import gguf_files, load_pretrained
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.memory import spare_bytes
@@ -169,7 +169,8 @@ class BlendEngine(AnsweringLibrary):
         ----------
         model : str or Path
             A Hugging Face id, a folder, a GGUF file, or "reference" for the small model that comes with a clone of the project.
-            With the extra `gguf`, llama.cpp answers from a GGUF file, and what this returns is a `GGUFEngine`.
+            With the extra `gguf`, llama.cpp answers from a GGUF file (``repo/name:file.gguf`` is one of the Hub), and what this
+            returns is a `GGUFEngine`, which takes options of llama.cpp.
         config : EngineConfig, optional
             The settings; `dtype` and `device` say how the model is loaded.
         blend, store, tenant, tuning
@@ -186,14 +187,12 @@ class BlendEngine(AnsweringLibrary):
         config, blend = EngineConfig.of(config), BlendConfig.of(blend)
         # Known before a large model is loaded for nothing.
         make_selector(blend.selector)
-        if (file := gguf_file(Path(model).expanduser())) is not None:
-            for engine_of_files in entry_points(group="cacheblend_rag.engines", name="gguf"):
-                with needs_extra("gguf", "a model in a GGUF file"):
-                    opened = engine_of_files.load()
-                options = {"config": config, "blend": blend, "store": store, "tenant": tenant, "tuning": tuning}
-                return cast(BlendEngine, opened.from_pretrained(file, **options, **model_kwargs))
-        loaded, tokenizer = load_pretrained(model, config, model_kwargs)
-        engine = cls(loaded, tokenizer, config=config, blend=blend, store=store, tenant=tenant, tuning=tuning)
+        given: dict[str, Any] = {"config": config, "blend": blend, "store": store, "tenant": tenant, "tuning": tuning}
+        for engine_of_files in entry_points(group="cacheblend_rag.engines", name="gguf") if gguf_files(model) else ():
+            with needs_extra("gguf", "a model in a GGUF file"):
+                opened = engine_of_files.load()
+            return cast(BlendEngine, opened.from_pretrained(model, **given, **model_kwargs))
+        engine = cls(*load_pretrained(model, config, model_kwargs), **given)
         engine.model_name = str(model)
         return engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -18,7 +19,9 @@ from cacheblend_rag.config import EngineConfig, did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
-__all__ = ["gguf_file", "load_pretrained", "model_folder"]
+__all__ = ["gguf_files", "load_pretrained", "model_folder"]
+
+_log = logging.getLogger(__name__)
 
 # What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
 _HUB_OPTIONS = frozenset(
@@ -70,7 +73,7 @@ def model_folder(model: str | Path) -> Path:
     name = _checked_name(model)
     if Path(name).is_dir():
         return Path(name)
-    if _is_gguf(Path(name)):
+    if gguf_files(name):
         raise ConfigError(f"model {name} is a GGUF file, but a folder with config.json and safetensors is needed here")
     try:
         _ask_hub(name, {})
@@ -124,7 +127,7 @@ def _checked_name(model: str | Path) -> str:
         raise ConfigError(
             f"model {name} cannot be loaded: it is a file, but not a GGUF file; give the folder that it is in"
         )
-    if name.startswith((".", "/", "~")) or isinstance(model, Path) or folder.is_file():
+    if name.startswith((".", "/", "~")) or isinstance(model, Path) or gguf_files(name):
         if not folder.exists():
             raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file")
         return str(folder)
@@ -135,25 +138,28 @@ def _checked_name(model: str | Path) -> str:
 
 
 def _is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf" and path.is_file()
+    return path.suffix.lower() == ".gguf"
 
 
-def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that a path is, or the one in a folder that has no other model; None if there is none."""
-    inside = [path] if _is_gguf(path) else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    if len(inside) > 1:
-        raise ConfigError(f"model {path} is a folder with {len(inside)} GGUF files; name one, {inside[0]} for example")
-    return inside[0] if inside else None
+def gguf_files(model: str | Path) -> list[Path]:
+    """Return the GGUF file that a model is by its name, or those in a folder that has no other model."""
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        return [path] if _is_gguf(path) else []
+    return [] if (path / "config.json").exists() else sorted(filter(_is_gguf, path.iterdir()))
 
 
 def _unpacked(name: str) -> tuple[str, dict[str, str]]:
     """Return a model's folder or id, and what transformers takes to unpack the weights from a GGUF file there."""
-    file = gguf_file(Path(name))
-    if file is None:
+    files = gguf_files(name)
+    if not files:
         return name, {}
+    if len(files) > 1:
+        raise ConfigError(f"model {name} is a folder with {len(files)} GGUF files; name one, {files[0]} for example")
     with needs_extra("gguf", "a model in a GGUF file"):
         import gguf  # noqa: F401
-    return str(file.parent), {"gguf_file": file.name}
+    _log.warning('%s is unpacked to floats; to have llama.cpp answer: pip install "cacheblend-rag[gguf]"', files[0])
+    return str(files[0].parent), {"gguf_file": files[0].name}
 
 
 def _check_device(device: str) -> None:

@@ -11,7 +11,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import make_selector, selector_names
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["EngineSettings", "blend_settings", "engine_settings", "setting_names", "settings_of"]
+__all__ = ["EngineSettings", "another_engine", "blend_settings", "engine_settings", "setting_names", "settings_of"]
 
 _TUNING = frozenset(field.name for field in fields(Tuning))
 _OPTIONS = frozenset(field.name for name in selector_names() for field in fields(make_selector(name)))
@@ -78,3 +78,11 @@ def blend_settings(blend: BlendConfig, **values: Any) -> BlendConfig:
 def settings_of(engine: BlendEngine) -> EngineSettings:
     """Return the settings that an engine was made with."""
     return EngineSettings(config=engine.config, blend=engine.blend, tuning=engine.tuning)
+
+
+def another_engine(engine: Any, settings: EngineSettings) -> BlendEngine:
+    """Return an engine with other settings over the model of one, which has it in transformers or in a GGUF file."""
+    if isinstance(engine, BlendEngine):
+        return BlendEngine(engine.model, engine.tokenizer, **settings)
+    made: BlendEngine = engine.another(**settings)
+    return made

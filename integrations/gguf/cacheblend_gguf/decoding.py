@@ -12,11 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 from cacheblend_gguf.llama import Llama
 from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.engine.request import Request
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
+from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import KVReader
 
 __all__ = ["Answering", "Decoding", "processors"]
@@ -25,7 +32,17 @@ Scores = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 _LIMITS = ("top_k", "top_p", "min_p")
 _DRAWING = ("do_sample", "seed", "temperature", *_LIMITS)
-_OTHERS = ("logits_processor", "stopping_criteria", "stop_strings", "eos_token_id")
+# Options that are what a processor of transformers is made of, in the order in which it applies them.
+_PROCESSORS: dict[str, Any] = {
+    "sequence_bias": SequenceBiasLogitsProcessor,
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+    "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
+    "suppress_tokens": SuppressTokensLogitsProcessor,
+}
+_OTHERS = (*_PROCESSORS, "logits_processor", "stopping_criteria", "stop_strings", "eos_token_id")
+# Seconds after which a call that waits looks whether its answer is still wanted, and that it waits at least.
+_GLANCE_S = 0.2
+_LEAST_S = 0.05
 
 
 def processors(options: dict[str, Any]) -> list[Any]:
@@ -38,7 +55,8 @@ def processors(options: dict[str, Any]) -> list[Any]:
             f"{name}={options[name]!r:.60} is an option of transformers, not of this engine; it takes "
             f"{', '.join((*_DRAWING, *_OTHERS))}"
         )
-    found = list(options.get("logits_processor", ()))
+    found = [make(options[name]) for name, make in _PROCESSORS.items() if options.get(name)]
+    found += options.get("logits_processor", ())
     if options.get("do_sample") and options.get("temperature") != 0:
         seed = options.get("seed", secrets.randbits(31))
         limits = {name: options[name] for name in _LIMITS if name in options}
@@ -57,9 +75,14 @@ class Answering:
     end_ids: frozenset[int]
     processors: list[Any]
     criteria: list[Any]
+    # How many last tokens of the prompt the scores are wanted after, instead of an answer.
+    logits_to_keep: int = 0
+    scores: list[Scores] = field(default_factory=list)
     sequence: int = -1
     output: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    # The KV of the prompt and the answer but for its last token, if the request is a turn of a conversation.
+    kept: list[LayerKV] = field(default_factory=list)
     done: Future[None] = field(default_factory=Future)
 
     @property
@@ -110,12 +133,28 @@ class Decoding:
         ------
         ChunkReadError
             If stored KV turns out damaged, before anything is generated.
+        AnswerTimeoutError
+            If it has not begun within the time that its request may wait.
         """
+        request = answering.request
+        # The thread takes its time to begin, even where nobody else asks.
+        until = time.perf_counter() + max(request.patience.left_s, _LEAST_S)
         with self._changed:
             self._waiting.append(answering)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cacheblend-gguf", daemon=True)
                 self._thread.start()
+            while answering in self._waiting:
+                left_s = until - time.perf_counter()
+                if left_s <= 0 or request.is_given_up:
+                    self._waiting.remove(answering)
+                    if request.is_given_up:
+                        raise CacheBlendError("the answer was ended before it began; ask again")
+                    raise AnswerTimeoutError(
+                        "other answers had the model for all of the time that this one may wait, so it was given up; let it "
+                        "wait longer, or make fewer calls at once"
+                    )
+                self._changed.wait(min(left_s, _GLANCE_S))
         answering.done.result()
 
     def _run(self) -> None:
@@ -131,14 +170,15 @@ class Decoding:
 
     def _admit(self) -> None:
         """Begin with those that wait, in their order, as far as there are cells for them; one, where answers are under way."""
-        while self._waiting:
-            sequence = self._llama.begin(self._waiting[0].cells)
-            if sequence is None:
-                return
+        while True:
             with self._changed:
+                sequence = self._llama.begin(self._waiting[0].cells) if self._waiting else None
+                if sequence is None:
+                    return
                 answering = self._waiting.popleft()
                 answering.sequence = sequence
                 self._active.append(answering)
+                self._changed.notify_all()
             self._attempt(answering, self._prefill)
             if len(self._active) > 1:
                 return
@@ -146,27 +186,32 @@ class Decoding:
     def _prefill(self, answering: Answering) -> bool:
         """Put the stored rows of a prompt into its sequence, compute the others, and choose the first token."""
         request, layout = answering.request, answering.request.prompt.layout
-        if request.is_given_up:
-            raise CacheBlendError("the answer was cancelled before it began; try again")
         request.queue_s += max(time.perf_counter() - request.ready - request.encode_s - request.open_s, 0.0)
         request.forward_started = time.perf_counter()
-        row, scores = 0, np.empty(0, np.float32)
-        for begin in [*sorted(answering.readers), len(layout)]:
-            ids = layout.token_ids[row:begin]
-            if begin < len(layout):
-                self._llama.decode(ids, row, answering.sequence)
-            else:
-                self._llama.decode(ids[:-1], row, answering.sequence)
-                [scores] = self._llama.step([(ids[-1], begin - 1, answering.sequence, True)])
-            row = begin
-            if begin < len(layout):
-                reader, loading = answering.readers[begin], time.perf_counter()
-                layers = [reader.layer(index) for index in range(reader.num_layers)]
-                reader.finish()
-                self._llama.put(layers, reader.start, begin, answering.sequence)
-                request.wait_s += time.perf_counter() - loading
-                row += len(reader.token_ids)
-        return answering.choose(scores)
+        row = 0
+        for begin in sorted(answering.readers):
+            self._llama.decode(layout.token_ids[row:begin], row, answering.sequence)
+            row = begin + self._put(answering, begin)
+        last = len(layout) - max(answering.logits_to_keep, 1)
+        self._llama.decode(layout.token_ids[row:last], row, answering.sequence)
+        ids = enumerate(layout.token_ids[last:], last)
+        answering.scores = self._llama.step([(id, place, answering.sequence, True) for place, id in ids])
+        return answering.logits_to_keep > 0 or answering.choose(answering.scores[-1])
+
+    def _put(self, answering: Answering, begin: int) -> int:
+        """Put the stored rows that begin at a row of a prompt into its sequence; return how many there are."""
+        request, reader, loading = answering.request, answering.readers[begin], time.perf_counter()
+        layers = [reader.layer(index) for index in range(reader.num_layers)]
+        reader.finish()
+        try:
+            self._llama.put(layers, reader.start, begin, answering.sequence)
+        except ValueError as error:
+            keys = [each.key for each in request.prompt.chunks if each.start == begin]
+            if request.prompt.head is not None:
+                keys.append(request.prompt.head.key)
+            raise ChunkReadError(keys[0], str(error)) from error
+        request.wait_s += time.perf_counter() - loading
+        return len(reader.token_ids)
 
     def _step(self) -> None:
         """Compute the next token of all answers under way."""
@@ -188,8 +233,13 @@ class Decoding:
         """Do one answer's part; what goes wrong in it is that answer's alone."""
         try:
             if work(answering):
-                if answering.request.streamer is not None:
-                    answering.request.streamer.end()
+                request = answering.request
+                if request.streamer is not None:
+                    request.streamer.end()
+                if request.turn is not None:
+                    # Its last token was chosen, not read.
+                    count = len(request.prompt.layout) + len(answering.output) - 1
+                    answering.kept = self._llama.take(0, count, answering.sequence)
                 self._leave(answering)
         except Exception as error:  # handed to who asked for it
             self._leave(answering, error)

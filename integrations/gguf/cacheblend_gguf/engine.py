@@ -13,28 +13,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from cacheblend_gguf.decoding import Answering, Decoding, processors
 from cacheblend_gguf.encoding import LlamaEncoder
+from cacheblend_gguf.files import find_file
 from cacheblend_gguf.llama import HEAD_CELLS, Llama, LlamaOptions
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.conversation import Resumption
+from cacheblend_rag.conversation import Conversation, KeptTurns, Making, Resumption, Turn
 from cacheblend_rag.engine import BlendStream, ChunkLibrary, GenerationResult, StopStrings
 from cacheblend_rag.engine.background import in_thread
+from cacheblend_rag.engine.decode import token_ids
 from cacheblend_rag.engine.engine import open_engine_store
-from cacheblend_rag.engine.generation import PieceStreamer
+from cacheblend_rag.engine.generation import PieceStreamer, PrefillResult
 from cacheblend_rag.engine.many import options_of_each
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.engine.scheduler import Patience
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse.plan import Plan
+from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.tuning import Tuning
 
@@ -43,6 +47,8 @@ __all__ = ["GGUFEngine"]
 logger = logging.getLogger(__name__)
 
 _DEFAULT_NEW_TOKENS = 256
+# How all rows are made that are not exact.
+_MAKING = Making(0.0, make_selector("none"))
 _AT_ONCE = 16
 # What tokenizers differ in: blanks, letters beyond ASCII, digits, lines, pictures, control tokens.
 _PROBES = ("The ferry leaves  at 12:05.\n\n\tNo. 3", "Ærø, žluť, 東京, \U0001f6a2", "<s></s><|im_start|>user\n", " a")
@@ -51,8 +57,8 @@ _PROBES = ("The ferry leaves  at 12:05.\n\n\tNo. 3", "Ærø, žluť, 東京, \U0
 class GGUFEngine(ChunkLibrary):
     """An engine over a GGUF file: the methods of `Engine`, whose docstrings are in `BlendEngine`.
 
-    Prompts are blended without recomputing: selectors, source attention and attachments are those of models in transformers.
-    Of a conversation nothing is kept yet between two turns beside the chunks.
+    Prompts are blended without recomputing: selectors, attachments and all else that looks into a model are for models in
+    transformers.
 
     Parameters
     ----------
@@ -94,8 +100,13 @@ class GGUFEngine(ChunkLibrary):
         opened = open_engine_store(store, config, self.tuning, None)
         self._owns_store = opened is not store
         identity = uuid.uuid4().hex if opened.is_private else llama.digest()
-        shapes = tuple((1, keys.width, values.width) for keys, values in llama.form.layers)
-        card = ModelCard(identity, llama.window, llama.form.layers[0][0].dtype, shapes, (None,) * len(shapes))
+        rows = [row for layer in llama.form.layers for row in layer]
+        dtypes = {row.dtype for row in rows}
+        # Its sizes are all that is asked of a decoder elsewhere; where types differ, in bytes.
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        widths = [row.nbytes // dtype.itemsize for row in rows]
+        shapes = tuple((1, keys, values) for keys, values in zip(widths[::2], widths[1::2], strict=True))
+        self.decoder = card = ModelCard(identity, llama.window, dtype, shapes, (None,) * len(shapes))
         super().__init__(
             tokenizer,
             identity,
@@ -109,6 +120,7 @@ class GGUFEngine(ChunkLibrary):
             llama.scheduler,
             llama.vocab_size,
         )
+        self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
         self._decoding = Decoding(llama) if decoding is None else decoding
         self._owns_llama = False
 
@@ -122,30 +134,18 @@ class GGUFEngine(ChunkLibrary):
         store: KVStore | str | Path | None = None,
         tenant: str | None = None,
         tuning: Tuning | None = None,
-        n_ctx: int | None = None,
-        n_threads: int | None = None,
-        n_gpu_layers: int = -1,
-        n_seq_max: int = 16,
-        kv_type: str = "f16",
+        **options: Any,
     ) -> GGUFEngine:
         """Load a GGUF file and make an engine with it.
 
         Parameters
         ----------
         model : str or Path
-            The file.
+            The file, the first of several, a folder with one, or ``repo/name:file.gguf`` of the Hugging Face Hub.
         config, blend, store, tenant, tuning
             As for `BlendEngine`.
-        n_ctx : int, optional
-            Maximum tokens of a prompt and its answer; by default 8192, or as many as the model was trained on.
-        n_threads : int, optional
-            Threads that compute; by default as many as llama.cpp chooses.
-        n_gpu_layers : int
-            Layers on the GPU, where llama.cpp was built for one; all by default.
-        n_seq_max : int
-            Maximum answers that are decoded together.
-        kv_type : str
-            What KV is kept in: "f16", "f32", "bf16", "q8_0" or "q4_0".
+        **options : Any
+            Those of `LlamaOptions`.
 
         Raises
         ------
@@ -154,10 +154,9 @@ class GGUFEngine(ChunkLibrary):
         UnsupportedModelError
             If its KV cannot be moved or taken apart, or its tokenizer is not known.
         """
-        path = Path(model).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}; give a GGUF file")
-        llama = Llama(path.resolve(), LlamaOptions(n_ctx, n_threads, n_gpu_layers, n_seq_max, kv_type))
+        opened = LlamaOptions(**options)
+        path = find_file(model)
+        llama = Llama(path.absolute(), opened)
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
             engine = cls(llama, tokenizer, config=config, blend=blend, store=store, tenant=tenant, tuning=tuning)
@@ -167,23 +166,20 @@ class GGUFEngine(ChunkLibrary):
         engine.model_name, engine._owns_llama = str(model), True
         return engine
 
-    def for_tenant(self, tenant: str) -> GGUFEngine:
-        """Return an engine of another tenant over this one's model, store and settings; close it before this one."""
-        engine = GGUFEngine(
-            self.llama,
-            self.tokenizer,
-            config=self.config,
-            blend=self.blend,
-            store=self._store,
-            tenant=tenant,
-            tuning=self.tuning,
-            decoding=self._decoding,
-        )
+    def another(self, **settings: Any) -> GGUFEngine:
+        """Return an engine with settings of its own over this one's model; close it before this one."""
+        engine = GGUFEngine(self.llama, self.tokenizer, decoding=self._decoding, **settings)
         engine.model_name = self.model_name
         return engine
 
+    def for_tenant(self, tenant: str) -> GGUFEngine:
+        """Return an engine of another tenant over this one's model, store and settings; close it before this one."""
+        own: dict[str, Any] = {"config": self.config, "blend": self.blend, "store": self._store, "tuning": self.tuning}
+        return self.another(tenant=tenant, **own)
+
     def close(self, *, wait: bool = True) -> None:
         super().close(wait=wait)
+        self._kept.close()
         if self._owns_llama:
             with self.llama.scheduler:
                 self.llama.close()
@@ -197,19 +193,58 @@ class GGUFEngine(ChunkLibrary):
         """Whether that is a name of the model: what `from_pretrained` was given, or the name of its file."""
         return model in (self.model_name, self.llama.path.name, self.llama.path.stem)
 
+    def attach(self, attachment: Any) -> None:
+        """Refuse what looks into a model of transformers."""
+        raise ConfigError(
+            f"{type(attachment).__name__} looks into a model of transformers, which llama.cpp does not let it; leave it out, or "
+            "load the model's folder"
+        )
+
+    def capability(self) -> None:
+        """Return nothing: of the layers llama.cpp says nothing."""
+
+    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
+        known = super().delete(ids, sources=sources)
+        # Conversations forget what may know of them.
+        self._kept.refresh()
+        return known
+
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
-        """Return the settings that a call uses; `ConfigError` if they would have tokens recomputed."""
+        """Return the settings that a call uses; `ConfigError` if they would have some tokens recomputed."""
         blend = BlendConfig.of(blend).over(self.blend)
-        if blend.enabled and blend.recompute_ratio:
+        selector = make_selector(blend.selector).name
+        if blend.enabled and 0 < blend.recompute_ratio < 1 and selector not in ("none", "full"):
             raise ConfigError(
-                f"recompute_ratio={blend.recompute_ratio} recomputes tokens, which llama.cpp cannot do; leave it at 0, or use "
-                "the model with transformers"
+                f"recompute_ratio={blend.recompute_ratio} recomputes the tokens that the selector {selector} chooses, which "
+                "llama.cpp cannot do; leave it at 0, give 1 for full prefill, or use the model with transformers"
             )
         return blend
 
-    def conversation(self, max_bytes: int | None = None) -> _Conversation:
-        """Begin a conversation; what its turns have computed is not kept."""
-        return _Conversation()
+    def conversation(self, max_bytes: int | None = None) -> Conversation:
+        self._check_open()
+        if max_bytes is not None and max_bytes < 0:
+            raise ConfigError(f"max_bytes={max_bytes} is negative; give a number of bytes, 0 to keep nothing")
+        return Conversation(self._kept, self.config.conversation_bytes if max_bytes is None else max_bytes)
+
+    def prefill(
+        self,
+        prompt: BlendPrompt,
+        *,
+        blend: BlendConfig | None = None,
+        conversation: Conversation | None = None,
+        logits_to_keep: int | None = None,
+    ) -> PrefillResult:
+        request = self._begin(prompt, None, {"blend": blend, "conversation": conversation})
+        count, layout = 1 if logits_to_keep is None else logits_to_keep, request.prompt.layout
+        text = len(layout) - max((chunk.stop for chunk in layout.chunks), default=0)
+        if not 1 <= count <= text:
+            raise PromptError(
+                f"logits_to_keep={count} must be from 1 to {text}, the tokens after the prompt's last chunk"
+            )
+        logits = torch.from_numpy(np.stack(self._compute(request, logits_to_keep=count).scores))
+        report = make_report(request, len(self.llama.form.layers))
+        self._observe(report)
+        return PrefillResult(logits[0] if logits_to_keep is None else logits, layout.token_ids, report)
 
     def generate(self, prompt: BlendPrompt, max_new_tokens: int | None = None, **options: Any) -> GenerationResult:
         return self._answer(self._begin(prompt, max_new_tokens, options))
@@ -265,8 +300,13 @@ class GGUFEngine(ChunkLibrary):
         self._check_open()
         started = time.perf_counter()
         given = {name: value for name, value in options.items() if value is not None}
-        blend = given.pop("blend", None)
-        given.pop("conversation", None)
+        blend, conversation = given.pop("blend", None), given.pop("conversation", None)
+        if conversation is not None and not conversation.belongs_to(self._kept):
+            raise ConfigError(
+                "the conversation belongs to another engine, whose KV is of no use here; make one by this engine's conversation()"
+            )
+        # Before all that takes time: what is reset from now on forgets this turn too.
+        turn = None if conversation is None else Turn(conversation)
         patience = Patience.of(given.pop("wait_s", None))
         if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} leaves nothing to generate; give 1 or more")
@@ -277,45 +317,68 @@ class GGUFEngine(ChunkLibrary):
         settings = self.blend if blend is None else self.check_blend(blend)
         if settings.enabled:
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
-        return Request(prompt, assembled, settings, started, patience, max_new_tokens=max_new_tokens, options=given)
+        return Request(
+            prompt, assembled, settings, started, patience, turn, max_new_tokens=max_new_tokens, options=given
+        )
 
     def _is_blended(self, request: Request) -> bool:
-        return request.blend.enabled and bool(request.prompt.chunks)
+        blend, selector = request.blend, make_selector(request.blend.selector).name
+        is_full = selector == "full" or (blend.recompute_ratio == 1 and selector != "none")
+        return blend.enabled and not is_full and bool(request.prompt.chunks)
 
     def _answer(self, request: Request) -> GenerationResult:
         options = request.options
         strings = options.get("stop_strings")
         stops = [StopStrings(self.tokenizer, strings)] if strings else []
         criteria = [*stops, *options.get("stopping_criteria", ())]
-        ends = {*(_ids(options["eos_token_id"]) if "eos_token_id" in options else self.end_ids)}
+        ends = {*(token_ids(options["eos_token_id"]) if "eos_token_id" in options else self.end_ids)}
         ends |= {id for each in criteria if isinstance(each, StopStrings) for id in each.ids}
-        while True:
-            readers = self._readers(request)
-            layout = request.prompt.layout
-            limit = min(request.max_new_tokens or _DEFAULT_NEW_TOKENS, self.llama.window - len(layout))
-            answering = Answering(request, readers, limit, frozenset(ends), processors(options), criteria)
-            try:
-                self._decoding.answer(answering)
-                break
-            except ChunkReadError as error:
-                # What cannot be read is a miss: the next round encodes the chunk anew.
-                self._supply.note_unreadable(request, error)
-        output, times = tuple(answering.output), answering.times
-        request.output_ids = output
-        report = make_report(request, len(self.llama.form.layers), output, times)
+        answering = self._compute(request, frozenset(ends), criteria)
+        output = request.output_ids = tuple(answering.output)
+        if request.turn is not None:
+            layers = [LayerKV(*(tensor[None] for tensor in layer)) for layer in answering.kept]
+            making = None if request.recomputed is None else _MAKING
+            request.turn.keep(request.prompt, output, layers, request.resumed, making)
+        report = make_report(request, len(self.llama.form.layers), output, answering.times)
         self._observe(report)
         text = lexer_of(self.tokenizer).text(output, skip_special_tokens=True)
         reason = "stop" if output[-1] in ends else "length"
         return GenerationResult(text, output, request.prompt.layout.token_ids, report, reason)
 
+    def _compute(
+        self,
+        request: Request,
+        ends: frozenset[int] = frozenset(),
+        criteria: Sequence[Any] = (),
+        logits_to_keep: int = 0,
+    ) -> Answering:
+        """Have a prompt answered, or only read as far as that many last scores; return what came of it."""
+        while True:
+            if request.turn is not None:
+                request.turn.begin(request.prompt, self._answering, self.config.ttl_s)
+            try:
+                readers = self._readers(request)
+                limit = min(
+                    request.max_new_tokens or _DEFAULT_NEW_TOKENS, self.llama.window - len(request.prompt.layout)
+                )
+                answering = Answering(
+                    request, readers, limit, ends, processors(request.options), list(criteria), logits_to_keep
+                )
+                self._decoding.answer(answering)
+                return answering
+            except ChunkReadError as error:
+                # What cannot be read is a miss: the next round encodes the chunk anew.
+                self._supply.note_unreadable(request, error)
+
     def _readers(self, request: Request) -> dict[int, KVReader]:
-        """Return readers of a prompt's stored rows, by their first; misses are encoded first."""
-        request.resumed = None
-        if not self._is_blended(request):
-            refusal = "the prompt has no chunks" if request.blend.enabled else None
-            request.plan = Plan(None, "full", fallback_reason=refusal)
+        """Return readers of the rows of a prompt that are stored or kept, by their first; misses are encoded first."""
+        is_blended = self._is_blended(request)
+        self._resume(request, is_blended)
+        if not is_blended:
+            refusal = "the prompt has no chunks" if request.blend.enabled and not request.prompt.chunks else None
+            request.plan, request.recomputed = Plan(None, "full", fallback_reason=refusal), None
             self._supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
-            return {}
+            return _reused(request)
         found = self._supply.open_all(request)
         missing = [key for key, reader in found.items() if reader is None]
         if missing and self._supply.limit_misses(request, missing):
@@ -323,11 +386,33 @@ class GGUFEngine(ChunkLibrary):
         rows = torch.empty(0, dtype=torch.int64)
         request.plan, request.recomputed = Plan(FixedSelection(rows), "none", 0.0), rows
         readers = self._supply.readers(request, found)
+        for chunk in request.waiting:
+            self._check_place(chunk.key, readers[chunk.start], chunk.first)
+        return {**readers, **_reused(request)}
+
+    def _check_place(self, key: str, reader: KVReader, first: int) -> None:
+        """Raise `ChunkReadError` if KV was not computed behind the preamble and what its key says, as far as can be seen."""
+        start, behind = reader.start - first, len(self._assembler.preamble)
+        if start != behind if not reader.context else not behind < start < self.llama.window:
+            raise ChunkReadError(key, f"it was computed at position {reader.start}, where it cannot have been")
+
+    def _resume(self, request: Request, is_blended: bool) -> None:
+        """Take over the prompt's head, and what its conversation has computed, where blending is on."""
+        request.resumed, request.figures["head_tokens"] = None, 0
+        if not request.blend.enabled:
+            return
         head = request.prompt.head
-        if head is not None and head.rows <= HEAD_CELLS:
-            request.resumed = Resumption(replace(request.prompt.layout, resumed_rows=head.rows), head.rows)
-            readers[0] = self._supply.head(request, head)
-        return readers
+        if head is not None and head.rows > HEAD_CELLS:
+            head = None
+        rows = 0 if head is None else head.rows
+        if request.turn is not None:
+            asked = _MAKING if is_blended else None
+            request.resumed = request.turn.resume(request.prompt, asked, moves=is_blended, head=rows)
+        if head is not None and (request.resumed is None or request.resumed.head):
+            if request.resumed is None:
+                layout = request.prompt.layout if is_blended else replace(request.prompt.layout, chunks=())
+                request.resumed = Resumption(replace(layout, resumed_rows=rows), rows)
+            request.resumed.readers[0] = self._supply.head(request, head)
 
     def _observe(self, report: BlendReport) -> None:
         self.metrics.observe(report)
@@ -339,19 +424,14 @@ class GGUFEngine(ChunkLibrary):
         pass
 
 
-class _Conversation:
-    """A conversation of which nothing is kept: each turn is a prompt like any other."""
-
-    def reset(self) -> None:
-        return None
+def _reused(request: Request) -> dict[int, KVReader]:
+    """Return readers of what a prompt takes over, by their first rows."""
+    readers = {} if request.resumed is None else request.resumed.readers
+    return {start: reader for start, reader in readers.items() if reader.token_ids}
 
 
 def _raised(number: int, error: Exception) -> None:
     raise error
-
-
-def _ids(given: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
 def _check_tokenizer(llama: Llama, tokenizer: Any) -> None:

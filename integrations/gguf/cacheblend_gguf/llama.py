@@ -5,22 +5,28 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import llama_cpp
 import numpy as np
 import torch
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
+from cacheblend_gguf.files import parts_of
 from cacheblend_gguf.state import join_state, split_state
+from cacheblend_rag.config import SettingsBase
 from cacheblend_rag.engine.scheduler import Scheduler
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 
 __all__ = ["HEAD_CELLS", "Llama", "LlamaOptions"]
 
-_KV_TYPES = {"f16": 1, "f32": 0, "bf16": 30, "q8_0": 8, "q4_0": 2}
+_KVType = Literal["f16", "f32", "bf16", "q8_0", "q4_0"]
+# ggml's numbers of them.
+_KV_TYPES: dict[_KVType, int] = {"f16": 1, "f32": 0, "bf16": 30, "q8_0": 8, "q4_0": 2}
+_DEFAULT_TOKENS = 8192
 _BATCH = 2048
 # Cells beside a prompt's: of the preamble, which stay, and of a prompt's head while it is encoded.
 _BESIDE = 1024
@@ -31,15 +37,51 @@ _READ_BYTES = 1 << 24
 _PREAMBLE, _ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2, 3
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaOptions:
-    """How llama.cpp loads a model; see `GGUFEngine.from_pretrained`."""
+class LlamaOptions(SettingsBase):
+    """How llama.cpp loads a model, under the names of llama-cpp-python.
 
-    n_ctx: int | None = None
-    n_threads: int | None = None
+    Every option can also be set by an environment variable, its name in capitals after ``CACHEBLEND_GGUF_``, as in
+    ``CACHEBLEND_GGUF_N_CTX=4096``. An argument wins over the environment.
+
+    Parameters
+    ----------
+    n_ctx : int, optional
+        Maximum tokens of a prompt and its answer; by default 8192, or as many as the model was trained on, as 0 is.
+    n_threads : int, optional
+        Threads that compute; by default as many as torch has.
+    n_gpu_layers : int
+        Layers on the GPU, where llama.cpp was built for one; all by default.
+    n_seq_max : int
+        Maximum answers that are decoded together.
+    flash_attn : bool
+        Whether attention is computed by llama.cpp's flash attention, as values of 8 and 4 bits have to be.
+    type_k, type_v : str or int
+        What keys and values are kept in: "f16", "f32", "bf16", "q8_0" or "q4_0", or ggml's number of one.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="CACHEBLEND_GGUF_", extra="forbid", frozen=True, hide_input_in_errors=True
+    )
+    lifetime: ClassVar[str] = "fixed when a GGUF model is loaded"
+
+    n_ctx: int | None = Field(default=None, ge=0)
+    n_threads: int | None = Field(default=None, ge=1)
     n_gpu_layers: int = -1
-    n_seq_max: int = 16
-    kv_type: str = "f16"
+    n_seq_max: int = Field(default=16, ge=1, le=64)
+    flash_attn: bool = True
+    type_k: _KVType = "f16"
+    type_v: _KVType = "f16"
+
+    @field_validator("type_k", "type_v", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        return next((name for name, number in _KV_TYPES.items() if given == number), given)
+
+    @model_validator(mode="after")
+    def _can_be_kept(self) -> LlamaOptions:
+        if not self.flash_attn and self.type_v.startswith("q"):
+            raise ValueError(f"type_v={self.type_v!r} needs flash attention; leave flash_attn on, or give type_v='f16'")
+        return self
 
 
 class Llama:
@@ -72,8 +114,6 @@ class Llama:
     """
 
     def __init__(self, path: Path, options: LlamaOptions) -> None:
-        if options.kv_type not in _KV_TYPES:
-            raise ConfigError(f"kv_type={options.kv_type!r} is not known; give one of {', '.join(_KV_TYPES)}")
         self.path, self.options = path, options
         llama_cpp.llama_backend_init()
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
@@ -81,9 +121,12 @@ class Llama:
         loading.n_gpu_layers = options.n_gpu_layers
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         if not self._model:
-            raise ConfigError(f"llama.cpp cannot load {path}: it is not a GGUF model, or of an unknown kind")
+            raise ConfigError(
+                f"llama.cpp {llama_cpp.__version__} cannot load {path}: the file is damaged, has no language model, or one that "
+                "this version does not know"
+            )
         trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
-        self.window = min(options.n_ctx or 8192, trained)
+        self.window = min(_DEFAULT_TOKENS if options.n_ctx is None else options.n_ctx or trained, trained)
         self._context = self._open_context()
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
@@ -116,16 +159,14 @@ class Llama:
         asked.kv_unified = True
         # Cells that slid out of the window are wanted when a chunk is moved.
         asked.swa_full = True
-        # Without it values are kept turned, and the state has no row for each token.
-        asked.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        asked.type_k = asked.type_v = _KV_TYPES[self.options.kv_type]
-        if self.options.n_threads is not None:
-            asked.n_threads = asked.n_threads_batch = self.options.n_threads
+        asked.flash_attn_type = int(self.options.flash_attn)
+        asked.type_k, asked.type_v = _KV_TYPES[self.options.type_k], _KV_TYPES[self.options.type_v]
+        asked.n_threads = asked.n_threads_batch = self.options.n_threads or torch.get_num_threads()
         context = llama_cpp.llama_init_from_model(self._model, asked)
         if not context:
             raise ConfigError(
-                f"llama.cpp cannot make a context of {self.window} tokens of {self.path.name}; give a smaller n_ctx, or another "
-                "kv_type"
+                f"llama.cpp cannot make a context of {self.window} tokens for {self.path.name} with {self.options!r}; give a "
+                "smaller n_ctx, or other types"
             )
         return context
 
@@ -150,12 +191,13 @@ class Llama:
             )
 
     def digest(self) -> str:
-        """Return the digest of the file and of all else that its KV depends on: 32 hexadecimal digits."""
+        """Return the digest of the files and of all else that their KV depends on: 32 hexadecimal digits."""
         digest = hashlib.blake2b(digest_size=16)
-        with self.path.open("rb") as file:
-            while data := file.read(_READ_BYTES):
-                digest.update(data)
-        digest.update(f"{self.form}|{llama_cpp.__version__}|{self.options.kv_type}".encode())
+        for part in parts_of(self.path):
+            with part.open("rb") as file:
+                while data := file.read(_READ_BYTES):
+                    digest.update(data)
+        digest.update(f"{self.form}|{llama_cpp.__version__}".encode())
         return digest.hexdigest()
 
     def tokenize(self, text: str) -> list[int]:
@@ -183,7 +225,8 @@ class Llama:
 
     def remove(self, sequence: int, first: int = -1) -> None:
         """Remove a sequence's tokens from position `first` on, all by default."""
-        llama_cpp.llama_memory_seq_rm(self._memory, sequence, first, -1)
+        if self._context is not None:
+            llama_cpp.llama_memory_seq_rm(self._memory, sequence, first, -1)
 
     def read(self, ids: Sequence[int], first: int) -> None:
         """Compute tokens of the encoding sequence from position `first` on, whatever was there before."""
@@ -204,14 +247,14 @@ class Llama:
         """Free the cells of the encoding sequence."""
         self.remove(_ENCODING)
 
-    def take(self, first: int, count: int) -> list[LayerKV]:
-        """Return the KV of tokens of the encoding sequence, ``(1, count, width)`` of each layer."""
+    def take(self, first: int, count: int, sequence: int = _ENCODING) -> list[LayerKV]:
+        """Return the KV of tokens of a sequence, by default the encoding one, ``(1, count, width)`` of each layer."""
         # Of more than a window the state of a sliding layer has the last ones only.
         step = min(count, self._sliding) if self._sliding else count
         parts = []
         for begin in range(first, first + count, step):
             length = min(step, first + count - begin)
-            parts.append(split_state(self._state(_ENCODING, begin, begin + length), begin, length)[1])
+            parts.append(split_state(self._state(sequence, begin, begin + length), begin, length)[1])
         if len(parts) == 1:
             return parts[0]
         return [
@@ -221,17 +264,19 @@ class Llama:
 
     def put(self, layers: Sequence[LayerKV], encoded_at: int, position: int, sequence: int) -> None:
         """Append tokens to a sequence, whose KV was computed at another position; llama.cpp turns the keys."""
+        self._check_open()
         state = join_state(self.form, layers, encoded_at)
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         if llama_cpp.llama_state_seq_set_data(self._context, data, len(state), _PASSING) != len(state):
             self.remove(_PASSING)
-            raise RuntimeError(f"llama.cpp has no room for {layers[0].keys.shape[1]} more tokens")
+            raise CacheBlendError(f"llama.cpp has no room for {layers[0].keys.shape[1]} more tokens")
         if position != encoded_at:
             llama_cpp.llama_memory_seq_add(self._memory, _PASSING, -1, -1, position - encoded_at)
         llama_cpp.llama_memory_seq_cp(self._memory, _PASSING, sequence, -1, -1)
         self.remove(_PASSING)
 
     def _state(self, sequence: int, first: int, stop: int) -> bytes:
+        self._check_open()
         llama_cpp.llama_memory_seq_cp(self._memory, sequence, _PASSING, first, stop)
         size = llama_cpp.llama_state_seq_get_size(self._context, _PASSING)
         data = (ctypes.c_uint8 * size)()
@@ -252,6 +297,7 @@ class Llama:
 
         There are no more than a batch of them.
         """
+        self._check_open()
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         try:
             for number, (id, position, sequence, is_wanted) in enumerate(tokens):
@@ -261,7 +307,7 @@ class Llama:
             batch.n_tokens = len(tokens)
             status = llama_cpp.llama_decode(self._context, batch)
             if status:
-                raise RuntimeError(f"llama.cpp could not compute {len(tokens)} tokens (status {status})")
+                raise CacheBlendError(f"llama.cpp could not compute {len(tokens)} tokens (status {status})")
         finally:
             llama_cpp.llama_batch_free(batch)
         return [
@@ -272,8 +318,13 @@ class Llama:
             if token[3]
         ]
 
+    def _check_open(self) -> None:
+        # llama.cpp ends the process where it is given a context that is gone.
+        if self._context is None:
+            raise ConfigError("this engine was closed while this was under way; make a new one")
+
     def close(self) -> None:
-        """Free the model and its context."""
+        """Free the model and its context; what computes from then on fails."""
         if self._context is not None:
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)

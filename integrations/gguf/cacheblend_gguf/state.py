@@ -50,6 +50,8 @@ class StateForm:
     caches: tuple[tuple[tuple[Rows, Rows], ...], ...]
     # llama.cpp's mark of the version in which it writes states.
     magic: int = 0
+    # Whether it keeps an element of the values of all tokens together, as it does without flash attention.
+    is_turned: bool = False
 
     @property
     def layers(self) -> tuple[tuple[Rows, Rows], ...]:
@@ -70,11 +72,13 @@ class _Reader:
         self._place += struct.calcsize("<" + form)
         return found
 
-    def rows(self, count: int, nbytes: int) -> _Bytes:
-        """Return the next rows, ``(count, nbytes)``."""
-        found = np.frombuffer(self._data, np.uint8, count * nbytes, self._place).reshape(count, nbytes)
+    def rows(self, count: int, nbytes: int, element: int | None = None) -> _Bytes:
+        """Return the next rows, ``(count, nbytes)``, of which an element of all is kept together if its size is given."""
+        found = np.frombuffer(self._data, np.uint8, count * nbytes, self._place)
         self._place += count * nbytes
-        return found
+        if element is not None:
+            found = found.reshape(nbytes // element, count, element).swapaxes(0, 1)
+        return found.reshape(count, nbytes)
 
     @property
     def has_more(self) -> bool:
@@ -98,15 +102,17 @@ def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[La
             places = [reader.take("iIi")[:2] for _ in range(cells)]
             if streams != 1 or places != [(first + number, 1) for number in range(count)]:
                 raise ValueError(f"{cells} cells in {streams} streams for {count} tokens")
-            turned, num_layers = reader.take("II")
-            if turned:
-                raise ValueError("values are kept turned; leave flash_attn on")
+            is_turned, num_layers = reader.take("II")
             keys: list[_Side] = []
             values: list[_Side] = []
             for side in (keys, values):
                 for _ in range(num_layers):
-                    kind, nbytes = reader.take("iQ")
-                    side.append((Rows(kind, nbytes), reader.rows(count, nbytes)))
+                    if side is values and is_turned:
+                        kind, element, width = reader.take("iII")
+                        side.append((Rows(kind, width * element), reader.rows(count, width * element, element)))
+                    else:
+                        kind, nbytes = reader.take("iQ")
+                        side.append((Rows(kind, nbytes), reader.rows(count, nbytes)))
             caches.append(tuple((key[0], value[0]) for key, value in zip(keys, values, strict=True)))
             layers += [LayerKV(_tensor(*key), _tensor(*value)) for key, value in zip(keys, values, strict=True)]
     except (struct.error, ValueError) as error:
@@ -114,7 +120,7 @@ def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[La
             f"the state that this llama.cpp keeps of the model cannot be taken apart by token ({error}), so its chunks cannot be "
             "stored"
         ) from error
-    return StateForm(tuple(caches), magic), layers
+    return StateForm(tuple(caches), magic, bool(is_turned)), layers
 
 
 def join_state(form: StateForm, layers: Sequence[LayerKV], first: int) -> bytes:
@@ -135,11 +141,16 @@ def join_state(form: StateForm, layers: Sequence[LayerKV], first: int) -> bytes:
     meta[:, 0], meta[:, 1], meta[:, 2] = np.arange(first, first + count), 1, 0
     at = 0
     for cache in form.caches:
-        parts += [struct.pack("<II", 1, count), meta.tobytes(), struct.pack("<II", 0, len(cache))]
+        parts += [struct.pack("<II", 1, count), meta.tobytes(), struct.pack("<II", form.is_turned, len(cache))]
         for side in (0, 1):
             for number, rows in enumerate(cache):
-                bits = layers[at + number][side].contiguous().view(torch.uint8).numpy()
-                parts += [struct.pack("<iQ", rows[side].type, rows[side].nbytes), bits.tobytes()]
+                tensor, row = layers[at + number][side], rows[side]
+                if side and form.is_turned:
+                    parts.append(struct.pack("<iII", row.type, row.dtype.itemsize, row.width))
+                    tensor = tensor[0].T
+                else:
+                    parts.append(struct.pack("<iQ", row.type, row.nbytes))
+                parts.append(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         at += len(cache)
     return b"".join(parts)
 

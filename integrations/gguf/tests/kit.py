@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_gguf import GGUFEngine
 from cacheblend_gguf.decoding import Scores
-from cacheblend_rag import Chunk
+from cacheblend_rag import BlendPrompt, Chunk, ChunkRef
 
 _GEMMA_PARTS = 4
 
@@ -29,6 +29,13 @@ def harbour() -> list[Chunk]:
         Chunk(text, f"h{number}", document="harbour", start=start)
         for number, (text, start) in enumerate(zip(HARBOUR, starts, strict=True))
     ]
+
+
+QUESTION = "\n\nQuestion: When does the ferry leave?\nAnswer:"
+
+
+def ask(*ids: str, question: str = QUESTION) -> BlendPrompt:
+    return BlendPrompt("", [ChunkRef(id) for id in ids], question)
 
 
 def smollm(folder: Path) -> Path:

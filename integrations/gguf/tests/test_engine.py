@@ -1,8 +1,10 @@
 """Chunks and answers of two real models: a plain one, and one with sliding windows."""
 
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,11 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
+from cacheblend_attachments import SourceAttention
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.errors import ConfigError, PromptError, UnknownChunkError
-from integrations.gguf.tests.kit import HARBOUR, harbour, last_scores, read_in_full
-
-QUESTION = "\n\nQuestion: When does the ferry leave?\nAnswer:"
-
-
-def ask(*ids: str, question: str = QUESTION) -> BlendPrompt:
-    return BlendPrompt("", [ChunkRef(id) for id in ids], question)
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
+from integrations.gguf.tests.kit import HARBOUR, QUESTION, ask, harbour, last_scores, read_in_full
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +29,9 @@ def test_a_document_behind_the_preamble_is_read_as_llama_cpp_reads_it(filled: GG
     preamble = list(filled._assembler.preamble)
     prompt = BlendPrompt(segments=[preamble, *(ChunkRef(f"h{number}") for number in range(len(HARBOUR))), QUESTION])
     with last_scores(filled) as seen:
-        result = filled.generate(prompt, 4)
+        result = filled.generate(prompt, 24)
     assert result.report.hits == len(HARBOUR)
+    assert result.token_ids == filled.generate(prompt, 24, blend=BlendConfig(enabled=False)).token_ids
     full, again = (read_in_full(filled, result.prompt_ids, batch) for batch in (512, 37))
     # What llama.cpp's own reads of it differ by, with other batch sizes.
     noise = abs(full - again).max()
@@ -56,6 +54,55 @@ def test_misses_are_hits_the_next_time_and_answer_alike(filled: GGUFEngine) -> N
     filled.delete(["cats"])
 
 
+def test_any_order_of_hits_and_misses(filled: GGUFEngine) -> None:
+    ids = [f"h{number}" for number in range(len(HARBOUR))]
+    for seed in range(5):
+        draw = random.Random(seed)
+        prompt = ask(*draw.sample(ids, draw.randint(1, len(ids))))
+        whole = filled.generate(prompt, 6)
+        for record in filled.records(draw.sample(ids, 2)):
+            assert record is not None
+            filled._store.discard(record.key)
+        again = filled.generate(prompt, 6)
+        assert (again.token_ids, again.report.hits + again.report.misses) == (whole.token_ids, whole.report.hits)
+        filled.add(harbour())
+
+
+def test_conversations(filled: GGUFEngine) -> None:
+    filled.add([Chunk("The cats of Lund sleep at noon, and wake when the fish comes in.", "cats")])
+    turns = filled.conversation()
+    first = filled.generate(ask("cats", "h1"), 8, conversation=turns)
+    said = [*first.prompt_ids, *first.token_ids]
+    follow = BlendPrompt(segments=[said, "\nAnd where? ", ChunkRef("h2"), "\nAnswer:"])
+    second = filled.generate(follow, 8, conversation=turns)
+    assert second.report.conversation_tokens == len(said) - 1
+    assert second.report.hits == 1
+    # History behind another context is moved, as chunks are.
+    moved = filled.generate(
+        BlendPrompt(segments=["Now: ", ChunkRef("h0"), said[12:], "\nWhat?"]), 4, conversation=turns
+    )
+    assert moved.report.conversation_tokens > len(said) - 20
+    assert filled.generate(follow, 8, conversation=turns).token_ids == second.token_ids
+    filled.delete(["cats"])
+    assert turns.tokens <= 12
+    bounded = filled.conversation(first.report.prompt_tokens // 2 * filled.kv_bytes_per_token)
+    filled.generate(ask("h0", "h1"), 4, conversation=bounded)
+    assert 0 < bounded.nbytes <= bounded.max_bytes
+    with filled.for_tenant("other") as other, pytest.raises(ConfigError, match="belongs to another engine"):
+        other.generate(BlendPrompt("Why?"), 4, conversation=turns)
+
+
+def test_scores(filled: GGUFEngine) -> None:
+    prompt = ask("h0", "h1")
+    with last_scores(filled) as seen:
+        filled.generate(prompt, 1)
+    found = filled.prefill(prompt, logits_to_keep=5)
+    assert found.logits.shape == (5, filled.llama.vocab_size)
+    assert torch.allclose(found.logits[-1], torch.from_numpy(seen[0]), atol=0.5)
+    with pytest.raises(PromptError, match="logits_to_keep"):
+        filled.prefill(prompt, logits_to_keep=1000)
+
+
 def test_streams_are_the_answers(filled: GGUFEngine) -> None:
     whole = filled.generate(ask("h1", "h2"), 12)
     stream = filled.stream(ask("h1", "h2"), 12)
@@ -74,8 +121,13 @@ def test_options(filled: GGUFEngine) -> None:
     assert ended.text.count(".") == 1
     with pytest.raises(ConfigError, match="num_beams"):
         filled.generate(ask("h2"), 8, num_beams=4)
+    calm = filled.generate(ask("h2"), 24, repetition_penalty=1.3, no_repeat_ngram_size=2, eos_token_id=[]).token_ids
+    assert len(set(pairwise(calm))) == len(calm) - 1
     with pytest.raises(ConfigError, match="recompute_ratio"):
         filled.generate(ask("h2"), 8, blend=BlendConfig(recompute_ratio=0.15))
+    assert filled.generate(ask("h2"), 2, blend=BlendConfig(recompute_ratio=1.0)).report.selector == "full"
+    with pytest.raises(ConfigError, match="SourceAttention looks into a model of transformers"):
+        filled.attach(SourceAttention())
     with pytest.raises(PromptError, match="positions"):
         filled.generate(BlendPrompt(segments=["a"], positions=[5]), 8)
     with pytest.raises(UnknownChunkError):
@@ -157,5 +209,34 @@ def test_the_same_two_lines_open_it(path: Path) -> None:
     with BlendEngine.from_pretrained(path, n_ctx=512) as engine:
         assert isinstance(engine, GGUFEngine)
         assert engine.is_called(path.name)
-    with pytest.raises(ConfigError, match="kv_type"):
-        BlendEngine.from_pretrained(path, kv_type="f17")
+    for options in ({"type_k": "f17"}, {"n_ctx": -1}, {"kv_type": "f16"}, {"type_v": 2, "flash_attn": False}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            BlendEngine.from_pretrained(path, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"type_k": "q8_0", "type_v": 2}, {"flash_attn": False}, {"type_k": "q8_0"}], ids=str
+)
+def test_other_forms_of_kv(path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    answers = []
+    for _ in range(2):
+        with GGUFEngine.from_pretrained(path, n_ctx=512, store=tmp_path, **options) as engine:
+            engine.add(harbour())
+            answers.append(engine.generate(ask("h2", "h0"), 6))
+    assert answers[1].report.hits == 2
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_callers_wait_no_longer_than_they_may(path: Path) -> None:
+    with GGUFEngine.from_pretrained(path, n_ctx=512, n_seq_max=1) as engine:
+        stream = engine.stream(BlendPrompt("Once"), 400, eos_token_id=[])
+        next(stream)
+        with pytest.raises(AnswerTimeoutError, match="let it wait longer"):
+            engine.generate(BlendPrompt("Twice"), 4, wait_s=0.1)
+        waiting = engine.stream(BlendPrompt("Twice"), 4)
+        waiting.close()
+        with pytest.raises(CacheBlendError, match="ended before it began"):
+            waiting.result()
+        engine.close()
+        with pytest.raises(ConfigError, match="closed"):
+            stream.result()

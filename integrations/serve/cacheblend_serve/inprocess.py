@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import anyio.to_thread
+from transformers import GenerationConfig
 
 from cacheblend_rag.chat.answer import Answer, Deadline, Ending
 from cacheblend_rag.chat.grammar import Guide
 from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine, ChunkLibrary
+from cacheblend_rag.engine import BlendEngine, ChunkLibrary, Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces
 from cacheblend_serve.backend import Asked, Backend, Wanted
@@ -51,7 +52,7 @@ class EngineBackend(Backend):
         return self._engine.blend
 
     async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
-        assert isinstance(library, BlendEngine)
+        assert isinstance(library, Engine)
         ending = Ending(asked.stop, Deadline(asked.timeout_s))
         begin = partial(_stream, library, asked, ending)
         stream = await anyio.to_thread.run_sync(begin)
@@ -91,9 +92,10 @@ def command(wanted: Wanted) -> str:
     raise ConfigError("the backend 'engine' computes in this process and starts no server; choose another --backend")
 
 
-def _stream(engine: BlendEngine, asked: Asked, ending: Ending) -> Any:
+def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
     """Begin an answer."""
-    own = engine.model.generation_config
+    # A model that is not of transformers has no settings of its own.
+    own = engine.model.generation_config if isinstance(engine, BlendEngine) else GenerationConfig()
     most = asked.max_tokens or own.max_new_tokens or _ANSWER_TOKENS
     options: dict[str, Any] = {
         "max_new_tokens": min(most, asked.limit_tokens),

@@ -60,7 +60,9 @@ class Server:
         wanted += [Guard(config.guard_share, action=config.guard_action)] if config.guard_share else []
         for each in wanted:
             if not isinstance(first := backend.library(None), BlendEngine):
-                raise ConfigError("guard_share and auto_ratio are for the backend 'engine'; leave them out")
+                raise ConfigError(
+                    "guard_share and auto_ratio are for models of transformers in this process; leave them out"
+                )
             first.attach(each)
         # One writer of a document at a time.
         self._writers: weakref.WeakValueDictionary[tuple[str | None, str], asyncio.Lock] = weakref.WeakValueDictionary()

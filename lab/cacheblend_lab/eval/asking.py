@@ -11,7 +11,7 @@ from cacheblend_lab.eval.methods import NO_CONTEXT, WHOLE_WAYS, EvalMethod, orde
 from cacheblend_lab.eval.retrieve import RetrievalSetting, Retriever
 from cacheblend_lab.eval.task import EvalContext, EvalTask
 from cacheblend_lab.eval.ways import make_way
-from cacheblend_lab.settings import engine_settings, settings_of
+from cacheblend_lab.settings import another_engine, engine_settings, settings_of
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 
@@ -162,7 +162,5 @@ class Asker:
         same = asked["config"] == own["config"] and asked["tuning"] == replace(own["tuning"], self_check=False)
         label = "" if same else repr((asked["config"], asked["tuning"]))
         if label not in self._engines:
-            self._engines[label] = (
-                self._engine if same else BlendEngine(self._engine.model, self._engine.tokenizer, **asked)
-            )
+            self._engines[label] = self._engine if same else another_engine(self._engine, asked)
         return self._engines[label]

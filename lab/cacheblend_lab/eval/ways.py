@@ -19,8 +19,6 @@ from cacheblend_pml import Import, Module, Node, Prompt, Schema, Schemas, Text
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
-from cacheblend_rag.fuse.plan import check_selector
-from cacheblend_rag.model import num_decoder_layers
 
 __all__ = ["Way", "budget_for_charge", "make_way"]
 
@@ -122,7 +120,7 @@ class _Engine:
         changes: dict[str, Any] = {"enabled": False} if whole else method.settings()
         self._blend = engine_settings(settings_of(engine), **changes)["blend"]
         if not whole:
-            check_selector(self._blend, num_decoder_layers(engine.model))
+            engine.check_blend(self._blend)
 
     def answer(
         self, inquiries: Sequence[Inquiry], before: Sequence[Mapping[str, Answer | None]]

@@ -188,7 +188,7 @@ def _header(engine: BlendEngine, model: str, task: EvalTask, setting: EvalSettin
         "contexts": hashlib.blake2b(json.dumps([frame, contexts]).encode(), digest_size=16).hexdigest(),
         "questions": sum(len(context.questions) for context in task.contexts),
         "model": model,
-        "weights": model_fingerprint(engine.model),
+        "weights": model_fingerprint(engine.model) if isinstance(engine, BlendEngine) else engine.llama.digest(),
         "max_new_tokens": setting.max_new_tokens or task.max_new_tokens,
         "retrieval": None if task.chunked else asdict(setting.retrieval),
         **({"together": True} if setting.together else {}),

@@ -1,0 +1,113 @@
+"""LangChain's own suites, LlamaIndex, and openai-python against a server, with a GGUF model behind them."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from llama_index.core import PromptTemplate, StorageContext, VectorStoreIndex
+from llama_index.core.schema import TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
+from pydantic import BaseModel
+
+from cacheblend_gguf import GGUFEngine
+from cacheblend_rag import EngineConfig
+from cacheblend_rag.chunk import BLANK_LINE
+from integrations.gguf.tests.kit import smollm
+from integrations.langchain.tests.asking import TOOL_TEMPLATE
+from integrations.langchain.tests.test_standard import (  # noqa: F401  # run here as well
+    TestChatBlendIntegration,
+    TestChatBlendIntegrationWithTools,
+)
+from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
+from integrations.serve.tests.conftest import serving
+from integrations.serve.tests.test_clients import (  # noqa: F401
+    CHUNKS,
+    QUESTION,
+    TestChatOpenAI,
+    test_a_langchain_chain_is_served_from_stored_chunks,
+    test_a_llama_index_query_engine_is_served_from_stored_chunks,
+    test_openai_is_answered,
+)
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
+from llama_index_cacheblend.chat import BlendContextChatEngine
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFEngine]:
+    """What the suites call the model that they ask."""
+    path = smollm(tmp_path_factory.mktemp("model"))
+    with GGUFEngine.from_pretrained(path, n_ctx=2048, n_threads=2, config=EngineConfig(separator=BLANK_LINE)) as engine:
+        engine.model_name = "reference"
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tool_engine(reference: GGUFEngine) -> Iterator[GGUFEngine]:
+    tokenizer = copy.deepcopy(reference.tokenizer)
+    tokenizer.chat_template = TOOL_TEMPLATE.replace("<|", "<|im_start|>").replace("|>\n", "\n")
+    with GGUFEngine(reference.llama, tokenizer, decoding=reference._decoding) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def address(reference: GGUFEngine) -> Iterator[str]:
+    with serving(reference) as address:
+        items = [{"id": f"c{number}", "text": text} for number, text in enumerate(CHUNKS)]
+        assert httpx.post(f"{address}/v1/chunks", json={"chunks": items}, timeout=60).status_code == 200
+        yield address
+
+
+class Place(BaseModel):
+    """Where something is."""
+
+    name: str
+    people: int
+
+
+def test_openai_has_forms_stops_and_seeds(address: str) -> None:
+    def ask(**options: Any) -> str:
+        asked = {"model": "reference", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 40} | options
+        return client.chat.completions.create(**asked).choices[0].message.content
+
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        schema = {"name": "place", "schema": Place.model_json_schema()}
+        Place.model_validate_json(ask(response_format={"type": "json_schema", "json_schema": schema}))
+        drawn = [ask(temperature=1.5, seed=seed) for seed in (3, 3, 4)]
+        assert drawn[0] == drawn[1] != drawn[2]
+        whole = ask()
+        assert ask(stop=[" the"]) == whole.split(" the")[0]
+
+
+def test_llama_index(reference: GGUFEngine) -> None:
+    llm = BlendLLM(engine=reference, max_new_tokens=12)
+    storage = StorageContext.from_defaults(vector_store=BlendVectorStore(SimpleVectorStore(), engine=reference))
+    nodes = [TextNode(id_=f"n{number}", text=text) for number, text in enumerate(FACTS)]
+    index = VectorStoreIndex(nodes, storage_context=storage, embed_model=WordEmbedding(model_name="words"))
+    asking = index.as_query_engine(response_synthesizer=BlendSynthesizer(llm=llm), llm=llm, similarity_top_k=3)
+    response = asking.query(QUESTION)
+    assert response.metadata["blend"]["hits"] == 3
+    stream = BlendSynthesizer(llm=llm, streaming=True).synthesize(QUESTION, response.source_nodes)
+    assert "".join(stream.response_gen) == str(response)
+    chat = BlendContextChatEngine.from_defaults(index.as_retriever(similarity_top_k=2), llm=llm)
+    reports = [chat.chat(question).metadata["blend"] for question in (QUESTION, "What is her work?")]
+    assert reports[0]["conversation_tokens"] == 0 < reports[1]["conversation_tokens"]
+    forms = BlendLLM(engine=reference, max_new_tokens=60)
+    assert forms.structured_predict(Place, PromptTemplate("Where was {name} born?"), name="Mara").name
+    index.delete_nodes([node.node_id for node in nodes])
+    assert not reference.contains("n0")
+
+
+def test_the_two_lines(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "smol.gguf").symlink_to(smollm(tmp_path))
+    pytest.importorskip("cacheblend_gguf")
+    llm = BlendLLM(model=str(folder), model_kwargs={"n_ctx": 512, "type_k": "q8_0", "n_threads": 1})
+    assert isinstance(llm.engine, GGUFEngine)
+    assert (llm.engine.window, llm.engine.llama.options.type_k) == (512, "q8_0")
+    assert llm.complete("The capital of France is", max_new_tokens=8).text
+    llm.engine.close()
