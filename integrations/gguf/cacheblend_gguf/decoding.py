@@ -149,7 +149,7 @@ class Decoding:
                 if left_s <= 0 or request.is_given_up:
                     self._waiting.remove(answering)
                     if request.is_given_up:
-                        raise CacheBlendError("the answer was ended before it began; ask again")
+                        raise CacheBlendError("the answer was cancelled before it began; try again")
                     raise AnswerTimeoutError(
                         "other answers had the model for all of the time that this one may wait, so it was given up; let it "
                         "wait longer, or make fewer calls at once"

@@ -16,7 +16,7 @@ from pydantic_settings import SettingsConfigDict
 
 from cacheblend_gguf.files import parts_of
 from cacheblend_gguf.state import join_state, split_state
-from cacheblend_rag.config import SettingsBase
+from cacheblend_rag.config import SettingsBase, warn_of_unknown_variables
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
@@ -27,6 +27,7 @@ _KVType = Literal["f16", "f32", "bf16", "q8_0", "q4_0"]
 # ggml's numbers of them.
 _KV_TYPES: dict[_KVType, int] = {"f16": 1, "f32": 0, "bf16": 30, "q8_0": 8, "q4_0": 2}
 _DEFAULT_TOKENS = 8192
+_PREFIX = "CACHEBLEND_GGUF_"
 _BATCH = 2048
 # Cells beside a prompt's: of the preamble, which stay, and of a prompt's head while it is encoded.
 _BESIDE = 1024
@@ -59,9 +60,7 @@ class LlamaOptions(SettingsBase):
         What keys and values are kept in: "f16", "f32", "bf16", "q8_0" or "q4_0", or ggml's number of one.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix="CACHEBLEND_GGUF_", extra="forbid", frozen=True, hide_input_in_errors=True
-    )
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
     lifetime: ClassVar[str] = "fixed when a GGUF model is loaded"
 
     n_ctx: int | None = Field(default=None, ge=0)
@@ -72,10 +71,14 @@ class LlamaOptions(SettingsBase):
     type_k: _KVType = "f16"
     type_v: _KVType = "f16"
 
+    def __init__(self, **values: Any) -> None:
+        warn_of_unknown_variables(_PREFIX)
+        super().__init__(**values)
+
     @field_validator("type_k", "type_v", mode="before")
     @classmethod
     def _named(cls, given: Any) -> Any:
-        return next((name for name, number in _KV_TYPES.items() if given == number), given)
+        return next((name for name, number in _KV_TYPES.items() if str(given) == str(number)), given)
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> LlamaOptions:

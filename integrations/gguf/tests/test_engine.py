@@ -126,7 +126,7 @@ def test_options(filled: GGUFEngine) -> None:
     with pytest.raises(ConfigError, match="recompute_ratio"):
         filled.generate(ask("h2"), 8, blend=BlendConfig(recompute_ratio=0.15))
     assert filled.generate(ask("h2"), 2, blend=BlendConfig(recompute_ratio=1.0)).report.selector == "full"
-    with pytest.raises(ConfigError, match="SourceAttention looks into a model of transformers"):
+    with pytest.raises(ConfigError, match="SourceAttention needs a model in transformers"):
         filled.attach(SourceAttention())
     with pytest.raises(PromptError, match="positions"):
         filled.generate(BlendPrompt(segments=["a"], positions=[5]), 8)
@@ -235,7 +235,7 @@ def test_callers_wait_no_longer_than_they_may(path: Path) -> None:
             engine.generate(BlendPrompt("Twice"), 4, wait_s=0.1)
         waiting = engine.stream(BlendPrompt("Twice"), 4)
         waiting.close()
-        with pytest.raises(CacheBlendError, match="ended before it began"):
+        with pytest.raises(CacheBlendError, match="cancelled before it began"):
             waiting.result()
         engine.close()
         with pytest.raises(ConfigError, match="closed"):

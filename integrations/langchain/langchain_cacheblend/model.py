@@ -46,7 +46,7 @@ class BlendModel(AnswersTogether, DecodingFields):
     Parameters
     ----------
     model : str, optional
-        A Hugging Face id, a folder, or "reference" for the small model that comes with cacheblend-rag.
+        A Hugging Face id, a folder, a GGUF file, or "reference" for the small model that comes with cacheblend-rag.
     engine : BlendEngine or ServedEngine, optional
         A ready-made engine instead of `model`, which may then be omitted or must be the engine's own.
     server : str, optional
@@ -55,7 +55,8 @@ class BlendModel(AnswersTogether, DecodingFields):
     store : KVStore, str or Path, optional
         With `model`: where KV is kept, for example a folder; by default this process's RAM.
     model_kwargs : dict, optional
-        With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``.
+        With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``;
+        of a GGUF file options of llama.cpp, for example ``n_ctx``.
     engine_config : EngineConfig or mapping, optional
         With `model`: the settings of its engine; the `separator` is a blank line unless another is given.
     blend_config : BlendConfig or mapping, optional

@@ -79,7 +79,7 @@ class BlendLLM(JSONAnswers):
     Parameters
     ----------
     model : str, Path or PreTrainedModel, optional
-        "reference", a Hugging Face id, a folder, or a model object.
+        "reference", a Hugging Face id, a folder, a GGUF file, or a model object.
     tokenizer : Any, optional
         The tokenizer of a model object.
     engine : BlendEngine or ServedEngine or BlendLLM, optional
@@ -94,7 +94,8 @@ class BlendLLM(JSONAnswers):
     store : KVStore, str, Path or None
         Where KV is kept: a folder, your own store, or None for this process's RAM.
     model_kwargs : dict, optional
-        Passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``.
+        Passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``; of a GGUF file
+        options of llama.cpp, for example ``n_ctx``.
     model_name : str, optional
         What the model is called in logs.
     temperature : float

@@ -29,7 +29,9 @@ def demo(
     retrieved: Annotated[int, typer.Option("--top-k", min=1, help="Chunks to retrieve for each question.")] = 5,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="A Hugging Face id or a folder; by default SmolLM2-135M-Instruct."),
+        typer.Option(
+            metavar="MODEL", help="A Hugging Face id, a folder or a GGUF file; by default SmolLM2-135M-Instruct."
+        ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show every answer as well.")] = False,
     json_file: JsonOption = None,
@@ -37,6 +39,7 @@ def demo(
     """Put pages of Python's manual into Chroma, and answer questions about them by full prefill and from stored KV.
 
     Half go through LlamaIndex and half through LangChain. KV is computed on the way in; a second run finds it there.
+    llama.cpp answers where cacheblend-gguf is installed, otherwise transformers.
     """
     started = time.perf_counter()
     name = model or str(_packaged_model())
@@ -58,7 +61,8 @@ def demo(
     ):
         added, answered = run_demo(folder, engine, questions=questions, retrieved=retrieved, progress=progress)
         chunks = len(engine.ids())
-    show_demo(answered, chunks, added, retrieved, model or "SmolLM2-135M-Instruct", verbose)
+    shown = model or f"SmolLM2-135M-Instruct in {'llama.cpp' if hasattr(engine, 'llama') else 'transformers'}"
+    show_demo(answered, chunks, added, retrieved, shown, verbose)
     seconds = time.perf_counter() - started
     console().print(f"[dim]{say_seconds(seconds)} in all; kept in {folder}[/dim]")
     write_json(json_file, "demo", [each.to_dict() for each in answered], model=name, top_k=retrieved, seconds=seconds)
