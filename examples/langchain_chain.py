@@ -20,7 +20,7 @@ def main() -> None:
         collection_name="langchain_chain",
         embedding_function=HuggingFaceEmbeddings(model_name=str(get_model_path())),
     )
-    store = BlendVectorStore(chroma, engine=llm.engine)  # encodes what is added, forgets what is deleted
+    store = BlendVectorStore(chroma, engine=llm.engine)  # encodes added texts, deletes the KV of deleted ones
     store.add_documents(
         [
             Document(chunk, metadata={"source": document.title})  # chunks of one source are computed after each other
@@ -34,7 +34,7 @@ def main() -> None:
     )
     chain = prompt | llm
 
-    asked = demo_questions()  # small as the model is, it answers these four; `cacheblend-rag demo` asks them all
+    asked = demo_questions()  # the small model answers these four; `cacheblend-rag demo` asks them all
     for question in (asked[1], asked[4], asked[7], asked[10]):
         documents = store.as_retriever(search_kwargs={"k": 12}).invoke(question.text)
         context = "\n\n".join(document.page_content for document in documents)

@@ -1,4 +1,4 @@
-"""A LangGraph conversation over Chroma: retrieve, answer, ask back. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
+"""A LangGraph conversation over Chroma: retrieve, answer, follow up. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def main() -> None:
             for chunk in document.chunks
         ]
     )
-    # The tool's message holds the documents themselves beside their text. A model that has learnt to call tools is given it by
-    # llm.bind_tools([search]) and finds them in that message; the reference model has not, so the graph calls the tool.
+    # The tool's message holds the documents themselves as well as their text. Give the tool to a model trained to call tools
+    # by llm.bind_tools([search]); the reference model was not, so the graph calls the tool.
     search = create_retriever_tool(
         store.as_retriever(search_kwargs={"k": 12}), "search", "Looks it up.", response_format="content_and_artifact"
     )

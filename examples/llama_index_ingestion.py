@@ -1,4 +1,4 @@
-"""Documents that change, through an ingestion pipeline: only what is new is encoded, and what is old is gone.
+"""Changing documents in an ingestion pipeline: only new text is encoded, and old text is deleted.
 
 Needs ``pip install "cacheblend-rag[demo]"`` and no network.
 """
@@ -20,17 +20,17 @@ from llama_index_cacheblend import BlendLLM, BlendVectorStore, warm_index
 
 
 def main() -> None:
-    llama_index_cacheblend.install()  # makes response_mode="blend" known
+    llama_index_cacheblend.install()  # enables response_mode="blend"
     llm = BlendLLM(model="reference", max_new_tokens=40)
     collection = chromadb.EphemeralClient().create_collection("llama_index_ingestion")
-    # Encoding goes on in the background; a question that comes before it is done is answered all the same.
+    # Encoding runs in the background; questions that come before it is done are answered too.
     store = BlendVectorStore(ChromaVectorStore(chroma_collection=collection), engine=llm.engine, background=True)
     embedding = HuggingFaceEmbedding(model_name=str(get_model_path()))
     pipeline = IngestionPipeline(
         transformations=[SentenceSplitter(chunk_size=64, chunk_overlap=0), embedding],
         vector_store=store,
         docstore=SimpleDocumentStore(),
-        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,  # documents that are not given any more are deleted
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,  # deletes documents that are no longer given
     )
     documents = [
         Document(text="\n".join(each.chunks), id_=each.title, excluded_llm_metadata_keys=["title"])
@@ -50,7 +50,7 @@ def main() -> None:
     del documents[-1]
     ingest("one document less")
 
-    # Another program writes to the collection: it is only slower, never wrong. Warming makes up for it.
+    # Another program writes to the collection: answers get slower, never wrong. Warming fixes that.
     node_id = collection.get(limit=1)["ids"][0]
     text = "The harbour is closed in winter."
     collection.update(ids=[node_id], documents=[text], embeddings=[embedding.get_text_embedding(text)])

@@ -15,16 +15,16 @@ from llama_index_cacheblend import BlendLLM, BlendVectorStore
 
 
 def main() -> None:
-    llama_index_cacheblend.install()  # makes response_mode="blend" known
+    llama_index_cacheblend.install()  # enables response_mode="blend"
     llm = BlendLLM(model="reference", max_new_tokens=40)
     chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_example"))
-    store = BlendVectorStore(chroma, engine=llm.engine)  # encodes what is added, forgets what is deleted
+    store = BlendVectorStore(chroma, engine=llm.engine)  # encodes added texts, deletes the KV of deleted ones
     index = VectorStoreIndex(
         [
             TextNode(
                 text=chunk,
                 metadata={"title": document.title},
-                excluded_llm_metadata_keys=["title"],  # for the embedding model and us
+                excluded_llm_metadata_keys=["title"],  # for the embedding model and for us only
                 # A splitter sets this. The KV of each chunk is computed after those before it in its document.
                 relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document.title)},
             )
@@ -36,7 +36,7 @@ def main() -> None:
     )
     query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=12)
 
-    asked = demo_questions()  # small as the model is, it answers these four; `cacheblend-rag demo` asks them all
+    asked = demo_questions()  # the small model answers these four; `cacheblend-rag demo` asks them all
     for question in (asked[1], asked[3], asked[4], asked[7]):
         response = query_engine.query(question.text)
         blend = response.metadata["blend"]

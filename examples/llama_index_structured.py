@@ -1,4 +1,4 @@
-"""Objects as answers, held to their schema by llguidance. Needs ``pip install "cacheblend-rag[demo]"``.
+"""Structured output, constrained to its schema by llguidance. Needs ``pip install "cacheblend-rag[demo]"``.
 
 ``python llama_index_structured.py Qwen/Qwen2.5-1.5B-Instruct`` asks a model that can fill in forms. The small one in the package,
 asked by default, has learnt to write sentences: what it writes has the right form, but is a guess.
@@ -44,7 +44,7 @@ class Schema:
 
     def __init__(self, engine: BlendEngine, output_cls: type[BaseModel]) -> None:
         self._vocabulary = from_tokenizer(engine.tokenizer, eos_token=engine.model.generation_config.eos_token_id)
-        # Compact, since endless blanks would be JSON too.
+        # Compact, since endless whitespace would be JSON too.
         layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         schema = {"additionalProperties": False, **output_cls.model_json_schema(), "x-guidance": layout}
         self._grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
@@ -65,7 +65,7 @@ class Schema:
 
 
 def main(model: str = "reference") -> None:
-    llama_index_cacheblend.install()  # makes response_mode="blend" known
+    llama_index_cacheblend.install()  # enables response_mode="blend"
     engine = BlendEngine.from_pretrained(model)
     held = {"prefix_allowed_tokens_fn": Schema(engine, Work)}
     llm = BlendLLM(engine=engine, max_new_tokens=60, generation_kwargs=held)

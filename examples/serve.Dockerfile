@@ -1,11 +1,11 @@
-# A server for clients of OpenAI's API; from the clone's root:
+# A server for OpenAI clients. Build it in the root of a clone:
 #
 #   mkdir keys && cacheblend-rag keys add keys/keys.json --name notebook --tenant me
 #   docker build -f examples/serve.Dockerfile -t cacheblend-serve .
 #   docker run -p 8000:8000 -v kv:/kv -v ./keys:/keys:ro cacheblend-serve --model Qwen/Qwen2.5-0.5B-Instruct
 #
-# Without a GPU the CPU build of torch is enough, which is smaller: --build-arg PIP_EXTRA_INDEX_URL=... with the address that
-# PyTorch's installation page gives for it. With a GPU, run with --gpus all.
+# Without a GPU, use the smaller CPU build of torch: --build-arg PIP_EXTRA_INDEX_URL=... with the address from PyTorch's
+# installation page. With a GPU, run with --gpus all.
 FROM python:3.11-slim
 ARG PIP_EXTRA_INDEX_URL
 COPY . /src
