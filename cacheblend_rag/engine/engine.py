@@ -44,6 +44,7 @@ from cacheblend_rag.model import (
     model_fingerprint,
     model_window,
     num_decoder_layers,
+    state_layers,
     unwrapped,
 )
 from cacheblend_rag.model.checkpoint import gguf_files, load_pretrained
@@ -68,7 +69,7 @@ class BlendEngine(AnsweringLibrary):
     Parameters
     ----------
     model : PreTrainedModel
-        A Hugging Face causal language model.
+        A Hugging Face causal language model. With the extra `hybrid`, one with recurrent layers makes it a `HybridEngine`.
     tokenizer : Any
         Its tokenizer.
     config : EngineConfig, optional
@@ -102,6 +103,13 @@ class BlendEngine(AnsweringLibrary):
         reason (damage, a full disk, a lock) is replaced by this process's RAM, which a warning says.
     """
 
+    def __new__(cls, model: PreTrainedModel, *given: Any, **options: Any) -> BlendEngine:
+        # Where layers keep a state, another distribution's engine can do more than refuse.
+        if cls is BlendEngine and state_layers(model):
+            for hybrid in entry_points(group="cacheblend_rag.engines", name="hybrid"):
+                cls = hybrid.load()
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -120,9 +128,7 @@ class BlendEngine(AnsweringLibrary):
         self.model = model.eval()
         self.model_name: str = getattr(model, "name_or_path", "") or type(model).__name__
         self.window = model_window(model)
-        self.decoder, self.unsupported_reason = look_at_model(
-            self.model, strict=self.config.strict, self_check=self.tuning.self_check
-        )
+        self.decoder, self.unsupported_reason = self._look_at_model()
         self.check_blend(self.blend)
         self._store = open_engine_store(store, self.config, self.tuning, self.decoder)
         self._owns_store = self._store is not store
@@ -201,7 +207,7 @@ class BlendEngine(AnsweringLibrary):
 
         What is attached to this one is attached to it too, as far as attachments say what that is.
         """
-        engine = BlendEngine(
+        engine = type(self)(
             self.model,
             self.tokenizer,
             config=self.config,
@@ -272,6 +278,9 @@ class BlendEngine(AnsweringLibrary):
             )
         with self._runner.scheduler:
             return ModelCard.of(self.decoder, self._identity, self.window)
+
+    def _look_at_model(self) -> tuple[Decoder | None, str | None]:
+        return look_at_model(self.model, strict=self.config.strict, self_check=self.tuning.self_check)
 
     def _encoder(self, preamble: tuple[int, ...]) -> Encoder | None:
         return None if self.decoder is None else Encoder(self.decoder, preamble, self.tuning.encode_batch_tokens)

@@ -18,6 +18,7 @@ from cacheblend_rag.model.decoder import (
     model_window,
     num_decoder_layers,
     refusing_failures,
+    state_layers,
     text_decoder,
 )
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
@@ -48,6 +49,7 @@ __all__ = [
     "past_adapters",
     "refusing_failures",
     "replace_attention",
+    "state_layers",
     "takes_positions",
     "text_decoder",
     "uncompiled",

@@ -30,6 +30,7 @@ __all__ = [
     "num_decoder_layers",
     "refusing_failures",
     "rope_types",
+    "state_layers",
     "text_decoder",
 ]
 
@@ -223,6 +224,12 @@ def layer_types(model: PreTrainedModel, count: int) -> list[str]:
     return ["full_attention"] * count
 
 
+def state_layers(model: PreTrainedModel) -> list[str]:
+    """Return the types of layers that keep a state instead of KV for each token."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return sorted({*types} - _ATTENTION_TYPES - _INDEXED_TYPES)
+
+
 def rope_types(model: PreTrainedModel) -> set[str]:
     """Return the kinds of rotary scaling of a model."""
     return {str(each["rope_type"]) for each in _rope_parameters(model)}
@@ -265,14 +272,16 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} leaves its sliding window to its own cache, and blending keeps the cache whole"
         )
-    types = set(getattr(config, "layer_types", None) or ())
-    if indexed := sorted(types & _INDEXED_TYPES):
+    if indexed := sorted({*(getattr(config, "layer_types", None) or ())} & _INDEXED_TYPES):
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(indexed)}, which choose the tokens that they attend to by an index that they "
             "keep besides their KV; that index is not blended"
         )
-    if others := sorted(types - _ATTENTION_TYPES):
-        raise UnsupportedModelError(f"{name} has layers of type {', '.join(others)}, which keep no KV for each token")
+    if others := state_layers(model):
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(others)}, which keep no KV for each token; the extra \"hybrid\" takes over a "
+            "document behind a fixed head"
+        )
 
 
 def _refuse_adapters(model: PreTrainedModel, name: str) -> None:

@@ -1,0 +1,212 @@
+"""States that are stored, served, deleted and refused."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cacheblend_hybrid import HybridEngine
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig, FixedText
+from cacheblend_rag.errors import UnsupportedModelError
+from integrations.hybrid.tests.conftest import HEAD, PIECES, MakeHybrid, ask, hybrid, own_answer, own_logits
+from tests.engines import damage
+from tests.families import tiny_model, tiny_tokenizer, words
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FAMILIES = (
+    *("qwen3_next", "qwen3_5_text", "mamba2", "jamba", "lfm2", "falcon_h1", "granitemoehybrid"),
+    *("mamba", "falcon_mamba", "bamba", "zamba", "zamba2", "nemotron_h", "olmo_hybrid", "inkling_text"),
+)
+
+
+# How far apart, over the largest logit, their own last step and their own reading of the whole are.
+NOISE = {"zamba": 1e-3, "zamba2": 1e-3, "nemotron_h": 1e-3}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_document_behind_a_head_is_exact(make_hybrid: MakeHybrid, tmp_path: Path, family: str) -> None:
+    model = hybrid(family)
+    # The second engine finds the state on disk.
+    for hits, question in ((0, words(9, 4)), (3, words(5, 5))):
+        engine, prompt = make_hybrid(model, store=tmp_path), ask("a", "b", "c", question=question)
+        found, wanted = engine.prefill(prompt), own_logits(engine, prompt)
+        assert found.report.hits == hits
+        assert (found.logits - wanted).abs().max() < NOISE.get(family, 1e-4) * wanted.abs().max()
+        answer = engine.generate(prompt, 6, do_sample=False)
+        assert (answer.report.hits, answer.report.recomputed_tokens, answer.report.fallback_reason) == (3, 0, None)
+        assert list(answer.token_ids) == own_answer(engine, prompt, 6)
+        engine.flush()
+
+
+OTHERS: dict[str, tuple[BlendPrompt, str]] = {
+    "a head that is not fixed": (ask("a", head=words(12, 3)), "not said to be fixed"),
+    "not from the first chunk": (ask("b", "a"), "'b', is not the first of its document, 'd'"),
+    "unknown text": (BlendPrompt(segments=[HEAD, Chunk(words(20, 8), "new"), words(5, 4)]), "was not added"),
+    "no chunk": (BlendPrompt(words(9, 1)), "there are no chunks"),
+    "places": (BlendPrompt(segments=[HEAD, ChunkRef("a"), words(5, 4)], positions=[0, 13, 43]), "places its segments"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_form_is_read_in_full_and_told_what_it_lacks(make_hybrid: MakeHybrid, name: str) -> None:
+    prompt, lacks = OTHERS[name]
+    engine = make_hybrid()
+    for _ in range(2):
+        found = engine.prefill(prompt)
+        assert (found.logits - own_logits(engine, prompt)).abs().max() < 1e-4
+        assert (found.report.selector, found.report.hits) == ("full", 0)
+        said = str(found.report.fallback_reason)
+        assert said.startswith(str(engine.unsupported_reason)) and lacks in said
+    assert engine.heads() == []
+
+
+def test_first_chunks_serve_the_rest(make_hybrid: MakeHybrid) -> None:
+    engine = make_hybrid()
+    engine.add([Chunk(words(20, 9), "other")])
+    for ids, hits, computed in ((["a"], 0, 30), (["a", "b", "c"], 1, 60), (["a", "b", "c", "other"], 3, 20)):
+        found = engine.prefill(ask(*ids))
+        assert (found.report.hits, found.report.recomputed_tokens) == (hits, computed)
+        assert (found.logits - own_logits(engine, ask(*ids))).abs().max() < 1e-4
+    # Of each prefix there is one state, and the tokens of another head, tenant or question are not its.
+    assert len(engine.heads()) == 2
+    assert engine.prefill(ask("a", head=FixedText(words(12, 7)))).report.hits == 0
+    assert all(chunk.reason for chunk in engine.prefill(ask("b")).report.chunks)
+    with engine.for_tenant("another") as other:
+        assert isinstance(other, HybridEngine)
+        other.add(PIECES)
+        assert other.prefill(ask("a")).report.hits == 0
+    whole = engine.prefill(ask("a"), logits_to_keep=4)
+    assert whole.logits.shape[0] == 4 and whole.report.hits == 0
+    off = engine.prefill(ask("a"), blend=BlendConfig(enabled=False)).report
+    assert (off.selector, off.fallback_reason, off.recomputed_tokens) == ("full", None, 30)
+
+
+def test_streams_batches_and_callers_at_once(make_hybrid: MakeHybrid) -> None:
+    engine = make_hybrid()
+    prompts = [ask("a", "b", question=words(6, number)) for number in range(10, 16)]
+    wanted = [own_answer(engine, prompt, 5) for prompt in prompts]
+    assert [list(each.token_ids) for each in engine.generate_many(prompts, 5, do_sample=False)] == wanted
+
+    def stream(prompt: BlendPrompt) -> tuple[str, Sequence[int]]:
+        pieces = engine.stream(prompt, 5, do_sample=False)
+        return "".join(pieces), pieces.result().token_ids
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(stream, prompts))
+    assert [list(ids) for _, ids in found] == wanted
+    assert [text for text, _ in found] == [engine.generate(prompt, 5, do_sample=False).text for prompt in prompts]
+    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.8}
+    penalised = engine.generate(prompts[0], 5, **options).token_ids
+    assert penalised == engine.generate(prompts[0], 5, blend=BlendConfig(enabled=False), **options).token_ids
+
+
+def gone(engine: HybridEngine, folder: Path) -> bool:
+    engine.flush()
+    return not engine.heads() and not list(folder.rglob("*.safetensors"))
+
+
+CHANGES: dict[str, Any] = {
+    "a chunk of it": lambda engine: engine.delete(["a"]),
+    "a later chunk": lambda engine: engine.delete(["c"]),
+    "the document": lambda engine: engine.delete_document("d"),
+    "another text": lambda engine: engine.add([Chunk(words(31, 7), "b", document="d", start=400)]),
+    "a shorter document": lambda engine: engine.add(PIECES[:2], whole=True),
+    "a vector store without it": lambda engine: engine.collection(lambda ids: ()).forget(["b"]),
+    "the state itself": lambda engine: engine.delete(engine.heads()),
+    "everything": lambda engine: engine.store.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_goes_with_a_chunk_that_it_knows(make_hybrid: MakeHybrid, tmp_path: Path, change: str) -> None:
+    engine = make_hybrid(store=tmp_path)
+    engine.add([Chunk(words(20, 9), "other")])
+    engine.prefill(ask("a", "b", "c"))
+    # What changes nothing, or something else, leaves it.
+    engine.add(PIECES)
+    engine.delete(["other"])
+    assert not gone(engine, tmp_path)
+    CHANGES[change](engine)
+    assert gone(engine, tmp_path)
+
+
+def test_a_chunk_that_is_deleted_while_it_is_read(
+    make_hybrid: MakeHybrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_hybrid(store=tmp_path)
+    assert engine._states is not None
+    take = engine._states.take
+
+    def deleting(cache: Any) -> Any:
+        engine.delete(["b"])
+        return take(cache)
+
+    monkeypatch.setattr(engine._states, "take", deleting)
+    engine.prefill(ask("a", "b"))
+    assert gone(engine, tmp_path)
+
+
+OTHER_PROCESS = """
+import sys
+from cacheblend_hybrid import HybridEngine
+from integrations.hybrid.tests.conftest import ask, hybrid
+from tests.families import tiny_tokenizer
+with HybridEngine(hybrid("qwen3_next"), tiny_tokenizer(), store=sys.argv[1]) as engine:
+    print(engine.prefill(ask("a", "b", "c")).report.hits)
+    engine.delete(["c"])
+"""
+
+
+def test_two_processes_on_one_folder(make_hybrid: MakeHybrid, tmp_path: Path) -> None:
+    engine = make_hybrid(store=tmp_path)
+    engine.prefill(ask("a", "b"))
+    engine.prefill(ask("a", "b", "c"))
+    engine.flush()
+    command = [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3"]
+    assert gone(engine, tmp_path)
+    assert engine.prefill(ask("a", "b")).report.hits == 0
+
+
+def test_a_damaged_state_is_read_again(make_hybrid: MakeHybrid, tmp_path: Path) -> None:
+    for hits in (0, 0, 2):
+        engine = make_hybrid(store=tmp_path, config=EngineConfig(ram_bytes=0))
+        found = engine.prefill(ask("a", "b"))
+        assert found.report.hits == hits
+        assert (found.logits - own_logits(engine, ask("a", "b"))).abs().max() < 1e-4
+        engine.close()
+        if not found.report.chunks[0].reason or "could not be read" not in found.report.chunks[0].reason:
+            [damage(file) for file in tmp_path.rglob("*.safetensors")]
+
+
+def test_long_questions_are_not_read_token_by_token(make_hybrid: MakeHybrid) -> None:
+    engine = make_hybrid("jamba")
+    found = engine.prefill(ask("a", question=words(80, 1)))
+    assert "80 tokens stand after the document" in str(found.report.fallback_reason)
+
+
+def test_a_model_whose_cache_cannot_be_restored_is_read_in_full(make_hybrid: MakeHybrid) -> None:
+    engine = make_hybrid("recurrent_gemma")
+    report = engine.generate(ask("a"), 2).report
+    assert report.fallback_reason == engine.unsupported_reason
+    assert "does not go on after its states" in str(report.fallback_reason)
+    with pytest.raises(UnsupportedModelError, match="keep no KV"):
+        make_hybrid("qwen3_next", config=EngineConfig(strict=True))
+
+
+def test_the_engine_of_any_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = SimpleNamespace(load=lambda: HybridEngine)
+    monkeypatch.setattr("cacheblend_rag.engine.engine.entry_points", lambda group, name: [point])
+    for model, kind in ((hybrid("lfm2"), HybridEngine), (tiny_model("llama"), BlendEngine)):
+        with BlendEngine(model, tiny_tokenizer()) as engine:
+            assert type(engine) is kind
+    monkeypatch.setattr("cacheblend_rag.engine.engine.entry_points", lambda group, name: [])
+    with BlendEngine(hybrid("lfm2"), tiny_tokenizer()) as engine:
+        assert 'the extra "hybrid"' in str(engine.unsupported_reason)
