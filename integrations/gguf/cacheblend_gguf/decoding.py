@@ -8,12 +8,14 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import (
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -38,6 +40,7 @@ _PROCESSORS: dict[str, Any] = {
     "repetition_penalty": RepetitionPenaltyLogitsProcessor,
     "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
     "suppress_tokens": SuppressTokensLogitsProcessor,
+    "prefix_allowed_tokens_fn": partial(PrefixConstrainedLogitsProcessor, num_beams=1),
 }
 _OTHERS = (*_PROCESSORS, "logits_processor", "stopping_criteria", "stop_strings", "eos_token_id")
 # Seconds after which a call that waits looks whether its answer is still wanted, and that it waits at least.
@@ -48,19 +51,22 @@ _LEAST_S = 0.05
 def processors(options: dict[str, Any]) -> list[Any]:
     """Return what changes the scores of an answer's next token, of which the greatest is chosen then.
 
-    `ConfigError` for options of transformers' ``generate`` that are not offered here.
+    `ConfigError` for options of transformers' ``generate`` that are not offered here, and for invalid values.
     """
     for name in options.keys() - {*_DRAWING, *_OTHERS}:
         raise ConfigError(
             f"{name}={options[name]!r:.60} is an option of transformers, not of this engine; it takes "
             f"{', '.join((*_DRAWING, *_OTHERS))}"
         )
-    found = [make(options[name]) for name, make in _PROCESSORS.items() if options.get(name)]
-    found += options.get("logits_processor", ())
-    if options.get("do_sample") and options.get("temperature") != 0:
-        seed = options.get("seed", secrets.randbits(31))
-        limits = {name: options[name] for name in _LIMITS if name in options}
-        found.append(SeededSampling(seed, options.get("temperature", 1.0), **limits))
+    try:
+        found = [make(options[name]) for name, make in _PROCESSORS.items() if options.get(name)]
+        found += options.get("logits_processor", ())
+        if options.get("do_sample") and options.get("temperature") != 0:
+            seed = options.get("seed", secrets.randbits(31))
+            limits = {name: options[name] for name in _LIMITS if name in options}
+            found.append(SeededSampling(seed, options.get("temperature", 1.0), **limits))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"an option of decoding is invalid: {error}; correct it, or leave it out") from error
     return found
 
 

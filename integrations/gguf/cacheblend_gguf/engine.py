@@ -196,8 +196,8 @@ class GGUFEngine(ChunkLibrary):
     def attach(self, attachment: Any) -> None:
         """Refuse what looks into a model of transformers."""
         raise ConfigError(
-            f"{type(attachment).__name__} needs a model in transformers, and llama.cpp answers from {self.llama.path.name}; leave it "
-            "out, or load the model's folder instead"
+            f"{type(attachment).__name__} needs a model in transformers, and llama.cpp answers from {self.llama.path.name}; "
+            "leave it out, or load the model's folder instead"
         )
 
     def capability(self) -> None:

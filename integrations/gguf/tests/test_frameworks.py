@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import EngineConfig
+from cacheblend_rag.chat.grammar import Guide, json_grammar
 from cacheblend_rag.chunk import BLANK_LINE
 from integrations.gguf.tests.kit import smollm
 from integrations.langchain.tests.asking import TOOL_TEMPLATE
@@ -95,7 +96,8 @@ def test_llama_index(reference: GGUFEngine) -> None:
     chat = BlendContextChatEngine.from_defaults(index.as_retriever(similarity_top_k=2), llm=llm)
     reports = [chat.chat(question).metadata["blend"] for question in (QUESTION, "What is her work?")]
     assert reports[0]["conversation_tokens"] == 0 < reports[1]["conversation_tokens"]
-    forms = BlendLLM(engine=reference, max_new_tokens=60)
+    guide = Guide(reference, json_grammar(Place.model_json_schema()))
+    forms = BlendLLM(engine=reference, max_new_tokens=60, generation_kwargs={"logits_processor": [guide]})
     assert forms.structured_predict(Place, PromptTemplate("Where was {name} born?"), name="Mara").name
     index.delete_nodes([node.node_id for node in nodes])
     assert not reference.contains("n0")
