@@ -279,8 +279,8 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
         )
     if others := state_layers(model):
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(others)}, which keep no KV for each token; the extra \"hybrid\" takes over a "
-            "document behind a fixed head"
+            f'{name} has layers of type {", ".join(others)}, which keep no KV for each token; the extra "hybrid" takes over a '
+            "document behind a head"
         )
 
 

@@ -26,9 +26,10 @@ class HybridEngine(BlendEngine):
     """Answers prompts with a model some of whose layers keep a state instead of KV for each token, which cannot be moved.
 
     Such a model cannot be blended: what it has read of a chunk serves where the same text stands before it, and nowhere else.
-    Served is a prompt that begins with a head (`FixedText`) and right behind it has a document, whole or its first chunks: the
-    state at the end of these is stored, the model goes on from there the next time, and computes what it would compute by itself.
-    Every other prompt is read in full, and its report says what it lacks.
+    Served is a prompt that begins with a head and right behind it has a document, whole or its first chunks: the state at the end
+    of these is stored, the next time the model goes on from there, and what it computes is what it would compute by itself. Every
+    other prompt is read in full, and its report says what it lacks. Unless the head is fixed (`FixedText`) and the document was
+    added, the state stays in RAM.
 
     `BlendEngine` makes it of such a model where this distribution is installed. The parameters are those of `BlendEngine`, and so
     are the methods; `heads` lists the states as well. Prompts are answered one after the other.
@@ -70,14 +71,14 @@ class HybridEngine(BlendEngine):
         except UnsupportedModelError as error:
             logger.warning("%s; its prompts are prefilled in full, for %s", reason, error)
             return None, f"{reason}; {error}"
-        logger.warning("%s; a document behind a fixed head is taken over, other prompts are prefilled in full", reason)
+        logger.warning("%s; a document behind a head is taken over, other prompts are prefilled in full", reason)
         return None, reason
 
     def capability(self) -> Capability:
         seen = super().capability()
         if self._states is None:
             return seen
-        served = "none: it goes on from the end of a document behind a fixed head"
+        served = "none: it goes on from the end of a document behind a head"
         return replace(seen, layers=tuple(replace(layer, blending=served) for layer in seen.layers))
 
     def prefill(self, prompt: BlendPrompt, *, logits_to_keep: int | None = None, **options: Any) -> PrefillResult:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend_hybrid.states import States
-from cacheblend_rag.chunk import Chunk, ChunkPart, ChunkRef, FixedText, text_hash
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.runner import Forward, Runner
@@ -38,7 +38,7 @@ __all__ = ["StateRunner", "source_of"]
 
 logger = logging.getLogger(__name__)
 
-_FORM = "a stored state serves prompts of fixed text and, right behind it, a document from its first chunk on"
+_FORM = "a stored state serves prompts of a head and, right behind it, a document from its first chunk on"
 # Of what stands after a document, where the model reads after a state one token at a time.
 _MOST_STEPS = 64
 # Another release may lay the same numbers out otherwise.
@@ -52,11 +52,14 @@ def source_of(chunk: str, document: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """What a prompt begins with after its head: the first chunks of a document, how long they live, and what they are of."""
+    """What a prompt begins with after its head: the first chunks of a document, and how long they live."""
 
     chunks: tuple[PromptChunk, ...]
-    source: str
-    lives_s: float | None
+    lives_s: float | None = None
+    # What its states are said to be made of; None for text that was not added.
+    source: str | None = None
+    # What its state goes with (`Entry.tied`) if it is kept in RAM alone, since the head, or the chunk, may be a user's own text.
+    tied: tuple[str, str | None, str | None] | None = None
 
     @property
     def borders(self) -> list[int]:
@@ -107,16 +110,13 @@ class StateRunner(Runner):
             return "there are no chunks, or it ends with them"
         if prompt.places is not None:
             return "the prompt places its segments itself"
-        segments = request.asked.segments
-        leading = takewhile(lambda each: not isinstance(each, Chunk | ChunkRef | ChunkPart), segments)
-        if any(each and not isinstance(each, FixedText) for each in leading):
-            return "what stands before the chunks is not said to be fixed (FixedText)"
         first = prompt.chunks[0]
+        for chunk in prompt.computed:
+            if chunk.start < first.start:
+                return f"of the first chunk, {chunk.id!r}, {chunk.note}"
         named = self._store.targets(self._namespace, [first.id])[0] if first.id is not None and first.named else None
-        if named is None or any(chunk.start < first.start for chunk in prompt.computed):
-            return f"the first chunk, {first.id!r}, was not added"
-        document = named.document
-        order = [named.record.id] if document is None else self._store.document(self._namespace, document) or []
+        document = None if named is None else named.document
+        order = [first.id] if document is None else self._store.document(self._namespace, document) or []
         chunks: list[PromptChunk] = []
         for chunk, id in zip(prompt.chunks, order, strict=False):
             if chunk.id != id or chunk.is_part or (chunks and chunk.start != chunks[-1].stop):
@@ -124,7 +124,14 @@ class StateRunner(Runner):
             chunks.append(chunk)
         if not chunks:
             return f"the first chunk, {first.id!r}, is not the first of its document, {document!r:.40}"
-        prefix = _Prefix(tuple(chunks), source_of(named.record.id, document), named.lives_s)
+        if named is None:
+            tied = self._namespace, None if first.text_hash else first.id, first.source
+            prefix = _Prefix(tuple(chunks), tied=tied)
+        else:
+            source, is_fixed = source_of(named.record.id, document), _has_fixed_head(request.asked)
+            prefix = _Prefix(
+                tuple(chunks), named.lives_s, source, None if is_fixed else (self._namespace, None, source)
+            )
         after = len(prompt.layout) - prefix.borders[-1]
         if not self._states.in_one and after > _MOST_STEPS:
             return (
@@ -165,10 +172,8 @@ class StateRunner(Runner):
         # Where the model reads after a state token by token, it reads a prefix from its beginning sooner.
         borders = prefix.borders if self._states.in_one else prefix.borders[-1:]
         keys = {self._key(ids[:border]): border for border in borders}
-        for key, is_held in reversed([*zip(keys, self._store.holds(list(keys)), strict=True)]):
-            if not is_held or request.unreadable.get(key) is False:
-                continue
-            reader, border = self._store.open(key), keys[key]
+        for key, border in reversed(keys.items()):
+            reader = None if request.unreadable.get(key) is False else self._store.open(key)
             if reader is None:
                 continue
             if (reader.num_layers, reader.token_ids, reader.context) != (self._states.count, ids[:border], _CONTEXT):
@@ -208,16 +213,27 @@ class StateRunner(Runner):
         key = self._key(ids)
         name = HEAD_PREFIX + key
         state = pack_kv(ChunkKV(ids, 0, self._states.take(cache), _CONTEXT), EXACT)
-        record = NodeRecord(name, key, text_hash(name), ids, source=prefix.source)
-        lives_s = earliest(prefix.lives_s, self._supply.ttl_s)
-        self._store.put_later(key, state, self._namespace, [record], tenant=self._tenant, ttl_s=lives_s)
+        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": earliest(prefix.lives_s, self._supply.ttl_s)}
+        if prefix.tied is not None:
+            self._store.cache(key, state, **owner, tied=prefix.tied)
+        else:
+            record = NodeRecord(name, key, text_hash(name), ids, source=prefix.source)
+            self._store.put_later(key, state, self._namespace, [record], **owner)
+        if prefix.source is None:
+            return
         # Who deleted or replaced a chunk since the prompt came has not found the state.
         known = self._store.lookup(self._namespace, [str(chunk.id) for chunk in prefix.chunks]) or []
         if any(now is None or now.key != chunk.key for now, chunk in zip(known, prefix.chunks, strict=False)):
             try:
-                self._store.store.forget(self._namespace, [name])
+                self._store.store.forget(self._namespace, [], [prefix.source])
             except StoreError as error:
                 logger.warning("the state of a chunk that was deleted just now is still stored: %s", error)
 
     def _key(self, ids: tuple[int, ...]) -> str:
         return chunk_key(self._namespace, ids, context=_CONTEXT)
+
+
+def _has_fixed_head(prompt: BlendPrompt) -> bool:
+    """Return whether all text before a prompt's first chunk is said to be fixed."""
+    leading = takewhile(lambda each: not isinstance(each, Chunk | ChunkRef | ChunkPart), prompt.segments)
+    return all(isinstance(each, FixedText) for each in leading if each)

@@ -45,9 +45,7 @@ def test_a_document_behind_a_head_is_exact(make_hybrid: MakeHybrid, tmp_path: Pa
 
 
 OTHERS: dict[str, tuple[BlendPrompt, str]] = {
-    "a head that is not fixed": (ask("a", head=words(12, 3)), "not said to be fixed"),
     "not from the first chunk": (ask("b", "a"), "'b', is not the first of its document, 'd'"),
-    "unknown text": (BlendPrompt(segments=[HEAD, Chunk(words(20, 8), "new"), words(5, 4)]), "was not added"),
     "no chunk": (BlendPrompt(words(9, 1)), "there are no chunks"),
     "places": (BlendPrompt(segments=[HEAD, ChunkRef("a"), words(5, 4)], positions=[0, 13, 43]), "places its segments"),
 }
@@ -64,6 +62,26 @@ def test_another_form_is_read_in_full_and_told_what_it_lacks(make_hybrid: MakeHy
         said = str(found.report.fallback_reason)
         assert said.startswith(str(engine.unsupported_reason)) and lacks in said
     assert engine.heads() == []
+
+
+OWN: dict[str, BlendPrompt] = {
+    "a head that may be a user's": ask("a", "b", head=words(12, 3)),
+    "another text under an id": BlendPrompt(segments=[HEAD, Chunk(words(30, 8), "a"), words(5, 4)]),
+    "text of no id": BlendPrompt(segments=[HEAD, Chunk(words(30, 8)), words(5, 4)]),
+    "text of a source": BlendPrompt(segments=[HEAD, Chunk(words(30, 8), "new", source="page"), words(5, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_may_be_a_users_own_stays_in_memory(make_hybrid: MakeHybrid, tmp_path: Path, name: str) -> None:
+    engine = make_hybrid(store=tmp_path)
+    for is_held in (False, True):
+        report = engine.prefill(OWN[name]).report
+        assert (report.misses == 0) is is_held
+    assert gone(engine, tmp_path) and engine.store.stats().ram_bytes
+    if name != "text of no id":
+        engine.delete(["a"], sources=["page"])
+        assert not engine.store.stats().ram_bytes
 
 
 def test_first_chunks_serve_the_rest(make_hybrid: MakeHybrid) -> None:

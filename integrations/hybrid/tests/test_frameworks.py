@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.prompts import ChatPromptTemplate
@@ -63,7 +64,8 @@ def test_llama_index(make_hybrid: MakeHybrid, model: PreTrainedModel, tmp_path: 
     assert held(tmp_path) == 0
 
 
-def test_langchain(make_hybrid: MakeHybrid, model: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_chain", [True, False])
+def test_langchain(make_hybrid: MakeHybrid, model: PreTrainedModel, tmp_path: Path, own_chain: bool) -> None:
     engine = make_hybrid(model, load_tokenizer(), filled=False, store=tmp_path)
     store = langchain_cacheblend.BlendVectorStore(
         InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), engine=engine
@@ -73,12 +75,14 @@ def test_langchain(make_hybrid: MakeHybrid, model: PreTrainedModel, tmp_path: Pa
     template = ChatPromptTemplate.from_messages(
         [("system", "Answer from these facts.\n{context}"), ("human", "{input}")]
     )
-    chain = langchain_cacheblend.create_blend_documents_chain(llm, template)
+    # Any other chain does not say that its head is fixed, so the state stays in memory.
+    make = langchain_cacheblend.create_blend_documents_chain if own_chain else create_stuff_documents_chain
+    chain = make(llm, template)
     for hits, question in zip((0, 1), QUESTIONS, strict=True):
         reports, given = Reports(), {"context": store.similarity_search(question, k=1), "input": question}
         assert "".join(chain.stream(given, {"callbacks": [reports]}))
         assert reports.hits == [hits]
     engine.flush()
-    assert held(tmp_path) == 1
+    assert held(tmp_path) == own_chain
     store.delete([id])
     assert held(tmp_path) == 0
