@@ -90,17 +90,17 @@ class Chunk:
     text : str
         The text exactly as the language model sees it.
     id : str, optional
-        The name under which the chunk can be looked up, for example the node id of a vector store. A chunk without an
-        id can be blended, but not referred to by name, found by `contains` or deleted.
+        Identifies the chunk in prompts and calls, for example the node id of a vector store. A chunk without an
+        id can be blended, but not referred to, found by `contains` or deleted.
     token_ids : sequence of int, optional
-        Its tokens, if they are not those that the tokenizer makes of `text`; the text is then only for people to read.
+        Its tokens, if they differ from the tokenizer's for `text`; the text is then only for people to read.
     positions : sequence of int, optional
-        The position of each of `token_ids` in the prompts that it is for, ascending. By default they come right after the
-        preamble, without gaps. If KV can be moved, only the gaps count; otherwise it serves at these positions alone.
+        The position of each of `token_ids` in its prompts, ascending. By default they come right after the
+        preamble, without gaps. If KV can be moved, only the gaps count; otherwise it is used only at these positions.
     document : str, optional
         The name of the document that the chunk is a piece of. Its KV is then computed after the chunks that precede it in
         that document, its context; a chunk of no document is encoded alone. Only a chunk with an id can belong to a document. A
-        blank or NaN names none.
+        blank name or NaN means no document.
     start : int, optional
         Where the chunk's body begins in the document, in characters. Chunks are ordered by it, and if two overlap, the first
         counts up to where the second begins. Without it, two chunks overlap if the end of one is the beginning of the other, for
@@ -111,10 +111,10 @@ class Chunk:
         The half-open range of characters of `text` that come from the document; all of them by default. Other text, such as a
         block of metadata, counts neither for `start` nor as overlap.
     source : str, optional
-        What the text was made of, a file for example.
+        The origin of the text, for example a file.
     indexed : bool
-        Whether a vector store has the chunk, rather than prompts alone. One that none has is forgotten with the last chunk of the
-        same source that one had (`BlendEngine.delete`).
+        Whether a vector store has the chunk, or only prompts do. A chunk that only prompts have is deleted with the last chunk
+        of the same source that a vector store had (`BlendEngine.delete`).
 
     Raises
     ------
@@ -215,7 +215,7 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Some of a chunk's tokens, from `start` to before `stop`, with the KV that they have in the whole of it.
+    """Some of a chunk's tokens, from `start` to before `stop`, with their KV in the whole chunk.
 
     `ConfigError` if there are no such tokens, provided that the chunk says how many it has.
     """
@@ -237,8 +237,8 @@ class ChunkPart:
 class FixedText:
     """Text that many prompts begin with: the system prompt, the head of a template.
 
-    If a prompt begins with it, its KV is computed once and kept in the store, like a chunk's, with all that this implies: so it
-    must contain nothing that a user wrote, no history and no document text. Elsewhere it is ordinary text.
+    If a prompt begins with it, its KV is computed once and kept in the store, like a chunk's. So it must not contain
+    user input, history or document text. Elsewhere it is ordinary text.
 
     Parameters
     ----------
@@ -287,8 +287,8 @@ class BlendPrompt:
         The position of each segment's first token, in segment order. By default segments follow each other without
         gaps. After the first token of a chunk, its own `Chunk.positions` say where the gaps are.
     skip_unknown : bool
-        Whether chunks named by an id that is not known, because another process deleted them since they were retrieved, are left
-        out of the prompt, with the separator beside them; the report lists them last. By default they are an
+        Whether to leave out chunks with an unknown id (deleted by another process since they were retrieved), together with
+        the separator next to them; the report lists them last. By default an unknown id raises an
         `UnknownChunkError`.
 
     Raises

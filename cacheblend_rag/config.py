@@ -173,7 +173,7 @@ def warn_of_unknown_variables(prefix: str = _PREFIX) -> None:
 
 
 class EngineConfig(SettingsBase):
-    """Settings of an engine, fixed when it is made.
+    """Settings of an engine, fixed when it is created.
 
     Every field can also be set by an environment variable, its name in capitals after ``CACHEBLEND_``, as in
     ``CACHEBLEND_RAM_BYTES=1000000000``, or read from a YAML file by `from_yaml`. An argument wins over the environment.
@@ -188,48 +188,48 @@ class EngineConfig(SettingsBase):
         Whether a model that cannot be blended is an error; by default its prompts are prefilled in full and the
         report says why.
     preamble : str or tuple of int, optional
-        What precedes every chunk when it is encoded, as text or token ids; "" is the tokenizer's BOS alone. By default it is what
-        the tokenizer's chat template begins with, an instruction and a passage of some 60 tokens; where a model's KV cannot be
-        moved, the BOS.
+        What precedes every chunk when it is encoded, as text or token ids; "" is the tokenizer's BOS alone. By default the
+        beginning of the tokenizer's chat template, an instruction and a passage of some 60 tokens; the BOS if the model's KV
+        cannot be moved.
     context : {"document", "none"}
-        "document" encodes a chunk that is a piece of a document after the chunks before it there, so that its KV remembers them.
-        "none" encodes every chunk alone, for texts whose readers differ from chunk to chunk.
+        "document" encodes a piece of a document after the chunks before it there, so that its KV remembers them.
+        "none" encodes every chunk alone, for documents of which some readers may see only some chunks.
     context_tokens : int, optional
         Maximum tokens of a document that are read together, a chunk and its context; a longer document is read in windows that
         begin at chunk borders. None is as many as the model takes.
     separator : str
-        The text between the chunks of a document, and most likely between the chunks of a prompt. Its KV is kept with each chunk,
-        and used where a prompt has exactly this text after the chunk.
+        The text between the chunks of a document, and usually between the chunks of a prompt. Its KV is kept with each chunk,
+        and used if a prompt has exactly this text after the chunk.
     tenant : str, optional
         Who owns the KV. Tenants of one store never see each other's KV or ids; by default it belongs to no tenant.
     ttl_s : float, optional
-        Seconds that stored KV lives; after that it counts as a miss. It lives for ever by default.
+        Seconds that stored KV lives; after that it counts as a miss. By default it does not expire.
     device_bytes : int, optional
         Maximum bytes of KV kept unpacked in the memory of the device that computes it, or of all devices together if a model
-        is spread over several. Blending takes it from there without loading. By default 0 on the CPU, where RAM is that memory
-        already, and elsewhere an eighth of what is free when the engine is made.
+        is spread over several. Blending uses it there without loading. By default 0 on the CPU, where RAM is that memory
+        already, and otherwise an eighth of the free memory when the engine is created.
     ram_bytes : int
         Maximum bytes of KV that the RAM tier holds.
     disk_bytes : int, optional
-        Maximum bytes of KV that the disk tier holds; by default half of the disk's free space at any time, what the tier holds
-        counted as free.
+        Maximum bytes of KV that the disk tier holds; by default half of the disk's free space at any time, counting the tier's
+        own KV as free.
     ram_codec : str
         How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
     disk_codec : str
         How KV is written to disk; RAM then holds what the disk gives back. "native" loses nothing; the default takes 8 bits, with
-        which answers are as good. KV that is stored already is served whatever its codec.
+        which answers are as good. KV that is already stored is used whatever its codec.
     remote : str, optional
         The URL of a remote tier below RAM and disk: Redis, Valkey, or the folder of an fsspec filesystem
-        (``redis://host:6379/0``, ``s3://bucket/prefix``). It gets a copy of what is stored and keeps it when there is no more
-        room here; machines that share it share the KV. The
+        (``redis://host:6379/0``, ``s3://bucket/prefix``). It gets a copy of stored KV and keeps it when it is evicted
+        here; machines that share it share the KV. The
         attribute is a pydantic `SecretStr`: no dump of the settings shows a password in it.
     names : str, optional
-        The URL of a Redis or Valkey in which machines share names (``redis://host:6379/1``): which chunks and documents there
-        are, and what was deleted, is then one truth for all who give it. By default each folder has its own. A `SecretStr`
+        The URL of a Redis or Valkey in which machines share ids (``redis://host:6379/1``): all machines with the same URL
+        have the same chunk ids, documents and deletions. By default each folder has its own. A `SecretStr`
         too.
     conversation_bytes : int
         Maximum bytes of KV that all conversations of an engine together keep from turn to turn, in the memory in which the model
-        computes; the least recently used is forgotten first.
+        computes; the least recently used is dropped first.
 
     Raises
     ------
@@ -289,7 +289,7 @@ class EngineConfig(SettingsBase):
 
 
 class BlendConfig(SettingsBase):
-    """Settings of blending: whether, how much, and which tokens. An engine has its own, and each call may bring others.
+    """Settings of blending: whether, how much, and which tokens. An engine has its own, and each call may override them.
 
     Every field can also be set by an environment variable, its name in capitals after ``CACHEBLEND_``, as in
     ``CACHEBLEND_RECOMPUTE_RATIO=0.2``, or read from a YAML file by `from_yaml`. An argument wins over the environment.
@@ -303,14 +303,14 @@ class BlendConfig(SettingsBase):
         documents need none: a recomputed token forgets its document and sees the prompt instead. For chunks that were encoded
         alone CacheBlend (section 7) finds 0.15 enough.
     selector : str or Selector
-        Which tokens to recompute: "hkvd", "query", "a3", "boundary", "random", "none", "full", or any that was registered, with
+        Which tokens to recompute: "hkvd", "query", "a3", "boundary", "random", "none", "full", or any registered selector, with
         options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
 
     Raises
     ------
     ConfigError
         If a name is unknown or a value is invalid. What depends on the model (the selector, layers) is checked when an engine
-        is made.
+        is created.
     """
 
     lifetime = "a per-call setting"

@@ -47,7 +47,7 @@ __all__ = [
 
 
 class CacheBlendError(Exception):
-    """Base class of every error that this library raises on purpose."""
+    """Base class of all deliberate errors of this library."""
 
 
 class ConfigError(CacheBlendError, ValueError):
@@ -112,7 +112,7 @@ class AnswerTimeoutError(CacheBlendError, TimeoutError):
 
 
 class StructuredOutputError(CacheBlendError, ValueError):
-    """A model's answer is not of the form that was asked for.
+    """A model's answer does not have the requested form.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ class StoreError(CacheBlendError):
 
 
 class StoreFormatError(StoreError):
-    """The folder is no store, or was written in a format that this version does not read."""
+    """The folder is not a store, or was written in a format that this version does not read."""
 
 
 class StoreFullError(StoreError):
@@ -162,7 +162,7 @@ class ChunkReadError(StoreError):
     Attributes
     ----------
     key : str
-        The store key of the chunk, so that the caller can compute the chunk anew.
+        The store key of the chunk, so that the caller can compute the chunk again.
     damaged : bool
         Whether the stored bytes are at fault, so that they are to be discarded. They are not where a
         remote tier does not answer, where another version of this library wrote them, or where the document has changed.

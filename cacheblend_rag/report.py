@@ -37,20 +37,20 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class BlendReport:
-    """Cost of one request, and where its KV came from.
+    """The cost of one request, and where its KV came from.
 
     Attributes
     ----------
     ttft_s : float
-        Seconds from the call to the first output id (or, for `BlendEngine.prefill`, to its logits), lookup, hash check,
-        loading, shifting and selection included.
+        Seconds from the call to the first output id (or, for `BlendEngine.prefill`, to its logits), including lookup, hash
+        check, loading, shifting and selection.
     load_s : float
-        Seconds in which nothing was computed because stored KV was not there yet: opening it, and waiting for layers. What
-        was loaded while another layer was computed is not part of it. On a CUDA device it is the device that waits.
+        Seconds in which nothing was computed because stored KV was not there yet: opening it, and waiting for layers. Loading
+        while another layer was computed does not count. On a CUDA device it is the device that waits.
     encode_s : float
         Seconds spent on encoding misses.
     recompute_s : float
-        Seconds of the blended forward pass itself, waiting excluded.
+        Seconds of the blended forward pass itself, without waiting.
     prompt_tokens : int
         Tokens of the whole prompt.
     context_tokens : int
@@ -58,7 +58,7 @@ class BlendReport:
     recomputed_tokens : int
         Chunk tokens that were recomputed by the prefill, in all layers after the selection or up to `BlendConfig.stop_layer`.
     recompute_ratio : float
-        The ratio that was asked for, or that an attachment chose; 1 where the whole prompt was computed.
+        The ratio that was requested, or that an attachment chose; 1 if the whole prompt was computed.
     charged_ratio : float
         Work done on chunk tokens divided by (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
         a block's arithmetic. Selecting and repairing are part of it, encoding misses is not.
@@ -67,13 +67,13 @@ class BlendReport:
     selector : str
         The selector that chose the recomputed tokens; "full" when the prompt was prefilled in full.
     fallback_reason : str or None
-        Why the prompt was prefilled in full although blending was asked for.
+        Why the prompt was prefilled in full although blending was enabled.
     chunks : tuple of ChunkReport
         One for each chunk, in prompt order; after them those that were left out, without tokens.
     output_tokens : int
         Tokens generated so far.
     load_bytes : int
-        Bytes of stored KV that were loaded, as the model takes them. Layers that are computed in full are not loaded.
+        Bytes of stored KV that were loaded, in the model's dtype. Layers that are computed in full are not loaded.
     repaired_tokens : int
         Chunk tokens that were recomputed while the answer was written.
     guard : str or None
@@ -88,7 +88,7 @@ class BlendReport:
     evicted_tokens : int
         Context tokens whose KV each head dropped, in every layer that is not kept whole.
     kept_reason : str or None
-        Which layers were kept whole although eviction was asked for, and why.
+        Which layers were kept whole despite eviction, and why.
     batch_size : int
         Prompts whose answers were decoded together, this one included (`BlendEngine.generate_many`).
     alone_reason : str or None
@@ -96,7 +96,7 @@ class BlendReport:
     conversation_tokens : int
         Tokens of the prompt whose KV came from the conversation (`BlendEngine.conversation`) instead of being computed or loaded.
     conversation_recomputed_tokens : int
-        How many of these were recomputed anyway, since they were elsewhere in the previous turn. `charged_ratio` counts
+        How many of these were recomputed anyway, since their positions changed. `charged_ratio` counts
         them like chunk tokens.
     head_tokens : int
         Tokens of the fixed text that the prompt begins with (`FixedText`) whose KV was stored instead of computed. If they came
@@ -105,10 +105,10 @@ class BlendReport:
         Seconds from when the prompt was tokenised until the model was free for it. For a prompt of `BlendEngine.generate_many`,
         this includes the time that the other prompts of its batch took.
     overhead_s : float
-        What is left of `ttft_s` without `queue_s`, `load_s`, `encode_s` and `recompute_s`: tokenising, lookups, choosing a ratio,
+        The rest of `ttft_s` without `queue_s`, `load_s`, `encode_s` and `recompute_s`: tokenising, lookups, choosing a ratio,
         and the part of a prefill that was lost to damaged KV.
     trace : Trace or None
-        What became of every token, and when, in the process that answered; not printed, compared, copied or part of `to_dict`.
+        What happened to every token, and when, in the process that answered; not printed, compared, copied or part of `to_dict`.
     """
 
     ttft_s: float

@@ -32,17 +32,17 @@ class Tuning:
         Maximum tokens that an answer waits for while chunks without stored KV are encoded in their documents. Chunks beyond that
         are computed like text for this answer and encoded in the background.
     prefetch_layers, load_threads : int
-        Layers that the loader may be ahead of the computation, and threads that read, check and decode stored KV beside it; None
+        Layers that the loader may be ahead of the computation, and threads that read, check and decode stored KV meanwhile; None
         is one for every two cores, at most 4.
     reposition : bool
-        False leaves stored keys at the positions that they were encoded at (FullReuse in A3, section 5).
+        False leaves stored keys at the positions where they were encoded (FullReuse in A3, section 5).
     pipeline : bool
-        False loads every layer only when it is asked for, in the thread of the computation, one read after the other.
+        False loads every layer only when it is needed, in the computing thread, one read after the other.
     page_locked : bool, optional
-        Whether the RAM tier's memory is page-locked, so that a CUDA device copies from it without the processor; by default where
+        Whether the RAM tier's memory is page-locked, so that a CUDA device copies from it without the processor; by default if
         the model is on one.
     write_back_bytes : int
-        Maximum bytes of KV of misses that wait in RAM to be written to disk in the background. A miss for which there is no room
+        Maximum bytes of KV of misses that wait in RAM to be written to disk in the background. A miss beyond that
         is not stored. With 0 an answer waits for its misses to be written.
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
