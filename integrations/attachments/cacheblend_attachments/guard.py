@@ -40,7 +40,7 @@ _LARGEST = 256
 _LEAST_PROBABILITY = 1e-12
 _METRIC = "cacheblend_guard_"
 _GAUGES = {
-    "pending": "Answers that wait to be compared.",
+    "pending": "Answers waiting for comparison.",
     "divergence": "Average distance from full prefill's answers.",
     "first_token_kl": "Average divergence of the first token's distribution, in nats.",
     "recompute_ratio": "The ratio in force; 1 after a fallback.",
@@ -250,12 +250,12 @@ class Guard(Attachment, Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the figures."""
         status = self.status()
-        samples = CounterMetricFamily(f"{_METRIC}samples", "Answers drawn, by what came of it.", labels=["outcome"])
+        samples = CounterMetricFamily(f"{_METRIC}samples", "Sampled answers, by outcome.", labels=["outcome"])
         for outcome in ("compared", "dropped", "failed"):
             samples.add_metric([outcome], getattr(status, outcome))
         yield samples
         yield CounterMetricFamily(
-            f"{_METRIC}differing", "Compared answers that are not full prefill's.", status.differing
+            f"{_METRIC}differing", "Compared answers that differ from full prefill's.", status.differing
         )
         for name, text in _GAUGES.items():
             value = getattr(status, name)
@@ -326,7 +326,7 @@ class Guard(Attachment, Collector):
         if divergence <= self._limit:
             self._past_limit = False
             return
-        found = f"the last {self._size} answers compared differ from full prefill's by {divergence:.3f} on average"
+        found = f"the last {self._size} compared answers differ from full prefill's by {divergence:.3f} on average"
         # What chunks remember is not to be had by recomputing: there is nothing to raise.
         if self._action == "report" or any(each.remembers for each in self._window):
             if not self._past_limit:

@@ -16,7 +16,7 @@
   const WAITS = {
     queue: ["Queue", "waiting for the model"],
     open: ["Opening KV", "opening stored KV"],
-    encode: ["Encoding", "encoding what was not stored"],
+    encode: ["Encoding", "encoding misses"],
   };
   const fateClass = (fate) => "f-" + (fate in SAYS ? fate : "remote");
   const sayFate = (fate) => SAYS[fate] || `KV from ${fate}`;
@@ -51,7 +51,7 @@
     pointed = undefined;
     [...at("switch").children].forEach((button, number) => button.setAttribute("aria-pressed", String(number === index)));
     head(); answer(index); figures(); legend(); prompt(); attention(); time();
-    at("detail-text").replaceChildren("Point at a token to see what became of it.");
+    at("detail-text").replaceChildren("Point at a token to see what happened to it.");
   }
 
   const computedTokens = () => fates.filter((fate) => fate === "computed" || fate === "recomputed").length;
@@ -74,7 +74,7 @@
     at("question").textContent = asked || "(the prompt ends with a chunk)";
     at("answer").replaceChildren(...view.answer.map((text, number) => {
       const token = make("span", data.differs === number ? "differs" : "", text);
-      if (data.differs === number) token.title = "the first token in which the answers differ";
+      if (data.differs === number) token.title = "the first token that differs";
       return token;
     }));
     at("differs").hidden = data.views.length < 2;
@@ -154,7 +154,7 @@
     });
     text(fates.length);
     if (view.skipped.length) {
-      parts.push(make("p", "note", `Left out, because no chunk has these ids any more: ${view.skipped.join(", ")}`));
+      parts.push(make("p", "note", `Left out, because these ids no longer exist: ${view.skipped.join(", ")}`));
     }
     at("prompt").replaceChildren(...parts);
   }
@@ -171,7 +171,7 @@
   /** Says what a chunk was encoded after: ids and a count, since the page has no text that was not in the prompt. */
   function chunkText(number) {
     const chunk = view.chunks[number], parts = [];
-    if (chunk.behind === null) parts.push("What its stored KV was encoded after is not known any more.");
+    if (chunk.behind === null) parts.push("It is no longer known what its stored KV was encoded after.");
     else if (!chunk.behind.length && !chunk.behindTokens) parts.push("Its stored KV is encoded after no other chunk.");
     else {
       parts.push(`Its stored KV is encoded after ${many(chunk.behindTokens, "token")} of its document: ` +
@@ -266,18 +266,18 @@
     };
     const waits = (kind) => view.waits.filter(([what, from, to]) => what === kind && to - from >= 0.02);
     const firstWait = view.waits.length ? Math.min(...view.waits.map((wait) => wait[1])) : began;
-    lane("Look-up", [[0, firstWait, "other", "tokenising the prompt and looking up its names"]]);
+    lane("Look-up", [[0, firstWait, "other", "tokenising the prompt and looking up its ids"]]);
     Object.entries(WAITS).forEach(([kind, [name, what]]) => {
       const found = waits(kind);
       if (found.length) lane(name, found.map(([, from, to]) => [from, to, { open: "load", encode: "", queue: "wait" }[kind], what]));
     });
     if (view.layers.length) {
       const first = view.layers[0];
-      lane(`To layer ${first[0]}`, [[began, first[3], "", "masks, embedding, and all before the first layer that was loaded"]]);
+      lane(`To layer ${first[0]}`, [[began, first[3], "", "masks, embedding, and everything before the first loaded layer"]]);
       view.layers.forEach(([layer, loadFrom, loadTo, asked, handed], number) => {
         const isLast = number + 1 === view.layers.length, next = isLast ? ended : view.layers[number + 1][3], bars = [];
         if (loadTo !== null) bars.push([loadFrom, loadTo, "load upper", `layer ${layer} loaded`]);
-        bars.push([asked, handed, "wait lower", `waiting for layer ${layer}`], [handed, next, "lower", `layer ${layer} computed${isLast ? ", and all after it up to the first token" : ""}`]);
+        bars.push([asked, handed, "wait lower", `waiting for layer ${layer}`], [handed, next, "lower", `layer ${layer} computed${isLast ? ", and everything up to the first token" : ""}`]);
         lane(`Layer ${layer}`, bars);
       });
     } else {
@@ -303,8 +303,8 @@
     at("time").replaceChildren(keys, ...lanes);
     decode();
     at("time-note").textContent = view.layers.length
-      ? "Upper half of a layer: loading it; lower half: what the model did from when it had the layer's KV until it came to the next. On a GPU, when the work was handed to it."
-      : "No stored KV was loaded, so the layers are not told apart.";
+      ? "Upper half of a layer: loading it; lower half: computation from the arrival of its KV to the next layer. On a GPU, the time when work was submitted."
+      : "No stored KV was loaded, so the layers are not shown separately.";
   }
 
   function decode() {

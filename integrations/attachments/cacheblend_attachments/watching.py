@@ -48,7 +48,7 @@ class Watching(Attachment):
         for other in engine.attachments:
             if isinstance(other, Watching) and (type(other) is type(self) or self.drops_kv or other.drops_kv):
                 raise ConfigError(
-                    f"{name}cannot be combined with the {type(other).__name__} attached to this engine; close that first"
+                    f"{name} cannot be combined with the {type(other).__name__} attached to this engine; close that first"
                 )
 
     def alone_reason(self, request: Request) -> str | None:

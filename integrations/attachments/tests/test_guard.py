@@ -137,7 +137,7 @@ def test_it_reports(reference: tuple[Any, Any], pronouns: list[BlendPrompt], cap
         assert (status.compared, status.window, status.action, status.recompute_ratio) == (5, 2, None, 0.0)
     warnings = [record.getMessage() for record in caplog.records if record.name.endswith(".guard")]
     assert 1 <= len(warnings) <= 2
-    assert all(warning.startswith("guard: the last 2 answers compared differ") for warning in warnings)
+    assert all(warning.startswith("guard: the last 2 compared answers differ") for warning in warnings)
 
 
 def test_it_takes_part_while_it_is_attached(engine: BlendEngine) -> None:

@@ -48,7 +48,7 @@ def calibrate_asking(
     """
     # Before anything is answered.
     if isinstance(questions, str):
-        raise ConfigError(f"questions={questions[:80]!r}is a string; give a list of questions")
+        raise ConfigError(f"questions={questions[:80]!r} is a string; give a list of questions")
     given = inspect.signature(calibrate).bind(None, [], **options)
     given.apply_defaults()
     checked_ratios(given.arguments["ratios"], given.arguments["target"])
@@ -68,7 +68,7 @@ def calibrate_asking(
     first = asked[0][0]
     if not isinstance(first.engine, BlendEngine):
         raise ConfigError(
-            f"a {type(first.engine).__name__}answered, but calibration needs the model itself; use an engine in this process"
+            f"a {type(first.engine).__name__} answered, but calibration needs the model itself; use an engine in this process"
         )
     if any(call.engine is not first.engine for call, _ in asked):
         raise ConfigError("the questions were answered by several engines; calibrate one at a time")

@@ -149,7 +149,7 @@ def read_questions(path: str | Path) -> dict[str, str | None]:
             question, answer = _question(line, f"line {number} of {path}") if structured else (line, None)
             questions.setdefault(question.strip(), answer)
     if not questions:
-        raise ConfigError(f"questions file {path}holds no question; write one per line")
+        raise ConfigError(f"questions file {path} holds no question; write one per line")
     return questions
 
 
