@@ -198,8 +198,8 @@ class StateRunner(Runner):
         """Note what of a prompt is taken over, and what is computed."""
         request.hits |= {chunk.key: chunk.start < held for chunk in prefix.chunks}
         if not held:
-            why = "no state of its document behind its head was stored, so it was read in full, and kept"
-            request.plan = Plan(None, "full", fallback_reason=why)
+            why = "no state of the document behind this head was stored; now there is one"
+            request.plan = Plan(None, "full", fallback_reason=f"{self._unsupported}; {why}")
             return
         request.fates |= {chunk.key: None for chunk in prefix.chunks}
         rows = request.prompt.layout.context_rows

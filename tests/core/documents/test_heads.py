@@ -115,7 +115,7 @@ def test_switched_off_everything_is_computed(make_engine: MakeEngine) -> None:
 
 
 def test_a_model_that_cannot_be_blended_keeps_nothing(make_engine: MakeEngine) -> None:
-    model = families.tiny_model(families.tiny_config("mamba"))
+    model = families.tiny_model(families.tiny_config("recurrent_gemma"))
     engine = make_engine(model=model, strict=False)
     assert engine.unsupported_reason is not None
     for _ in range(2):
