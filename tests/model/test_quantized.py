@@ -1,0 +1,174 @@
+"""Models with quantised weights: KV of their own, and a self-check that follows what their kernels round."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cacheblend_lab import families
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.fuse import BlendCache, Steering, selfcheck
+from cacheblend_rag.fuse.selfcheck import true_kv
+from cacheblend_rag.model import KVCache, inspect_model, model_fingerprint
+from cacheblend_rag.selection import FixedSelection
+from tests.core.dense import random_ids, span_layout
+from tests.families import tiny_tokenizer, words
+
+# What these packages warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tiny_model(**changes: Any) -> PreTrainedModel:
+    """Return a tiny model whose rows are long enough to be quantised in blocks of 64."""
+    return families.tiny_model(
+        families.tiny_config("llama", hidden_size=128, intermediate_size=128, head_dim=32, **changes)
+    )
+
+
+def torchao(config: str, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from torchao import quantization
+
+        return transformers.TorchAoConfig(getattr(quantization, config)(**options))
+
+    return make
+
+
+def hqq(model: PreTrainedModel) -> None:
+    from hqq.core.quantize import BaseQuantizeConfig
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    AutoHQQHFModel.quantize_model(
+        model, quant_config=BaseQuantizeConfig(nbits=4, group_size=16), compute_dtype=torch.float32, device="cpu"
+    )
+
+
+QUANTISED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "bitsandbytes-8": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_8bit=True)),
+    "bitsandbytes-fp4": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_4bit=True)),
+    "bitsandbytes-nf4": (
+        "bitsandbytes",
+        lambda: transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        ),
+    ),
+    "torchao-int8": ("torchao", torchao("Int8WeightOnlyConfig")),
+    "torchao-int8-activations": ("torchao", torchao("Int8DynamicActivationInt8WeightConfig")),
+    "torchao-float8": ("torchao", torchao("Float8WeightOnlyConfig")),
+    "quanto-int4": ("optimum.quanto", lambda: transformers.QuantoConfig(weights="int4")),
+    "hqq-4": ("hqq", hqq),
+}
+
+
+@pytest.fixture(params=QUANTISED)
+def quantise(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., PreTrainedModel]:
+    """Make a tiny model anew and quantise it."""
+    package, make = QUANTISED[request.param]
+    if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+    def quantised(scale: float = 1.0) -> PreTrainedModel:
+        model = tiny_model()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight *= scale
+        if make is hqq:
+            hqq(model)
+            return model
+        model.save_pretrained(tmp_path / "model")
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=make())
+        return loaded.eval()
+
+    return quantised
+
+
+def test_kv_belongs_to_the_quantised_weights(quantise: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    def engine(model: PreTrainedModel) -> BlendEngine:
+        return BlendEngine(model, tiny_tokenizer(), store=tmp_path / "kv", **engine_settings(strict=True))
+
+    def hits(model: PreTrainedModel) -> int:
+        with engine(model) as opened:
+            opened._store.flush()
+            return opened.prefill(BlendPrompt(words(4, 10), chunks, words(6, 11))).report.hits
+
+    chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(2)]
+    with engine(tiny_model()) as full:
+        full.add(chunks)
+    assert hits(quantise()) == 0
+    with engine(quantise()) as quantised:
+        quantised.add(chunks)
+    assert hits(quantise()) == 2
+    # Twice the weights have the same codes, and other scales.
+    assert hits(quantise(scale=2.0)) == 0
+
+
+@torch.no_grad()
+def test_blending_is_exact_up_to_what_the_kernels_round(quantise: Callable[..., PreTrainedModel]) -> None:
+    decoder = inspect_model(quantise())
+    model, ids = decoder.model, random_ids(1)
+    layout, own, draw = span_layout(ids), KVCache(decoder.num_layers), random.Random(0)
+    wanted = model(input_ids=torch.tensor([ids]), past_key_values=own, use_cache=True).logits[0, -1]
+    noise = selfcheck._noise(decoder)
+    for ratio in (0.0, 0.15, 0.5):
+        rows = sorted(draw.sample(layout.context_rows.tolist(), round(ratio * layout.context_tokens)))
+        cache = BlendCache(decoder.num_layers)
+        selection = FixedSelection(torch.tensor(rows, dtype=torch.int64))
+        with Steering(decoder, cache, layout, selection, true_kv(own.kv()))():
+            got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+        assert (got - wanted).norm() / wanted.norm() <= max(1e-4, 2 * noise[0])
+
+
+def test_the_self_check_is_no_looser_than_the_noise(quantise: Callable[..., PreTrainedModel]) -> None:
+    decoder = inspect_model(quantise())
+    selfcheck.check_blending(decoder)
+    selfcheck.check_batching(decoder)
+    # Keys turned by the frequencies of another model.
+    other = inspect_model(tiny_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}))
+    with pytest.raises(UnsupportedModelError, match="layer 0: KV moved by 11"):
+        selfcheck.check_blending(replace(decoder, rotations=other.rotations))
+
+
+CONFIGS: list[Any] = [
+    transformers.AwqConfig(),
+    transformers.AwqConfig(group_size=64),
+    transformers.GPTQConfig(bits=4),
+    transformers.GPTQConfig(bits=8),
+    {"quant_method": "hqq", "nbits": 4},
+    {"quant_method": "hqq", "nbits": 2},
+    transformers.BitsAndBytesConfig(load_in_8bit=True),
+    transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
+    transformers.QuantoConfig(weights="int8"),
+    transformers.QuantoConfig(weights="float8"),
+    transformers.FineGrainedFP8Config(),
+    transformers.FbgemmFp8Config(),
+    transformers.Mxfp4Config(),
+    transformers.EetqConfig(),
+    {"quant_method": "compressed-tensors", "format": "int-quantized"},
+    {"quant_method": "compressed-tensors", "format": "float-quantized"},
+]
+
+
+def test_how_a_model_is_quantised_is_in_the_key() -> None:
+    model = tiny_model()
+    seen = {model_fingerprint(model)}
+    for config in CONFIGS:
+        model.config.quantization_config = config
+        seen.add(model_fingerprint(model))
+        assert len(selfcheck._tolerances(inspect_model(model))) == 1 + model.config.num_hidden_layers
+    assert len(seen) == 1 + len(CONFIGS)
+
+
+@pytest.mark.parametrize("config", [transformers.EetqConfig(), transformers.FineGrainedFP8Config()])
+def test_what_cannot_be_loaded_here_is_said_in_one_line(config: Any, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be loaded: (?!.*\n).*(EETQ|FP8)"):
+        BlendEngine.from_pretrained(tmp_path, quantization_config=config)
