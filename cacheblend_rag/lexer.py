@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag.chunk import check_text
+from cacheblend_rag.thoughts import Thinking
 
 __all__ = ["MARK", "Lexer", "lexer_of"]
 
 MARK = "\ufdd0\ufdd1"
 """Stands inside what would be read as a control token, in text that was said. Unicode has no such characters."""
 
+# Tokens of a prompt's end in which thoughts may be opened.
+_LAST = 16
 # Text that goes on is read after one of these, whose tokens are taken off again.
 _GUARDS = ("\n", ",", "|", ";")
 
@@ -27,6 +31,8 @@ class Lexer:
         Tokens that only a template may write: the special ones, and those among the added ones that the chat template spells.
     has_prefix : bool
         Whether the tokenizer puts a blank before a text, as if it began one.
+    thoughts : Thinking or None
+        How the chat template marks thoughts, if it does.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -41,6 +47,12 @@ class Lexer:
             if (text := str(token)) and (token.special or (text in spelled and not text.replace(" ", "a").isalnum()))
         }
         self.controls = frozenset(controls.values())
+        self.thoughts = Thinking.of(spelled)
+        marks = () if self.thoughts is None else (self.thoughts.opens, self.thoughts.closes, self.thoughts.named)
+        shown = {controls[mark] for mark in marks if mark in controls}
+        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        # The special tokens that no text has, where that is not all of them.
+        self._silent = special - shown if special & shown else None
         rests: dict[str, list[str]] = {}
         for text in sorted(controls):
             rests.setdefault(re.escape(text[0]), []).extend([re.escape(text[1:])] if text[1:] else [])
@@ -98,9 +110,22 @@ class Lexer:
         """Return how many tokens a chunk of a text has."""
         return len(self.read(self.said(text))[0])
 
+    def thinking(self, prompt: Sequence[Any]) -> Thinking | None:
+        """Return how the answer to a prompt of these segments is told from thoughts; None of a model that has none."""
+        known, end = self.thoughts, prompt[-1] if prompt else ""
+        if known is None:
+            return None
+        text = self.text(end[-_LAST:]) if isinstance(end, list | tuple) else str(end)
+        return replace(known, is_open=text.rstrip().endswith(known.opens), read=lambda text: self.read(text)[0])
+
     def text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens that go on after others, with the blank that it may begin with."""
+        """Return the text of tokens that go on after others, with the blank that it may begin with.
+
+        Special tokens around thoughts are part of it even where others are left out.
+        """
         known = self._guards[0][1]
+        if skip_special_tokens and self._silent is not None:
+            ids, skip_special_tokens = [id for id in ids if id not in self._silent], False
         text: str = self._tokenizer.decode([*known, *ids], skip_special_tokens=skip_special_tokens)
         return text[len(self._before) :]
 

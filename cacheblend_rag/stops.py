@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Iterator, Sequence
+
+from cacheblend_rag.thoughts import Thinking, Thought, begun
 
 __all__ = ["Spelling", "StopCutter", "acut_pieces", "cut_at_stop", "cut_pieces"]
 
@@ -51,56 +53,54 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 class StopCutter:
     """Cuts a text that comes in pieces where `cut_at_stop` cuts the whole.
 
-    What may be the beginning of a stop string is held back until it is known.
+    What may be the beginning of a stop string is held back until it is known. The thoughts of a model that thinks are told apart
+    as `Thought`, and not cut; `is_done` says whether a stop string was found.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], thinking: Thinking | None = None) -> None:
+        self.is_done = False
         self._stops = stops
         self._held = ""
-        self._done = False
+        self._thinking = thinking
+        # What has come, and of that what is known to be thoughts and words.
+        self._seen, self._told = "", ("", "")
 
-    def feed(self, piece: str) -> str:
-        """Take the next piece and return what can be shown by now."""
-        if self._done:
+    def feed(self, piece: str, *, is_last: bool = False) -> Iterator[str]:
+        """Take the next piece and yield what can be shown by now; of the last one, all that belongs to the text."""
+        if self._thinking is not None:
+            self._seen, before = self._seen + piece, self._told
+            thoughts, words = self._told = self._thinking.apart(self._seen, is_whole=is_last)
+            if thought := thoughts[len(before[0]) :]:
+                yield Thought(thought)
+            piece = words[len(before[1]) :]
+        shown = self._cut(piece)
+        if shown := shown + cut_at_stop(self._held, self._stops) * is_last:
+            yield shown
+
+    def _cut(self, piece: str) -> str:
+        if self.is_done:
             return ""
         text = self._held + piece
         cut = len(cut_at_stop(text, self._stops))
-        begun = min((_begun(text, stop) for stop in self._stops), default=len(text))
+        may_begin = begun(text, *self._stops)
         # A longer stop string may have begun before one that is complete, and would then count.
-        self._done = cut < len(text) and cut <= begun
-        shown = min(cut, begun)
-        self._held = "" if self._done else text[shown:]
+        self.is_done = cut < len(text) and cut <= may_begin
+        shown = min(cut, may_begin)
+        self._held = "" if self.is_done else text[shown:]
         return text[:shown]
 
-    def flush(self) -> str:
-        """Return what of the text held back belongs to it, now that nothing follows."""
-        held, self._held = self._held, ""
-        return cut_at_stop(held, self._stops)
 
-
-def cut_pieces(pieces: Iterable[str], stops: Sequence[str]) -> Generator[str, None, None]:
-    """Yield pieces of a text up to the first stop string."""
-    cutter = StopCutter(stops)
+def cut_pieces(pieces: Iterable[str], cutter: StopCutter) -> Generator[str, None, None]:
+    """Yield pieces of a text as a cutter shows them."""
     for piece in pieces:
-        if shown := cutter.feed(piece):
-            yield shown
-    if shown := cutter.flush():
-        yield shown
+        yield from cutter.feed(piece)
+    yield from cutter.feed("", is_last=True)
 
 
-async def acut_pieces(pieces: AsyncIterable[str], stops: Sequence[str]) -> AsyncGenerator[str, None]:
+async def acut_pieces(pieces: AsyncIterable[str], cutter: StopCutter) -> AsyncGenerator[str, None]:
     """Async version of `cut_pieces`."""
-    cutter = StopCutter(stops)
     async for piece in pieces:
-        if shown := cutter.feed(piece):
+        for shown in cutter.feed(piece):
             yield shown
-    if shown := cutter.flush():
+    for shown in cutter.feed("", is_last=True):
         yield shown
-
-
-def _begun(text: str, stop: str) -> int:
-    """Return where the end of `text` begins that is the beginning of `stop`; the length of `text` if there is none."""
-    for start in range(max(len(text) - len(stop) + 1, 0), len(text)):
-        if stop.startswith(text[start:]):
-            return start
-    return len(text)

@@ -29,6 +29,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "report",
         "trace",
         "stops",
+        "thoughts",
         "preamble",
         "lexer",
     ),

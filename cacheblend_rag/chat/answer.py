@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import Engine, GenerationResult, StopStrings
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.stops import cut_at_stop
+from cacheblend_rag.stops import Spelling, StopCutter, cut_at_stop
+from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["Answer", "Deadline", "EndWhenSet", "Ending", "ModelCall"]
+__all__ = ["Answer", "AnswerStops", "Deadline", "EndWhenSet", "Ending", "ModelCall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,34 @@ class EndWhenSet(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.event.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
+class AnswerStops(StopStrings):
+    """Ends a generation at a stop string in its answer, thoughts aside."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], thinking: Thinking) -> None:
+        super().__init__(tokenizer, stop)
+        self._cutter = StopCutter(self.stop, thinking)
+        self._spelling = Spelling(lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether the sequence is done; it is asked at every token."""
+        last = int(input_ids[0, -1])
+        for _ in self._cutter.feed(self._spelling.add(last)):
+            pass
+        return torch.tensor([self._cutter.is_done or last in self.ids], device=input_ids.device)
+
+
 @dataclass(frozen=True)
 class Answer:
-    """An answer, cut at the first stop string; `finish_reason` is "stop" at an end token or a stop string, else "length"."""
+    """An answer, cut at the first stop string; `finish_reason` is "stop" at an end token or a stop string, else "length".
+
+    Of a model that thinks, its thoughts are not part of the text.
+    """
 
     text: str
     finish_reason: str
     report: BlendReport
+    thoughts: str = ""
+    reasoning_tokens: int = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -89,19 +113,28 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ending:
-    """Limits of an answer beside end tokens and their number: strings, of which none is empty, and a deadline."""
+    """Limits of an answer beside end tokens and their number: strings, of which none is empty, and a deadline.
+
+    Where `thinking` is given, the thoughts are told from the answer, and only the answer is searched for the strings.
+    """
 
     stop: tuple[str, ...] = ()
     deadline: Deadline | None = None
+    thinking: Thinking | None = None
 
     def criteria(self, tokenizer: Any) -> list[StoppingCriteria]:
         """Return the stopping criteria of a generation."""
-        criteria: list[StoppingCriteria] = [StopStrings(tokenizer, self.stop)] if self.stop else []
-        return criteria + ([] if self.deadline is None else [self.deadline])
+        criteria: list[StoppingCriteria] = [] if self.deadline is None else [self.deadline]
+        if self.stop and self.thinking is not None:
+            return [AnswerStops(tokenizer, self.stop, self.thinking), *criteria]
+        return [StopStrings(tokenizer, self.stop), *criteria] if self.stop else criteria
 
     def read(self, result: GenerationResult) -> Answer:
         """Return what was generated as an answer; `AnswerTimeoutError` if that took too long."""
         if self.deadline is not None:
             self.deadline.check()
-        text = cut_at_stop(result.text, self.stop)
-        return Answer(text, "stop" if len(text) < len(result.text) else result.finish_reason, result.report)
+        thoughts, words = ("", result.text) if self.thinking is None else self.thinking.apart(result.text)
+        text = cut_at_stop(words, self.stop)
+        reason = "stop" if len(text) < len(words) else result.finish_reason
+        tokens = 0 if self.thinking is None else min(len(self.thinking.read(thoughts)), result.report.output_tokens)
+        return Answer(text, reason, result.report, thoughts, tokens)

@@ -51,14 +51,17 @@ class ChunkCatalog:
     def split(self, engine: Library, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
         """Split a text into the chunks of `min_chars` or more that stand in it, as of the last `follow`, and the text around.
 
-        Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text
+        Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. What the
+        model thought, as the chat template shows it again, is not searched. Of a text
         that is stored in several documents, the chunk of the one that has most chunks here is taken; where two have as many,
         none of theirs: it is one that is encoded alone, with or without an id.
         """
         said = text.split(MARK)
         marks, plain = list(accumulate(map(len, said[:-1]))), "".join(said)
+        thoughts = lexer_of(engine.tokenizer).thoughts
+        searched = plain if thoughts is None else thoughts.hide(text, MARK).replace(MARK, "")
         with self._lock:
-            matches = self._finder.find(plain, min_chars)
+            matches = self._finder.find(searched, min_chars)
         is_clear = all(len(match.ids) == 1 for match in matches)
         ids = [match.ids[0] for match in matches] if is_clear else _choose(engine, matches)
         cuts = [0, *chain.from_iterable((match.start, match.stop) for match in matches), len(plain)]

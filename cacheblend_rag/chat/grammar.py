@@ -19,8 +19,9 @@ from transformers import LogitsProcessor
 
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["Guide", "json_grammar", "schema_request"]
+__all__ = ["Guide", "after_thoughts", "json_grammar", "schema_request"]
 
 
 def schema_request(schema: dict[str, Any]) -> str:
@@ -45,6 +46,16 @@ def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> s
         reason = problem.partition("\n   1 | ")[0]
         raise ConfigError(f"this JSON schema cannot be enforced: {reason}; leave that part out of the schema")
     return grammar
+
+
+def after_thoughts(grammar: str, thinking: Thinking | None) -> str:
+    """Return the grammar of an answer to a prompt: where that ends within thoughts, these come first, whatever they say."""
+    if thinking is None or thinking.named or not thinking.is_open:
+        return grammar
+    end, answer = thinking.read(thinking.closes), grammar.removeprefix("start: ")
+    # No text has a token that was added.
+    closed = f": /(?s:.*)/ <[{end[0]}]>" if len(end) == 1 else f"[suffix={json.dumps(thinking.closes)}]: /(?s:.*)/"
+    return f'start: thoughts "\\n\\n"? answer\nanswer: {answer}\nthoughts{closed}'
 
 
 class Guide(LogitsProcessor):

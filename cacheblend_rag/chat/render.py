@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from inspect import signature
 from typing import Any, Generic, TypeVar
+
+from jinja2 import Environment
+from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
+from transformers import PreTrainedTokenizerBase
 
 from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.lexer import MARK, lexer_of
 
 __all__ = [
+    "VARIABLES",
     "Holes",
     "Passage",
     "apply_template",
@@ -24,10 +32,16 @@ __all__ = [
     "knows_tools",
     "past_call",
     "render_chat",
+    "template_variables",
 ]
 
 Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
 _PROBE, _TITLE = "probe_of_cacheblend", "title_of_cacheblend"
+VARIABLES = ("chat_template_kwargs", "enable_thinking", "reasoning_effort")
+"""Options that set variables of the chat template: any, in a mapping, and two that have a name of their own."""
+
+# Where templates look for what was thought before an answer, the first of them in the turns that we are given.
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Other names of the roles that templates know.
 _ROLES = {"developer": "system", "function": "tool", "human": "user"} | dict.fromkeys(
     ("ai", "chatbot", "model"), "assistant"
@@ -114,7 +128,7 @@ def render_chat(
 ) -> list[str | Piece]:
     """Render a conversation by the tokenizer's chat template, up to where the answer begins, as text and chunks.
 
-    Turns are messages as chat templates take them (`role`, `content`, `tool_calls`, ...), the content being a list of text
+    Turns are messages as chat templates take them (`role`, `content`, `reasoning_content`, ...), the content being a list of text
     and chunks; tools are in OpenAI's form; `variables` are the template's own. Documents stand where the template shows
     documents, or else before the text of the last message of the user. `ConfigError` if the tokenizer has no chat template,
     `PromptError` if that cannot show the conversation, its tools included.
@@ -144,6 +158,33 @@ def render_chat(
     return parts
 
 
+@lru_cache(maxsize=8)
+def _read_by(template: str) -> set[str]:
+    """Return the variables that a chat template reads, and is not given anyway."""
+    # Which tokens count as the assistant's, for training, is no part of Jinja.
+    syntax = Environment(extensions=[loopcontrols]).parse(re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", template))
+    return find_undeclared_variables(syntax) - {
+        "messages",
+        *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    }
+
+
+def template_variables(tokenizer: Any, *given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what options set of a chat template's variables by those of `VARIABLES`, later ones over earlier.
+
+    `ConfigError` for what the template does not read.
+    """
+    asked: dict[str, Any] = {}
+    for options in given:
+        asked |= options.get("chat_template_kwargs") or {}
+        asked |= {name: options[name] for name in VARIABLES[1:] if options.get(name) is not None}
+    known = _read_by(str(tokenizer.get_chat_template())) if asked and tokenizer.chat_template else ()
+    for name in asked:
+        if name not in known:
+            raise ConfigError(f"this model's chat template takes no {name!r:.60} from a caller; leave it out")
+    return asked
+
+
 def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables: Any) -> str:
     """Write turns as one text, up to where the assistant's answer begins, with the BOS if the template writes one.
 
@@ -151,7 +192,11 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
     join the first user message; else calls of tools and their results become words of the assistant and the user.
     `PromptError` if even then it refuses them or leaves something out. The template alone writes control tokens (`Lexer.said`).
     """
-    turns = [{**turn, "role": _ROLES.get(turn["role"], turn["role"])} for turn in turns]
+    turns = [
+        {**turn, "role": _ROLES.get(turn["role"], turn["role"])}
+        | (dict.fromkeys(_THOUGHTS, turn[_THOUGHTS[0]]) if turn.get(_THOUGHTS[0]) else {})
+        for turn in turns
+    ]
     turns, variables = lexer_of(tokenizer).said([turns, {"add_generation_prompt": True, **variables}])
     if re.search(r"split\(.</think>", str(tokenizer.chat_template)):
         turns = [_with_thoughts(turn) if turn["role"] == "assistant" else turn for turn in turns]

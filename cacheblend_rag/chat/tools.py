@@ -14,6 +14,7 @@ from typing import Any
 
 from cacheblend_rag.chat.grammar import json_grammar
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.thoughts import begun
 
 __all__ = ["ToolCall", "ToolGate", "ToolReply", "UnreadCall", "call_grammar", "chosen_tools", "parse_calls"]
 
@@ -119,11 +120,11 @@ def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool, one_call: bo
         reply.text += text[place:begin]
         place = len(text) - len(after)
         begins = _begins(body, names, in_tags=True)
-        body = body if closed else body[: len(body) - _beginning(body, _CLOSE)]
+        body = body if closed else body[: begun(body, _CLOSE)]
         calls = (_json_calls(body.strip()) or _xml_calls(body, tools)) if begins else []
         if not calls and (begins or (begins is None and is_cut and not closed)):
-            begun = _BEGUN_CALL.match(body)
-            name, arguments = begun.groups() if begun else (None, body.strip())
+            called = _BEGUN_CALL.match(body)
+            name, arguments = called.groups() if called else (None, body.strip())
             error = "no JSON with a name and arguments, and no <function=...> element is between the tags"
             reply.invalid.append(UnreadCall(name, arguments, _new_id(), _CUT if is_cut and not closed else error))
         elif not _take(reply, calls, body, names, one_call):
@@ -153,7 +154,7 @@ class ToolGate:
             if _begins(self._seen[end + len(_OPEN) :], self._names, in_tags=True) is not False:
                 break
             end += len(_OPEN)
-        end = len(self._seen) - _beginning(self._seen, _OPEN) if end < 0 else end
+        end = begun(self._seen, _OPEN) if end < 0 else end
         shown = self._seen[self.shown : end] if self._seen[:end].strip() else ""
         self.shown += len(shown)
         return shown
@@ -161,10 +162,10 @@ class ToolGate:
 
 def _begins(text: str, names: Sequence[str], *, in_tags: bool = False) -> bool | None:
     """Return whether a text begins as a call of one of these tools does; None while it is too short to say."""
-    begun, heads = "".join(text.split()), _heads(tuple(names), in_tags)
-    if any(begun.startswith(head) for head in heads):
+    words, heads = "".join(text.split()), _heads(tuple(names), in_tags)
+    if any(words.startswith(head) for head in heads):
         return True
-    return None if any(head.startswith(begun) for head in heads) else False
+    return None if any(head.startswith(words) for head in heads) else False
 
 
 @lru_cache(maxsize=64)
@@ -178,11 +179,6 @@ def _heads(names: tuple[str, ...], in_tags: bool) -> list[str]:
     if in_tags:
         return heads + [f"<function={name}>" for name in names]
     return [mark + head for mark in ("", *_MARKS) for head in (*heads, *(f"[{name}(" for name in names))]
-
-
-def _beginning(text: str, tag: str) -> int:
-    """Return how many characters of a tag a text ends with, less than all."""
-    return max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
 
 
 def _take(reply: ToolReply, calls: list[tuple[ToolCall, str]], body: str, names: Sequence[str], one_call: bool) -> bool:

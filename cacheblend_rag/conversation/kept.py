@@ -62,6 +62,8 @@ class HeldTurn:
     # How many of the first rows are the model's own: computed over rows that are. The others were made as `making` says.
     exact: int
     making: Making | None
+    # How many of the first rows are the prompt's.
+    given: int
     # Of each chunk that a row may know of, by its id (None without one) and key.
     seen: dict[tuple[str | None, str], Seen]
 

@@ -76,7 +76,8 @@ class Conversation:
 
     - The tokens that both turns begin with keep their KV unchanged. None of them is computed, loaded or selected again.
     - Other runs of tokens that the previous turn had elsewhere, such as the history of a chat after another context, keep their
-      KV as chunks do: moved to their new positions and blended, by the selector and at the ratio of the turn.
+      KV as chunks do: moved to their new positions and blended, by the selector and at the ratio of the turn. An answer of which
+      the template takes out the beginning, what was thought, is computed.
     - All others are computed; chunks come from the store, as always.
 
     The KV of a row is exact if the row was computed and all rows before it are exact. If a turn is prefilled in full, as at
@@ -187,7 +188,7 @@ class Turn:
         first = max(rows, head)
         head = head if head > rows else 0
         later = tuple(span for span in layout.chunks if span.start >= first)
-        runs = tuple(_find_runs(held.token_ids, layout.token_ids, _gaps(first, later, end), rows)) if moves else ()
+        runs = tuple(_find_runs(held, layout.token_ids, _gaps(first, later, end), rows)) if moves else ()
         if not runs and (head or not rows):
             return None
         spans = [*later, *(ChunkSpan(run.start, run.stop, run.start) for run in runs)] if asked is not None else []
@@ -220,7 +221,7 @@ class Turn:
             exact = min([exact, *(span.start for span in spans)])
         if before is not None and before.making is not None and making is not None and resumed > before.exact:
             exact, made = before.exact, replace(making, ratio=min(making.ratio, before.making.ratio))
-        turn = HeldTurn(ids, layers, exact, made, _seen_by(prompt, resumption, self._expiry))
+        turn = HeldTurn(ids, layers, exact, made, len(prompt.layout), _seen_by(prompt, resumption, self._expiry))
         limit = min(self._conversation.max_bytes, self._kept.limit_bytes)
         room = min(limit // turn.row_bytes, len(ids) - 1)
         held = turn if turn.nbytes <= limit else turn.cut(room)
@@ -237,13 +238,13 @@ def _gaps(start: int, spans: Sequence[ChunkSpan], end: int) -> Iterator[tuple[in
     yield start, end
 
 
-def _find_runs(
-    held: Sequence[int], wanted: Sequence[int], gaps: Iterator[tuple[int, int]], after: int
-) -> Iterator[Run]:
-    """Yield runs of `wanted` in the gaps that are in `held` from row `after` on, in one order and each row used once at most."""
-    # A chat only grows, so a question that is asked a second time finds nothing left of the first time, and is computed.
+def _find_runs(turn: HeldTurn, wanted: Sequence[int], gaps: Iterator[tuple[int, int]], after: int) -> Iterator[Run]:
+    """Yield runs of `wanted` in the gaps that a turn has from row `after` on, in one order and each row used once at most."""
+    # A chat only grows, so a question that is asked a second time finds nothing left of the first time, and is computed. What
+    # was generated knows of all that was generated before it, and is found with that alone.
+    held = turn.token_ids
     places: dict[tuple[int, ...], list[int]] = {}
-    for row in range(after, len(held) - _LEAST_RUN + 1):
+    for row in range(after, min(len(held) - _LEAST_RUN + 1, turn.given)):
         places.setdefault(tuple(held[row : row + _LEAST_RUN]), []).append(row)
     for start, end in gaps:
         row = start

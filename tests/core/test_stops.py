@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt
-from cacheblend_rag.stops import Spelling, StopCutter, cut_at_stop
+from cacheblend_rag.stops import Spelling, StopCutter, cut_at_stop, cut_pieces
 from tests.core.test_lexer import sentence_pieces
 from tests.families import tiny_reader
 
@@ -33,7 +33,7 @@ from tests.families import tiny_reader
 def test_the_stop_string_that_begins_first_counts(text: str, stops: list[str], wanted: str) -> None:
     assert cut_at_stop(text, stops) == wanted
     cutter = StopCutter(stops)
-    assert "".join(map(cutter.feed, text)) + cutter.flush() == wanted
+    assert "".join(cut_pieces(text, cutter)) == wanted
 
 
 @given(st.text("abn", max_size=30), st.lists(st.text("abn", min_size=1, max_size=5), max_size=3), st.data())
@@ -43,21 +43,20 @@ def test_cutting_pieces_equals_cutting_the_text(text: str, stops: list[str], dat
     cutter, shown, rest = StopCutter(stops), "", text
     while rest:
         size = data.draw(st.integers(1, len(rest)))
-        shown += cutter.feed(rest[:size])
+        shown += "".join(cutter.feed(rest[:size]))
         rest = rest[size:]
         read = text[: len(text) - len(rest)]
         assert wanted.startswith(shown)
         # Nothing is held back for longer than a stop string may need.
         longest = max(map(len, stops), default=1)
         assert len(shown) >= min(len(wanted), len(read) - 2 * longest)
-    assert shown + cutter.flush() == wanted
+    assert shown + "".join(cutter.feed("", is_last=True)) == wanted
 
 
 def test_what_cannot_be_a_stop_string_is_shown_at_once() -> None:
     cutter = StopCutter(["\n\n", "User:"])
     pieces = ("He said:", " Us", "ed\n", "end\n", "\nmore")
-    assert [cutter.feed(piece) for piece in pieces] == ["He said:", " ", "Used", "\nend", ""]
-    assert cutter.flush() == ""
+    assert list(cut_pieces(pieces, cutter)) == ["He said:", " ", "Used", "\nend"]
 
 
 JAPANESE = "これはとてもながいぶんしょうです。"

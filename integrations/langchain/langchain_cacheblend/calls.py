@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig
 
@@ -82,12 +82,15 @@ def info_of(answer: Answer) -> dict[str, Any]:
 def usage_of(answer: Answer) -> UsageMetadata:
     """Return the tokens used; ``cache_read`` counts the prompt tokens whose stored KV was used unchanged."""
     report = answer.report
-    return UsageMetadata(
+    usage = UsageMetadata(
         input_tokens=report.prompt_tokens,
         output_tokens=report.output_tokens,
         total_tokens=report.prompt_tokens + report.output_tokens,
         input_token_details=InputTokenDetails(cache_read=answer.cached_tokens),
     )
+    if answer.thoughts:
+        usage["output_token_details"] = OutputTokenDetails(reasoning=answer.reasoning_tokens)
+    return usage
 
 
 class DecodingFields(BaseModel):

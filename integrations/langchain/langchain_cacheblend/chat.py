@@ -17,14 +17,18 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, Runn
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import Field, PrivateAttr
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
-from cacheblend_rag.chat.grammar import Guide, json_grammar
-from cacheblend_rag.chat.render import knows_tools, render_chat
+from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
+from cacheblend_rag.chat.render import VARIABLES, knows_tools, render_chat, template_variables
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.chunk import carried_prompt
+from cacheblend_rag.engine import EngineConversation
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.lexer import lexer_of
+from cacheblend_rag.thoughts import Thought
 from langchain_cacheblend.calls import Call, info_of, usage_of, with_objects
 from langchain_cacheblend.forms import AnswerForm, as_functions, call_chunks, calls_of, requested_schema, with_schema
 from langchain_cacheblend.holes import fixed_head
@@ -57,10 +61,40 @@ class ChatBlend(BlendModel, BaseChatModel):
     artifact. The answer's ``response_metadata["blend"]`` says what the call cost, and its ``usage_metadata`` how many tokens' KV
     was reused.
 
-    The parameters are those of `BlendModel`, and `streaming`: whether `invoke` streams too, for callbacks that watch tokens.
+    What a model thinks before it answers, between the marks of its chat template, is no part of the content: it is in
+    ``additional_kwargs["reasoning_content"]`` and, as a block of type "reasoning", in ``content_blocks``.
+
+    The parameters are those of `BlendModel`, and these; a call may give all but the first too.
+
+    Parameters
+    ----------
+    streaming : bool
+        Whether `invoke` streams too, for callbacks that watch tokens.
+    chat_template_kwargs : dict
+        Variables of the chat template.
+    enable_thinking : bool, optional
+        That variable of the chat template.
+    reasoning_effort : str, optional
+        That variable of the chat template.
     """
 
     streaming: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+
+    _conversation: EngineConversation | None = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse variables that the chat template does not read."""
+        super().model_post_init(context)
+        template_variables(self.engine.tokenizer, vars(self))
+
+    def in_conversation(self, conversation: EngineConversation) -> ChatBlend:
+        """Return the same model, but each of its calls is a turn of a conversation (`BlendEngine.conversation`)."""
+        model = self.model_copy()
+        model._conversation = conversation
+        return model
 
     def blend_prompt(
         self,
@@ -68,6 +102,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         *,
         tools: Sequence[Any] = (),
         documents: Sequence[Document] = (),
+        **variables: Any,
     ) -> BlendPrompt:
         """Return the prompt that the engine is given for `input`, with the stored chunks that were found in it.
 
@@ -79,6 +114,8 @@ class ChatBlend(BlendModel, BaseChatModel):
             Tools that the model is told about.
         documents : sequence of Document
             Documents in addition to the conversation.
+        **variables : Any
+            ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``.
         """
         messages = self._convert_input(input).to_messages()
         prompt = carried_prompt(messages, tools=tools, documents=documents)
@@ -86,9 +123,10 @@ class ChatBlend(BlendModel, BaseChatModel):
             return prompt.blend(self.engine)
         shown = as_functions(tools) if tools else []
         turns = turns_of(messages)
-        parts = render_chat(
-            self.engine.tokenizer, turns, tools=shown, documents=passages(documents) if documents else ()
-        )
+        if variables or self.chat_template_kwargs or self.enable_thinking is not None or self.reasoning_effort:
+            variables = template_variables(self.engine.tokenizer, vars(self), variables)
+        beside = passages(documents) if documents else ()
+        parts = render_chat(self.engine.tokenizer, turns, tools=shown, documents=beside, **variables)
         said = turns[-1]["content"] if turns and turns[-1]["role"] == "user" else []
         asked = "".join(part for part in said if isinstance(part, str))
         return self._catalog.prompt(self.engine, fixed_head(messages, parts, documents), self.min_chunk_chars, asked)
@@ -266,12 +304,22 @@ class ChatBlend(BlendModel, BaseChatModel):
                 messages = with_schema(messages, schema)
         elif must_call:
             grammar = call_grammar(tools, str(self.engine.tokenizer.get_chat_template(tools=tools)))
-        prompt = self.blend_prompt(messages, tools=tools, documents=documents)
+        variables = {name: options.pop(name) for name in VARIABLES if name in options}
+        prompt = self.blend_prompt(messages, tools=tools, documents=documents, **variables)
+        lexer = lexer_of(self.engine.tokenizer)
+        thinking = lexer.thoughts and lexer.thinking(prompt.segments)
         if grammar is not None:
-            options["logits_processor"] = with_objects(options, "logits_processor", Guide(self.engine, grammar))
-        return self._call(prompt, stop, options)
+            guide = Guide(self.engine, after_thoughts(grammar, thinking))
+            options["logits_processor"] = with_objects(options, "logits_processor", guide)
+        call = self._call(prompt, stop, options, thinking)
+        if self._conversation is not None:
+            call.options["conversation"] = self._conversation
+        return call
 
     def _chunks(self, piece: str | Answer, gate: ToolGate | None, kwargs: dict[str, Any]) -> list[ChatGenerationChunk]:
+        if isinstance(piece, Thought):
+            thought = AIMessageChunk(content="", additional_kwargs={"reasoning_content": str(piece)})
+            return [ChatGenerationChunk(message=thought)]
         if isinstance(piece, str):
             shown = piece if gate is None else gate.pass_on(piece)
             return [ChatGenerationChunk(message=AIMessageChunk(content=shown))] if shown else []
@@ -290,6 +338,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         calls, invalid = calls_of(reply)
         message = AIMessage(
             content=reply.text,
+            additional_kwargs={"reasoning_content": answer.thoughts} if answer.thoughts else {},
             tool_calls=calls,
             invalid_tool_calls=invalid,
             usage_metadata=usage_of(answer),
@@ -303,6 +352,10 @@ class ChatBlend(BlendModel, BaseChatModel):
 
     # What LangChain asks about
 
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return super()._identifying_params | {name: getattr(self, name) for name in VARIABLES}
+
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         # What the inherited method makes of an object with a ready-made engine does not tell engines apart.
         stop = stop if stop is not None else self.stop
@@ -312,6 +365,7 @@ class ChatBlend(BlendModel, BaseChatModel):
     def _resolve_model_profile(self) -> Any:
         tools = knows_tools(self.engine.tokenizer)
         profile = {"text_inputs": True, "text_outputs": True, "structured_output": True, "tool_calling": tools}
+        profile["reasoning_output"] = lexer_of(self.engine.tokenizer).thoughts is not None
         return profile | ({} if self.engine.window is None else {"max_input_tokens": self.engine.window})
 
 

@@ -31,8 +31,8 @@ __all__ = ["as_chunks", "chunk_block", "documents_to_blocks", "parts_of", "passa
 _INLINE = "cacheblend_inline"
 # Another: what it was made of.
 _SOURCE = "cacheblend_source"
-# Thoughts of answers, which are not shown to a model again, and what streams leave of calls.
-_NOT_SHOWN_OF_ANSWERS = ("input_json_delta", "reasoning", "redacted_thinking", "thinking", "tool_call_chunk")
+# Thoughts of answers, which the chat template shows again or not, and what streams leave of calls.
+_NO_WORDS_OF_ANSWERS = ("input_json_delta", "reasoning", "redacted_thinking", "thinking", "tool_call_chunk")
 # Calls among the content of answers, as Anthropic, OpenAI and LangChain write them: what arguments and ids are called there.
 _CALLS = {
     "tool_use": ("input", "id"),
@@ -106,7 +106,7 @@ def parts_of(message: BaseMessage) -> list[str | Chunk]:
     inline = False
     for block in message.content:
         kind = block.get("type") if isinstance(block, dict) and isinstance(message, AIMessage) else None
-        if kind in _NOT_SHOWN_OF_ANSWERS or kind in _CALLS:
+        if kind in _NO_WORDS_OF_ANSWERS or kind in _CALLS:
             continue
         was_inline, inline = inline, isinstance(block, dict) and bool((block.get("extras") or {}).get(_INLINE))
         for number, part in enumerate(_block_parts(block)):
@@ -154,11 +154,23 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         elif isinstance(message, AIMessage):
             # Of what had to be a call and is none, there are only the words.
             turn["content"] += [call["args"] or "" for call in message.invalid_tool_calls if not call["name"]]
+            turn |= {"reasoning_content": thoughts} if (thoughts := _past_thoughts(message)) else {}
             calls = _past_calls(message)
             turn |= {"tool_calls": calls} if calls else {}
             names |= {call["id"]: call["function"]["name"] for call in calls}
         turns.append(turn)
     return turns
+
+
+def _past_thoughts(message: AIMessage) -> str:
+    """Return what was thought before an answer, as Anthropic, OpenAI, LangChain and others write it."""
+    blocks = [each for each in message.content if isinstance(each, dict)]
+    said = [each.get(kind) for each in blocks for kind in ("reasoning", "thinking") if each.get("type") == kind]
+    said += [
+        part.get("text") for each in blocks if each.get("type") == "reasoning" for part in each.get("summary") or ()
+    ]
+    given = [each for each in said if each] or [message.additional_kwargs.get("reasoning_content")]
+    return "\n\n".join(each for each in given if isinstance(each, str))
 
 
 def _past_calls(message: AIMessage) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from cacheblend_rag.chat.finder import HEAD_CHARS
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.stops import acut_pieces, cut_pieces
+from cacheblend_rag.stops import StopCutter, acut_pieces, cut_pieces
+from cacheblend_rag.thoughts import Thinking
 from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.calls import (
     Call,
@@ -148,9 +149,11 @@ class BlendModel(AnswersTogether, DecodingFields):
             super().__init__(  # type: ignore[call-arg]
                 model=name, engine=engine, engine_config=config, blend_config=blend, **fields
             )
-        except ValidationError as error:
+        except (ConfigError, ValidationError) as error:
             if loads:
                 engine.close()
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from error
         self._catalog = catalog_of(engine)
         if loads:
@@ -160,8 +163,14 @@ class BlendModel(AnswersTogether, DecodingFields):
 
     # What is asked
 
-    def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:
-        """Merge the options of this object and of one call, which wins."""
+    def _call(
+        self,
+        prompt: BlendPrompt,
+        stop: Sequence[str] | None,
+        kwargs: Mapping[str, Any],
+        thinking: Thinking | None = None,
+    ) -> Call:
+        """Merge the options of this object and of one call, which wins; `thinking` says how thoughts are told from the answer."""
         given = dict(kwargs)
         asked = given.pop("blend_config", None)
         blend = self.blend_config if asked is None else _settings(asked, BlendConfig)
@@ -176,8 +185,9 @@ class BlendModel(AnswersTogether, DecodingFields):
         options = generation_options(own, self.generation_kwargs, DecodingFields.checked(given) if given else {})
         stop = self.stop if stop is None else stop
         ends = () if stop is None else stop_strings(stop)
-        ending = Ending(ends, None if timeout is None else Deadline(timeout))
-        if criteria := ending.criteria(self.engine.tokenizer):
+        ending = Ending(ends, None if timeout is None else Deadline(timeout), thinking)
+        if ends or timeout is not None:
+            criteria = ending.criteria(self.engine.tokenizer)
             options["stopping_criteria"] = with_objects(options, "stopping_criteria", *criteria)
         if (gathered := gathered_calls.get()) is not None:
             gathered.append(ModelCall(self.engine, prompt, blend))
@@ -186,10 +196,10 @@ class BlendModel(AnswersTogether, DecodingFields):
     # How it is answered
 
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
-        """Yield the answer piece by piece, and at the end the whole of it."""
+        """Yield the answer piece by piece, thoughts as `Thought`, and at the end the whole of it."""
         stream = self.engine.stream(call.prompt, **call.options)
         try:
-            yield from cut_pieces(stream, call.ending.stop)
+            yield from cut_pieces(stream, StopCutter(call.ending.stop, call.ending.thinking))
             yield call.ending.read(stream.result())
         finally:
             stream.close()
@@ -198,7 +208,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         call = await run_in_executor(None, make_call)
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
-            async with aclosing(acut_pieces(stream, call.ending.stop)) as pieces:
+            cutter = StopCutter(call.ending.stop, call.ending.thinking)
+            async with aclosing(acut_pieces(stream, cutter)) as pieces:
                 async for piece in pieces:
                     yield piece
             yield call.ending.read(await stream.aresult())
@@ -214,8 +225,9 @@ class BlendModel(AnswersTogether, DecodingFields):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> BlendModel:
         """Return a model with its own settings; the engine, which is the model itself, is shared."""
         copied = self.model_copy()
-        for name in ("stop", "generation_kwargs"):
-            setattr(copied, name, deepcopy(getattr(self, name), memo))
+        for name, value in vars(self).items():
+            if isinstance(value, dict | list):
+                setattr(copied, name, deepcopy(value, memo))
         return copied
 
     # What LangChain asks about

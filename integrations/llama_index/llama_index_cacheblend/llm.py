@@ -30,23 +30,25 @@ from llama_index.core.settings import Settings
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 from pydantic.json_schema import SkipJsonSchema
 
-from cacheblend_rag.chat.answer import ModelCall
+from cacheblend_rag.chat.answer import Ending, ModelCall
+from cacheblend_rag.chat.render import VARIABLES, template_variables
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, carried_prompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
-from cacheblend_rag.engine import BlendEngine, BlendStream, Engine, EngineConversation, GenerationResult
+from cacheblend_rag.engine import BlendEngine, BlendStream, Engine, EngineConversation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.messages import (
     Make,
     R,
+    Said,
     aresponses,
     as_chat,
     as_completion,
     render_messages,
     responses,
     said_messages,
+    whole,
 )
 from llama_index_cacheblend.report import watching
 from llama_index_cacheblend.structured import JSONAnswers
@@ -74,7 +76,9 @@ class BlendLLM(JSONAnswers):
 
     It is an ordinary LlamaIndex language model. Every call takes ``temperature``, ``max_new_tokens``, ``stop`` and options of
     transformers' ``generate``, which take precedence over those given here; ``blend_config``, blending settings for this call;
-    and ``blend_prompt``, the prompt as a `BlendPrompt`, with which the text or the messages are only shown to callbacks.
+    and ``blend_prompt``, the prompt as a `BlendPrompt`, with which the text or the messages are only shown to callbacks. A chat
+    also takes ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``; what its model thinks before it answers,
+    between the marks of the chat template, is a `ThinkingBlock` before the text (``thinking_delta`` in a stream).
 
     Parameters
     ----------
@@ -106,6 +110,10 @@ class BlendLLM(JSONAnswers):
         Strings at which an answer ends; they are not part of it.
     generation_kwargs : dict, optional
         Further options of transformers' ``generate``.
+    chat_template_kwargs : dict, optional
+        Variables of the chat template.
+    enable_thinking, reasoning_effort : optional
+        Those variables of the chat template.
     is_chat_model : bool, optional
         Whether LlamaIndex should send messages; by default whether the tokenizer has a chat template.
     system_prompt, messages_to_prompt, completion_to_prompt, callback_manager, output_parser, pydantic_program_mode
@@ -124,6 +132,7 @@ class BlendLLM(JSONAnswers):
     max_new_tokens: int = Field(description="Maximum tokens of an answer.")
     stop: list[str] = Field(description="Strings at which an answer ends.")
     generation_kwargs: dict[str, Any] = Field(description="Further options of transformers' generate.")
+    chat_template_kwargs: dict[str, Any] = Field(description="Variables of the chat template.")
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
 
     engine: SkipJsonSchema[Engine] = Field(exclude=True, repr=False, description="The engine that computes.")
@@ -146,6 +155,9 @@ class BlendLLM(JSONAnswers):
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         generation_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         is_chat_model: bool | None = None,
         system_prompt: str | None = None,
         messages_to_prompt: Callable[[Sequence[ChatMessage]], str] | None = None,
@@ -169,17 +181,24 @@ class BlendLLM(JSONAnswers):
             model, engine, server, config, blend_config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs
         )
         chat = bool(getattr(computing.tokenizer, "chat_template", None))
+        given = dict(zip(VARIABLES, (chat_template_kwargs, enable_thinking, reasoning_effort), strict=True))
+        variables = template_variables(computing.tokenizer, given)
         values: dict[str, Any] = {
             "model_name": model_name or computing.model_name,
             "temperature": temperature,
             "max_new_tokens": max_new_tokens,
             "stop": stops,
             "generation_kwargs": generation_kwargs or {},
+            "chat_template_kwargs": variables,
             "is_chat_model": chat if is_chat_model is None else is_chat_model,
             "system_prompt": system_prompt,
             "messages_to_prompt": partial(said_messages, computing.tokenizer, messages_to_prompt)
             if messages_to_prompt
-            else (partial(render_messages, computing.tokenizer) if chat else None),
+            else (
+                partial(render_messages, computing.tokenizer, own={VARIABLES[0]: variables} if variables else {})
+                if chat
+                else None
+            ),
             "completion_to_prompt": completion_to_prompt,
             "callback_manager": callback_manager or CallbackManager([]),
             "output_parser": output_parser,
@@ -197,7 +216,7 @@ class BlendLLM(JSONAnswers):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> BlendLLM:
         """Return a model with its own settings; the engine, which is the model itself, is shared."""
         copied = self.model_copy()
-        for name in ("stop", "generation_kwargs"):
+        for name in ("stop", "generation_kwargs", "chat_template_kwargs"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
 
@@ -298,53 +317,71 @@ class BlendLLM(JSONAnswers):
 
     def _request(
         self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]
-    ) -> tuple[dict[str, Any], list[str], Make[R]]:
-        """Return the engine's arguments for a call, its stop strings, and what makes its responses.
+    ) -> tuple[dict[str, Any], Ending, Make[R]]:
+        """Return the engine's arguments for a call, what ends its answer, and what makes its responses.
 
         That tells those who watch what the call has cost, when its answer is whole.
         """
         others = self.generation_kwargs | kwargs
+        variables = {name: value for name in VARIABLES if (value := others.pop(name, None)) is not None}
         prompt = others.pop("blend_prompt", None)
         if prompt is None and (carried := carried_prompt(given)) is not None:
             prompt = carried.blend(self.engine)
         elif prompt is None:
-            assert self.messages_to_prompt is not None
-            prompt = BlendPrompt(segments=[given if isinstance(given, str) else self.messages_to_prompt(given)])
+            write = self.messages_to_prompt
+            assert write is not None
+            if variables and not isinstance(given, str) and getattr(write, "func", None) is render_messages:
+                write, variables = partial(write, asked=variables), {}
+            prompt = BlendPrompt(segments=[given if isinstance(given, str) else write(given)])
+        if variables:
+            raise ConfigError(
+                f"{', '.join(variables)} set variables of the chat template, which does not write this prompt; give them to "
+                "chat, or to BlendLLM"
+            )
         asked = {"prompt": prompt, "blend": others.pop("blend_config", None), "conversation": self._conversation}
         asked["max_new_tokens"] = others.pop("max_new_tokens", self.max_new_tokens)
         temperature, stop = others.pop("temperature", self.temperature), others.pop("stop", self.stop)
         options, stops = _decoding_options(temperature, stop, others)
+        lexer, thinking = lexer_of(self.engine.tokenizer), None
+        if lexer.thoughts is not None and not isinstance(given, str):
+            thinking = lexer.thinking(prompt.segments)
+        ending = Ending(tuple(stops), None, thinking)
+        if thinking is not None and options.get("stop_strings") == stops:
+            del options["stop_strings"]
+            options["stopping_criteria"] = [
+                *options.get("stopping_criteria", ()),
+                *ending.criteria(self.engine.tokenizer),
+            ]
         watchers = watching.get()
         for each in watchers:
             each.made.append(ModelCall(self.engine, prompt, asked["blend"]))
 
-        def made(text: str, delta: str | None, result: GenerationResult | None) -> R:
-            if result is not None:
+        def made(said: Said) -> R:
+            if said.result is not None:
                 for each in watchers:
-                    each.end(result.report)
-            return make(text, delta, result)
+                    each.end(said.result.report)
+            return make(said)
 
-        return asked | options, stops, made
+        return asked | options, ending, made
 
     def _answer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
-        arguments, stops, make = self._request(given, kwargs, make)
-        result = self.engine.generate(**arguments)
-        return make(cut_at_stop(result.text, stops), None, result)
+        arguments, ending, make = self._request(given, kwargs, make)
+        return make(whole(self.engine.generate(**arguments), ending))
 
     async def _aanswer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
         # A stream, because a stream can be ended from outside.
-        stream, stops, make = await asyncio.to_thread(self._stream, given, kwargs, make)
+        stream, ending, make = await asyncio.to_thread(self._stream, given, kwargs, make)
         try:
             result = await stream.aresult()
         finally:
             stream.close()
-        return make(cut_at_stop(result.text, stops), None, result)
+        return make(whole(result, ending))
 
     def _stream(
         self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]
-    ) -> tuple[BlendStream, list[str], Make[R]]:
-        arguments, stops, make = self._request(given, kwargs, make)
-        return self.engine.stream(**arguments), stops, make
+    ) -> tuple[BlendStream, Ending, Make[R]]:
+        arguments, ending, make = self._request(given, kwargs, make)
+        return self.engine.stream(**arguments), ending, make
 
 
 def _decoding_options(

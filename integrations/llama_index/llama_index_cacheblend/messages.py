@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import (
@@ -19,33 +21,86 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from cacheblend_rag.chat.render import apply_template, past_call
+from cacheblend_rag.chat.answer import Ending
+from cacheblend_rag.chat.render import apply_template, past_call, template_variables
 from cacheblend_rag.engine import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import CallReport
-from cacheblend_rag.stops import acut_pieces, cut_pieces
+from cacheblend_rag.stops import StopCutter, acut_pieces, cut_pieces
+from cacheblend_rag.thoughts import Thought
 
-__all__ = ["Make", "R", "aresponses", "as_chat", "as_completion", "render_messages", "responses", "said_messages"]
+__all__ = [
+    "Make",
+    "R",
+    "Said",
+    "aresponses",
+    "as_chat",
+    "as_completion",
+    "render_messages",
+    "responses",
+    "said_messages",
+    "whole",
+]
 
-# What is no part of what was said: the model's own thoughts, marks for other models' caches, and what an answer referred to.
-_SILENT = (CachePoint, CitationBlock, ThinkingBlock)
+# What is no part of what was said: marks for other models' caches, and what an answer referred to.
+_SILENT = (CachePoint, CitationBlock)
 
 R = TypeVar("R", ChatResponse, CompletionResponse)
-Make = Callable[[str, str | None, GenerationResult | None], R]
-"""Makes a response of the text so far, the piece that was added last, and the result once the answer is whole."""
 
 
-def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer as far as it has been said.
+
+    Attributes
+    ----------
+    text, thoughts : str
+        The answer, and what the model thought before it.
+    delta, thought : str or None
+        What of both was added last.
+    result : GenerationResult or None
+        What the engine returned, once the answer is whole.
+    reasoning_tokens : int or None
+        The tokens of the thoughts, then, of a model that thinks.
+    """
+
+    text: str = ""
+    thoughts: str = ""
+    delta: str | None = None
+    thought: str | None = None
+    result: GenerationResult | None = None
+    reasoning_tokens: int | None = None
+
+    def more(self, piece: str) -> Said:
+        """Return it with a further piece."""
+        if isinstance(piece, Thought):
+            return Said(self.text, self.thoughts + piece, "", str(piece))
+        return Said(self.text + piece, self.thoughts, piece)
+
+
+Make = Callable[[Said], R]
+"""Makes a response of an answer."""
+
+
+def render_messages(
+    tokenizer: Any,
+    messages: Sequence[ChatMessage],
+    own: Mapping[str, Any] = MappingProxyType({}),
+    asked: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """Write chat messages as one prompt, up to where the assistant's answer begins, with the BOS if the template writes one.
 
-    All that is said and called stands in it (`apply_template`). `PromptError` if a message holds something other than text and
-    calls of tools, or the template shows it nowhere.
+    All that is said and called stands in it (`apply_template`); what was thought does where the template shows it. `own` and
+    `asked` set variables of the template. `PromptError` if a message holds something other than text, thoughts and calls of
+    tools, or the template shows it nowhere.
     """
+    variables = template_variables(tokenizer, own, asked) if own or asked else {}
     turns: list[dict[str, Any]] = []
     for message in messages:
         role, more = message.role.value, message.additional_kwargs
         texts: list[str] = []
+        thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
         for block in message.blocks:
             if isinstance(block, CitableBlock) and block.title:
@@ -55,6 +110,8 @@ def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
                     texts.append(part.text)
                 elif isinstance(part, ToolCallBlock):
                     calls.append(past_call(part.tool_name, part.tool_kwargs, part.tool_call_id))
+                elif isinstance(part, ThinkingBlock):
+                    thoughts.append(part.content or "")
                 elif not isinstance(part, _SILENT):
                     raise PromptError(
                         f"a {role} message holds a {type(part).__name__}, and BlendLLM reads text only; leave it out"
@@ -62,9 +119,10 @@ def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
         calls = calls or [_call(each) for each in more.get("tool_calls") or ()]
         turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
         turn |= {name: more[name] for name in ("name", "tool_call_id") if isinstance(more.get(name), str)}
+        turn |= {"reasoning_content": "\n\n".join(thoughts)} if any(thoughts) else {}
         turns.append(turn | ({"tool_calls": calls} if calls else {}))
     try:
-        return apply_template(tokenizer, turns)
+        return apply_template(tokenizer, turns, **variables)
     except PromptError as error:
         raise PromptError(f"{error}; or give BlendLLM a messages_to_prompt of your own") from error
 
@@ -98,48 +156,62 @@ def said_messages(
     return write(marked)
 
 
-def as_completion(text: str, delta: str | None, result: GenerationResult | None) -> CompletionResponse:
-    """Return `text` as a completion; `result` is known when the answer is whole."""
-    return CompletionResponse(text=text, delta=delta, raw=result and _raw(result))
+def as_completion(said: Said) -> CompletionResponse:
+    """Return an answer as a completion."""
+    return CompletionResponse(text=said.text, delta=said.delta, raw=_raw(said))
 
 
-def as_chat(text: str, delta: str | None, result: GenerationResult | None) -> ChatResponse:
-    """Return `text` as an assistant's message; `result` is known when the answer is whole."""
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    return ChatResponse(message=message, delta=delta, raw=result and _raw(result))
+def as_chat(said: Said) -> ChatResponse:
+    """Return an answer as an assistant's message, thoughts as a block before the text."""
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=said.text)
+    if said.thoughts:
+        message.blocks.insert(0, ThinkingBlock(content=said.thoughts, num_tokens=said.reasoning_tokens))
+    thought = {} if said.thought is None else {"thinking_delta": said.thought}
+    return ChatResponse(message=message, delta=said.delta, raw=_raw(said), additional_kwargs=thought)
 
 
-def _raw(result: GenerationResult) -> dict[str, Any]:
+def _raw(said: Said) -> dict[str, Any] | None:
     """Return what LlamaIndex keeps as the raw response: token usage, the generated ids, and the blend report."""
-    report = result.report
-    usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.output_tokens}
+    if said.result is None:
+        return None
+    report = said.result.report
+    usage: dict[str, Any] = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.output_tokens}
     usage["total_tokens"] = report.prompt_tokens + report.output_tokens
-    return {"usage": usage, "token_ids": list(result.token_ids), "blend": CallReport.of(report)}
+    if said.reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": said.reasoning_tokens}
+    return {"usage": usage, "token_ids": list(said.result.token_ids), "blend": CallReport.of(report)}
 
 
-def responses(stream: BlendStream, stops: Sequence[str], make: Make[R]) -> Generator[R, None, None]:
+def whole(result: GenerationResult, ending: Ending) -> Said:
+    """Return an answer as it is said at once."""
+    answer = ending.read(result)
+    tokens = None if ending.thinking is None else answer.reasoning_tokens
+    return Said(answer.text, answer.thoughts, result=result, reasoning_tokens=tokens)
+
+
+def responses(stream: BlendStream, ending: Ending, make: Make[R]) -> Generator[R, None, None]:
     """Yield a response for each piece of a stream up to the first stop string, and an empty one with the raw response at its end.
 
     Closing the generator ends the generation.
     """
-    text = ""
+    said = Said()
     try:
-        for piece in cut_pieces(stream, stops):
-            text += piece
-            yield make(text, piece, None)
+        for piece in cut_pieces(stream, StopCutter(ending.stop, ending.thinking)):
+            said = said.more(piece)
+            yield make(said)
     finally:
         stream.close()
-    yield make(text, "", stream.result())
+    yield make(replace(whole(stream.result(), ending), delta=""))
 
 
-async def aresponses(stream: BlendStream, stops: Sequence[str], make: Make[R]) -> AsyncGenerator[R, None]:
+async def aresponses(stream: BlendStream, ending: Ending, make: Make[R]) -> AsyncGenerator[R, None]:
     """Yield responses asynchronously; see `responses`. The generation ends soon after reading stops."""
-    text = ""
+    said = Said()
     try:
-        async with aclosing(acut_pieces(stream, stops)) as pieces:
+        async with aclosing(acut_pieces(stream, StopCutter(ending.stop, ending.thinking))) as pieces:
             async for piece in pieces:
-                text += piece
-                yield make(text, piece, None)
+                said = said.more(piece)
+                yield make(said)
     finally:
         stream.close()
-    yield make(text, "", await stream.aresult())
+    yield make(replace(whole(await stream.aresult(), ending), delta=""))

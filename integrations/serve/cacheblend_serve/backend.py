@@ -20,6 +20,7 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.thoughts import Thinking
 
 __all__ = ["Asked", "Backend", "Wanted", "backend_module"]
 
@@ -93,6 +94,12 @@ class Asked:
         The tools that the answer may call.
     must_call, one_call : bool
         Whether it has to call one, and whether it may call no more than one.
+    thinking : Thinking or None
+        How the model's thoughts are told from its answer, to which the stop strings apply; None where they are not.
+    is_raw : bool
+        Whether who asks tells them apart and cuts the answer: it is given as it was written, up to the token with a stop string.
+    conversation : str or None
+        What the conversation is called that this is a turn of, whose KV is kept where the backend can.
     """
 
     prompt: BlendPrompt
@@ -114,6 +121,9 @@ class Asked:
     tools: Sequence[dict[str, Any]] = ()
     must_call: bool = False
     one_call: bool = False
+    thinking: Thinking | None = None
+    is_raw: bool = False
+    conversation: str | None = None
 
     def reply(self, answer: Answer) -> ToolReply | None:
         """Return what is read of an answer that may call tools; None where there are none."""
@@ -173,7 +183,7 @@ class Backend(Collector):
 
     @abstractmethod
     def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
-        """Yield an answer piece by piece, and at its end the whole of it; who leaves the generator ends the answer.
+        """Yield an answer piece by piece, thoughts as `Thought`, and at its end all of it; who leaves the generator ends it.
 
         Raises
         ------

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
-from functools import lru_cache, partial
-from inspect import signature
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Response
-from jinja2 import Environment
-from jinja2.ext import loopcontrols
-from jinja2.meta import find_undeclared_variables
 from starlette.exceptions import HTTPException
-from transformers import PreTrainedTokenizerBase
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.catalog import catalog_of
-from cacheblend_rag.chat.grammar import json_grammar, schema_request
-from cacheblend_rag.chat.render import Passage, around_question, block_text, past_call, render_chat
+from cacheblend_rag.chat.grammar import after_thoughts, json_grammar, schema_request
+from cacheblend_rag.chat.render import (
+    VARIABLES,
+    Passage,
+    around_question,
+    block_text,
+    past_call,
+    render_chat,
+    template_variables,
+)
 from cacheblend_rag.chat.tools import ToolGate, call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.lexer import lexer_of
+from cacheblend_rag.thoughts import Thought
 from cacheblend_serve.backend import Asked
 from cacheblend_serve.errors import explained
 from cacheblend_serve.responses import EventStream, Whole
@@ -139,6 +143,9 @@ async def _pieces(
                         yield event
                     answers.append(piece)
                     continue
+                if isinstance(piece, Thought):
+                    yield replies.thought(piece, number)
+                    continue
                 shown = piece if gate is None else gate.pass_on(piece)
                 if shown:
                     yield replies.piece(shown, number)
@@ -156,7 +163,9 @@ async def _keep(asker: Asker, library: ChunkLibrary, keep: bool, replies: Replie
 
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 _FIELDS = {"role", "content", "name"}
-_FIELDS_OF = {"assistant": {"tool_calls", "function_call", "refusal"}, "tool": {"tool_call_id"}}
+# What was thought before an answer, as DeepSeek and vLLM call it.
+_THOUGHTS = ("reasoning_content", "reasoning")
+_FIELDS_OF = {"assistant": {"tool_calls", "function_call", "refusal", *_THOUGHTS}, "tool": {"tool_call_id"}}
 _Part = str | Chunk | ChunkRef
 
 
@@ -209,39 +218,21 @@ def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig)
     parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents, **variables)
     asked = [part for part in turns[-1]["content"] if isinstance(part, str)] if turns[-1]["role"] == "user" else []
     prompt = catalog_of(library).prompt(library, parts, asked="".join(asked))
-    called = _asked(prompt, request, config, grammar)
+    thinking = lexer_of(library.tokenizer).thinking(prompt.segments)
+    called = _asked(prompt, request, config, grammar and after_thoughts(grammar, thinking))
     # An answer that has another form is no call.
     tools = tools if grammar is None or must_call else []
-    return replace(called, tools=tools, must_call=must_call, one_call=not request.parallel_tool_calls)
-
-
-# Which tokens count as the assistant's, for training: no part of Jinja.
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-# What a chat template is given in any case, and what its tokenizer takes for itself.
-_TEMPLATES = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+    one_call = not request.parallel_tool_calls
+    return replace(called, tools=tools, must_call=must_call, one_call=one_call, thinking=thinking)
 
 
 def _variables(tokenizer: Any, request: ChatRequest) -> dict[str, Any]:
-    """Return the variables of the chat template that a request sets; `PromptError` for those that it does not read."""
+    """Return the variables of the chat template that a request sets; an error for those that it does not read."""
     begins = request.add_generation_prompt and not request.continue_final_message
     own = {"add_generation_prompt": begins, "continue_final_message": request.continue_final_message}
-    asked = dict(request.chat_template_kwargs)
-    if request.reasoning_effort is not None:
-        asked["reasoning_effort"] = request.reasoning_effort
-    template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
-    read = _read_by(template)
-    wrong = [name for name in asked if name in _TEMPLATES or name not in read]
-    if not request.add_generation_prompt and "add_generation_prompt" not in read:
-        wrong.append("add_generation_prompt")
-    if wrong:
-        raise PromptError(f"this model's chat template takes no {wrong[0]!r:.60} from a request; leave it out")
-    return own | asked
-
-
-@lru_cache(maxsize=8)
-def _read_by(template: str) -> set[str]:
-    """Return the variables that a chat template reads."""
-    return find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(_GENERATION.sub("", template)))
+    if not request.add_generation_prompt and "add_generation_prompt" not in str(tokenizer.chat_template):
+        raise PromptError("this model's chat template takes no 'add_generation_prompt' from a request; leave it out")
+    return own | template_variables(tokenizer, {name: getattr(request, name) for name in VARIABLES})
 
 
 def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
@@ -270,6 +261,7 @@ def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         grammar=grammar,
+        conversation=request.prompt_cache_key,
         blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
     )
 
@@ -309,11 +301,11 @@ def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
     _check_fields(message, known, f"message {number}")
     content = [message.get("content"), message.get("refusal")]
     turn: dict[str, Any] = {"role": role, "content": [part for each in content for part in _content(each, number)]}
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", *_THOUGHTS):
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
                 raise PromptError(f"message {number} has {name}={value!r:.40}, which is not text; give a string")
-            turn[name] = value
+            turn[_THOUGHTS[0] if name in _THOUGHTS else name] = value
     calls = message.get("tool_calls")
     if not calls and message.get("function_call"):
         # As clients wrote it before there were tools.

@@ -21,6 +21,7 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_serve.backend import Asked
 from cacheblend_serve.chunks import store
 from cacheblend_serve.client.wire import AnswerCall, ChunksCall, IdsCall, PromptItem
@@ -164,6 +165,7 @@ def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> A
     check_length(library, prompt, config)
     if request.grammar is not None:
         _check_grammar(request.grammar)
+    thinking = lexer_of(library.tokenizer).thinking(prompt.segments) if request.thinks else None
     return Asked(
         prompt,
         request.max_tokens,
@@ -176,6 +178,9 @@ def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> A
         top_p=request.top_p,
         top_k=request.top_k,
         grammar=request.grammar,
+        thinking=thinking,
+        is_raw=thinking is not None,
+        conversation=request.conversation,
         blend=request.blend,
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import anyio.to_thread
 from transformers import GenerationConfig
@@ -16,7 +19,7 @@ from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary, Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.stops import acut_pieces
+from cacheblend_rag.stops import StopCutter, acut_pieces
 from cacheblend_serve.backend import Asked, Backend, Wanted
 
 __all__ = ["EngineBackend", "command", "open_backend"]
@@ -26,6 +29,8 @@ _ANSWER_TOKENS = 256
 _DRAWN = ("temperature", "top_p", "top_k", "min_p")
 # The temperature from which the likeliest token is as good as certain, and less would make scores infinite.
 _LIKELIEST = 1e-5
+# Of one tenant; their KV has a budget of its own (`EngineConfig.conversation_bytes`).
+_MOST_CONVERSATIONS = 1000
 
 
 class EngineBackend(Backend):
@@ -40,6 +45,9 @@ class EngineBackend(Backend):
     def __init__(self, engine: BlendEngine) -> None:
         super().__init__(engine.model_name, engine)
         self._engine = engine
+        # Of each tenant's engine, by their names; the least recently used first.
+        self._conversations: WeakKeyDictionary[Engine, OrderedDict[str, Any]] = WeakKeyDictionary()
+        self._naming = threading.Lock()
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -53,16 +61,27 @@ class EngineBackend(Backend):
 
     async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
         assert isinstance(library, Engine)
-        ending = Ending(asked.stop, Deadline(asked.timeout_s))
-        begin = partial(_stream, library, asked, ending)
+        ending = Ending(asked.stop, Deadline(asked.timeout_s), asked.thinking)
+        conversation = None if asked.conversation is None else self._conversation(library, asked.conversation)
+        begin = partial(_stream, library, asked, ending, conversation)
         stream = await anyio.to_thread.run_sync(begin)
+        shown = Ending((), ending.deadline) if asked.is_raw else ending
         try:
-            async with aclosing(acut_pieces(stream, asked.stop)) as pieces:
+            async with aclosing(acut_pieces(stream, StopCutter(shown.stop, shown.thinking))) as pieces:
                 async for piece in pieces:
                     yield piece
-            yield ending.read(await stream.aresult())
+            yield shown.read(await stream.aresult())
         finally:
             stream.close()
+
+    def _conversation(self, engine: Engine, name: str) -> Any:
+        """Return a conversation of a tenant by its name."""
+        with self._naming:
+            known = self._conversations.setdefault(engine, OrderedDict())
+            known[name] = known.pop(name, None) or engine.conversation()
+            if len(known) > _MOST_CONVERSATIONS:
+                known.popitem(last=False)
+            return known[name]
 
 
 @contextmanager
@@ -92,7 +111,7 @@ def command(wanted: Wanted) -> str:
     raise ConfigError("the backend 'engine' computes in this process and starts no server; choose another --backend")
 
 
-def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
+def _stream(engine: Engine, asked: Asked, ending: Ending, conversation: Any) -> Any:
     """Begin an answer."""
     # A model that is not of transformers has no settings of its own.
     own = engine.model.generation_config if isinstance(engine, BlendEngine) else GenerationConfig()
@@ -125,4 +144,4 @@ def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
         options["logits_processor"] = processors
     if asked.blend:
         options["blend"] = engine.blend.replace(**asked.blend)
-    return engine.stream(asked.prompt, **options)
+    return engine.stream(asked.prompt, conversation=conversation, **options)

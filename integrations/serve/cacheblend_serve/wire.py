@@ -71,7 +71,6 @@ class Bookkeeping(_Sent):
 
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     metadata: dict[str, Any] = Field(default={}, max_length=16)
 
 
@@ -114,6 +113,7 @@ class Decoding(Bookkeeping, DoneAnyway):
     max_tokens: int | None = Field(default=None, ge=1)
     ignore_eos: bool = False
     recompute_ratio: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=1000)
     report: bool = False
     keep: bool = False
 
@@ -204,6 +204,7 @@ class ChatRequest(Decoding):
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)
+    enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -331,6 +332,7 @@ class Replies:
             choice: dict[str, Any] = {"index": number, "finish_reason": _reason(answer, reply), "logprobs": None}
             if self._is_chat:
                 message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+                message |= {"reasoning_content": answer.thoughts} if answer.thoughts else {}
                 if reply is not None:
                     message["content"] = reply.text or (None if reply.calls else "")
                     message |= {"tool_calls": _calls(reply)} if reply.calls else {}
@@ -347,6 +349,10 @@ class Replies:
     def piece(self, text: str, number: int = 0) -> dict[str, Any]:
         """Return a piece of an answer."""
         return self._piece({"delta": {"content": text}} if self._is_chat else {"text": text}, number=number)
+
+    def thought(self, text: str, number: int = 0) -> dict[str, Any]:
+        """Return a piece of what was thought before an answer to a chat."""
+        return self._piece({"delta": {"reasoning_content": text}}, number=number)
 
     def end(self, answer: Answer, reply: ToolReply | None, number: int = 0) -> Iterator[dict[str, Any]]:
         """Yield what an answer ends with: the calls of tools, and why it ended."""
@@ -388,9 +394,11 @@ def _usage(answers: list[Answer]) -> dict[str, Any]:
     prompt = sum(answer.report.prompt_tokens for answer in answers)
     output = sum(answer.report.output_tokens for answer in answers)
     cached = sum(answer.cached_tokens for answer in answers)
+    thought = sum(answer.reasoning_tokens for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": thought},
     }

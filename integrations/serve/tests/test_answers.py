@@ -54,8 +54,9 @@ def test_an_answer_is_the_engines(engine: BlendEngine, serve: Serve) -> None:
     assert (choice["finish_reason"], by_id["object"]) == ("length", "chat.completion")
     cached = sum(chunk.tokens for chunk in wanted.report.chunks)
     tokens = wanted.report.prompt_tokens
-    usage = {"prompt_tokens": tokens, "completion_tokens": 12, "total_tokens": tokens + 12}
-    assert by_id["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": cached}}
+    usage: dict[str, Any] = {"prompt_tokens": tokens, "completion_tokens": 12, "total_tokens": tokens + 12}
+    usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    assert by_id["usage"] == usage | {"completion_tokens_details": {"reasoning_tokens": 0}}
     # By their texts, in a message, or found where they stand in one: the same prompt.
     texts = "\n\n".join([*CHUNKS.values(), str(QUESTION[0]["content"])])
     inline = [part for id in CHUNKS for part in ({"type": "document", "id": id}, {"type": "text", "text": "\n\n"})]

@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 import threading
+import uuid
 import weakref
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -62,8 +63,8 @@ class ServedEngine:
     Give it as ``engine=`` wherever the frameworks' objects take a `BlendEngine`, or give these ``server=url``. It has the chunks
     of the tenant whose key it is given.
 
-    Some of what an engine of this process does stays there: schemas (PML), transformers' own options of decoding beyond
-    temperature, `top_p`, `top_k` and stop strings, and KV of a conversation, whose earlier turns are computed again.
+    Some of what an engine of this process does stays there: schemas (PML), and transformers' own options of decoding beyond
+    temperature, `top_p`, `top_k` and stop strings. The KV of a conversation is kept by the server, if it answers in its process.
 
     Parameters
     ----------
@@ -318,16 +319,15 @@ class ServedEngine:
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
-        conversation: object = None,
+        conversation: EngineConversation | None = None,
         wait_s: float | None = None,
         **options: Any,
     ) -> Callable[[Callable[[str], None] | None, threading.Event], GenerationResult]:
-        """Return what asks for an answer, shows its pieces, and ends it when an event is set.
-
-        Of a conversation nothing is kept: each turn is a prompt like any other.
-        """
+        """Return what asks for an answer, shows its pieces, and ends it when an event is set."""
         asked, ends, deadline = asked_decoding(options)
         body = {"prompt": PromptItem.of(prompt), "max_tokens": max_new_tokens, "wait_s": wait_s} | asked
+        if isinstance(conversation, _ServedConversation):
+            body["conversation"] = conversation.name
         if blend is not None:
             given = BlendConfig.of(blend)
             body["blend"] = given.model_dump(mode="json", include=given.model_fields_set)
@@ -375,10 +375,13 @@ _engines_lock = threading.Lock()
 
 
 class _ServedConversation:
-    """A conversation of which nothing is kept: each turn is a prompt like any other."""
+    """A conversation whose KV the server keeps, if it can, under a name."""
+
+    def __init__(self) -> None:
+        self.reset()
 
     def reset(self) -> None:
-        return None
+        self.name = uuid.uuid4().hex
 
 
 class _ServedCollection:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from cacheblend_rag.chat.answer import Deadline, EndWhenSet
+from cacheblend_rag.chat.answer import AnswerStops, Deadline, EndWhenSet
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, FixedText, Segment, check_text
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine.generation import StopStrings
@@ -141,6 +141,10 @@ class AnswerCall(Item):
         Settings of `BlendConfig` that are others than the engine's.
     grammar : str or None
         What the answer may be, in llguidance's form of Lark.
+    thinks : bool
+        Whether stop strings apply to what follows the thoughts of a model that thinks; the answer is given as it was written.
+    conversation : str or None
+        What the conversation is called that this is a turn of.
     """
 
     prompt: PromptItem
@@ -153,6 +157,8 @@ class AnswerCall(Item):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     grammar: str | None = Field(default=None, min_length=1)
+    thinks: bool = False
+    conversation: str | None = Field(default=None, min_length=1, max_length=1000)
     blend: dict[str, Any] = Field(default={}, max_length=50)
 
 
@@ -236,6 +242,7 @@ def asked_decoding(options: Mapping[str, Any]) -> Decoding:
     for criterion in given.pop("stopping_criteria", ()):
         if isinstance(criterion, StopStrings):
             stops += criterion.stop
+            asked |= {"thinks": True} if isinstance(criterion, AnswerStops) else {}
         elif isinstance(criterion, Deadline):
             deadline = criterion
         elif isinstance(criterion, EndWhenSet):
