@@ -31,12 +31,17 @@ def test_a_document_behind_the_preamble_is_read_as_llama_cpp_reads_it(filled: GG
     with last_scores(filled) as seen:
         result = filled.generate(prompt, 24)
     assert result.report.hits == len(HARBOUR)
-    assert result.token_ids == filled.generate(prompt, 24, blend=BlendConfig(enabled=False)).token_ids
+    with last_scores(filled) as read:
+        whole = filled.generate(prompt, 24, blend=BlendConfig(enabled=False))
     full, again = (read_in_full(filled, result.prompt_ids, batch) for batch in (512, 37))
     # What llama.cpp's own reads of it differ by, with other batch sizes.
     noise = abs(full - again).max()
     assert abs(seen[0] - full).max() <= 2 * noise
-    assert seen[0].argmax() == full.argmax()
+    # The same answer, but for a token that is likeliest by less than that.
+    for ours, theirs, scores in zip(result.token_ids, whole.token_ids, read, strict=True):
+        if ours != theirs:
+            assert scores[theirs] - scores[ours] < noise
+            break
 
 
 def test_misses_are_hits_the_next_time_and_answer_alike(filled: GGUFEngine) -> None:
