@@ -55,6 +55,7 @@ class HybridEngine(BlendEngine):
             self._supply,
             self.tuning,
             self._states,
+            self.tokenizer,
             self.namespace,
             self.config.tenant or "",
         )

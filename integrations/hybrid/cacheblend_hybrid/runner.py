@@ -27,6 +27,7 @@ from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.fuse.plan import Plan
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import watch_forward
 from cacheblend_rag.prompt import PromptChunk
 from cacheblend_rag.selection import FixedSelection, make_selector
@@ -80,11 +81,13 @@ class StateRunner(Runner):
         supply: KVSupply,
         tuning: Tuning,
         states: States,
+        tokenizer: Any,
         namespace: str,
         tenant: str,
     ) -> None:
         super().__init__(model, None, unsupported, supply, tuning)
         self._states, self._namespace, self._tenant = states, namespace, tenant
+        self._lexer = lexer_of(tokenizer)
 
     def run(self, request: Request, headroom: int, forward: Forward) -> torch.Tensor:
         def read(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -119,7 +122,8 @@ class StateRunner(Runner):
         order = [first.id] if document is None else self._store.document(self._namespace, document) or []
         chunks: list[PromptChunk] = []
         for chunk, id in zip(prompt.chunks, order, strict=False):
-            if chunk.id != id or chunk.is_part or (chunks and chunk.start != chunks[-1].stop):
+            between = prompt.layout.token_ids[chunks[-1].stop if chunks else chunk.start : chunk.start]
+            if chunk.id != id or chunk.is_part or (between and self._lexer.text(between).strip()):
                 break
             chunks.append(chunk)
         if not chunks:
@@ -188,7 +192,7 @@ class StateRunner(Runner):
             request.figures["load_bytes"] = sum(layer.nbytes for layer in layers)
             request.wait_s += request.note("open", started)
             return cache, border
-        request.open_s += request.note("open", started)
+        request.wait_s += request.note("open", started)
         fates: Mapping[str, Any] = self._store.fates(list(keys)) | dict.fromkeys(request.unreadable, "damaged")
         fate = next(filter(None, map(fates.get, keys)), None)
         request.fates |= {chunk.key: fate for chunk in prefix.chunks}

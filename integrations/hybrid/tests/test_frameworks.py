@@ -18,7 +18,9 @@ import langchain_cacheblend
 import llama_index_cacheblend
 from cacheblend_lab.families import tiny_config, tiny_model
 from cacheblend_lab.reference import load_tokenizer
-from integrations.hybrid.tests.conftest import MakeHybrid
+from cacheblend_rag import BlendPrompt, Chunk, EngineConfig, FixedText
+from cacheblend_rag.chunk import BLANK_LINE
+from integrations.hybrid.tests.conftest import MakeHybrid, own_logits
 from integrations.langchain.tests.asking import Reports
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -86,3 +88,14 @@ def test_langchain(make_hybrid: MakeHybrid, model: PreTrainedModel, tmp_path: Pa
     assert held(tmp_path) == own_chain
     store.delete([id])
     assert held(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("separator", "hits"), [("", 3), (BLANK_LINE, 3), (" and ", 1)])
+def test_blanks_between_chunks(make_hybrid: MakeHybrid, model: PreTrainedModel, separator: str, hits: int) -> None:
+    engine = make_hybrid(model, load_tokenizer(), config=EngineConfig(separator=separator.strip(" and")), filled=False)
+    engine.add([Chunk(MANUAL[start : start + 50], str(start), document="d", start=start) for start in (0, 50, 100)])
+    prompt = BlendPrompt(FixedText("Read.\n"), ["0", "50", "100"], QUESTIONS[0], separator or "\n")
+    assert engine.prefill(prompt).report.misses == 3
+    found = engine.prefill(prompt)
+    assert found.report.hits == hits
+    assert (found.logits - own_logits(engine, prompt)).abs().max() < 1e-4 * found.logits.abs().max()
