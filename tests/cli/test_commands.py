@@ -59,7 +59,7 @@ def test_the_version() -> None:
         ("bench index --entries 1,many", "'many' in '1,many' is not a whole number"),
         ("bench index --entries 10 --folder .", "is not empty"),
         ("warm . --budget much", "'much' is not a size"),
-        ("warm empty --store new", "there is no text in empty"),
+        ("warm empty --store new", "no text found in empty"),
         ("warm . --model missing/model --store new", "model 'missing/model' cannot be loaded"),
         ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder, and no such GGUF file"),
         ("bench ttft --shape round", "shape 'round' is unknown"),

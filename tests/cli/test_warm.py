@@ -332,7 +332,7 @@ def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
     assert "tenant acme" in run("store", "stats", "--store", one, "--json", figures).stdout
     assert read_rows(figures)[0]["tenants"]["acme"]["entries"] == 2
     out = run("store", "clear", "--store", one, "--tenant", "acme", "--yes").stdout
-    assert "holds nothing of tenant acme any more" in out
+    assert "no longer holds anything of tenant acme" in out
     assert check_store(one).entries == 1
 
 

@@ -358,7 +358,7 @@ def test_a_model_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("b.gguf", "./b.gguf", "C.GGUF"):
         with pytest.raises(ConfigError, match="not a GGUF file"):
             BlendEngine.from_pretrained(name)
-    with pytest.raises(ConfigError, match=r"b.gguf is a GGUF file, and here a folder"):
+    with pytest.raises(ConfigError, match=r"b.gguf is a GGUF file, but a folder"):
         model_folder("b.gguf")
 
 

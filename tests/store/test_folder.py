@@ -321,7 +321,7 @@ def test_who_can_only_read_does_not_overlook_a_log(small_disk: Path) -> None:
     (small_disk / "s" / "index.sqlite-shm").unlink()
     assert (small_disk / "s" / "index.sqlite-wal").stat().st_size
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(StoreError, match=r"cannot be read without what stands in index\.sqlite-wal"):
+    with pytest.raises(StoreError, match=r"cannot be read without merging index\.sqlite-wal"):
         open_store(small_disk / "s", 0).names.ids("ns")
 
 

@@ -186,13 +186,13 @@ def test_a_model_whose_attention_is_its_own_is_refused(model_type: str, attachme
 def test_what_drops_kv_stands_alone_and_one_of_a_kind(engine: BlendEngine) -> None:
     with closing(engine.attach(SnapKV(5))):
         for attachment in (Repair(0.1), SourceAttention(), SnapKV(0.5)):
-            with pytest.raises(ConfigError, match="does not go with the SnapKV that is attached"):
+            with pytest.raises(ConfigError, match="cannot be combined with the SnapKV attached"):
                 engine.attach(attachment)
         with engine.for_tenant("other") as other:
             assert [each.kv_capacity for each in other.attachments if isinstance(each, SnapKV)] == [5]
     engine.attach(Repair(0.1))
     engine.attach(SourceAttention())
-    with pytest.raises(ConfigError, match="SnapKV does not go with the Repair that is attached"):
+    with pytest.raises(ConfigError, match="SnapKV cannot be combined with the Repair attached"):
         engine.attach(SnapKV(5))
 
 

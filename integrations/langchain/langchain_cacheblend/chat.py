@@ -41,8 +41,8 @@ __all__ = ["ChatBlend"]
 _TEXT = {"type": "text"}
 
 _NO_TOOLS = (
-    "this model's chat template has no tools, so it cannot be told of any; use a model that has learnt to call tools, or "
-    'with_structured_output(schema), whose method "json_schema" needs none'
+    "this model's chat template has no tools; use a model that was trained to call tools, or with_structured_output(schema), "
+    'which needs none with its method "json_schema"'
 )
 
 

@@ -137,7 +137,7 @@ async def test_bad_answers_are_told(tmp_path: Path, said: tuple[int | str, ...],
 def test_a_server_that_is_not_there_is_told() -> None:
     client = VLLMClient("http://127.0.0.1:1/")
     assert not client.is_up()
-    with pytest.raises(BackendError, match=r"cannot be asked at http://127\.0\.0\.1:1"):
+    with pytest.raises(BackendError, match=r"cannot be reached at http://127\.0\.0\.1:1"):
         client.model()
     client.close()
 

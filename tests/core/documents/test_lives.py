@@ -175,7 +175,7 @@ def test_a_name_that_leaves_is_not_encoded_alone(make_engine: MakeEngine, monkey
     report = engine.prefill(BlendPrompt("t5", ["d-1", "d-2"], "t6 t7")).report
     assert [chunk.reason for chunk in report.chunks] == [
         None,
-        "its KV was evicted: dropped for room, or because its time was over; its document was changed just now, so "
+        "its KV was evicted: dropped for room, or expired; its document was changed just now, so "
         "it is computed like text",
     ]
     engine.flush()

@@ -113,7 +113,7 @@ class ServedEngine:
 
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not here.
-        what = "takes an engine of this process" if hasattr(BlendEngine, name) else "is nothing that an engine has"
+        what = "needs an engine in this process" if hasattr(BlendEngine, name) else "is nothing that an engine has"
         raise AttributeError(f"a ServedEngine has no {name}: that {what}", name=name, obj=self)
 
     # Chunks

@@ -213,7 +213,7 @@ def test_a_document_is_replaced(engine: BlendEngine, served: ServedEngine, monke
 
 
 def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
-    with pytest.raises(AttributeError, match="attach: that takes an engine of this process"):
+    with pytest.raises(AttributeError, match="attach: that needs an engine in this process"):
         served.attach()
     with pytest.raises(AttributeError, match="nothing that an engine has"):
         served.misspelt  # noqa: B018
