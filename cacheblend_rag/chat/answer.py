@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import Spelling, StopCutter, cut_at_stop
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["Answer", "AnswerStops", "Deadline", "EndWhenSet", "Ending", "ModelCall"]
+__all__ = ["Answer", "AnswerStops", "Deadline", "Ending", "ModelCall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +60,6 @@ class Deadline(StoppingCriteria):
                 f"the answer was not finished after timeout={self.timeout_s:g} s, waiting for the model included; "
                 "give it more time, or lower max_tokens"
             )
-
-
-class EndWhenSet(StoppingCriteria):
-    """Ends a generation at the first token after an event is set."""
-
-    is_of_one_answer = True
-
-    def __init__(self, event: threading.Event) -> None:
-        self.event = event
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return whether each sequence is done."""
-        return torch.full((input_ids.shape[0],), self.event.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
 class AnswerStops(StopStrings):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import re
 import sys
@@ -35,8 +34,6 @@ __all__ = [
     "make_quiet",
     "on_interrupt",
     "parse_bytes",
-    "parse_names",
-    "parse_ratios",
     "print_answer",
     "progress_bar",
     "say_bytes",
@@ -173,27 +170,6 @@ def parse_bytes(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size; write for example 500MB, 2GB or 1.5GiB")
     step = 1024 if found["binary"] else 1000
     return int(float(found["number"]) * step ** _POWERS.index(found["unit"].upper()))
-
-
-def parse_ratios(text: str) -> tuple[float, ...]:
-    """Return the numbers of a comma-separated list, each a recompute ratio."""
-    ratios = []
-    for part in text.split(","):
-        try:
-            ratio = float(part)
-        except ValueError:
-            raise ConfigError(
-                f"{part.strip()!r} in {text!r} is not a number; write ratios like 0,0.05,0.15,0.3"
-            ) from None
-        if not math.isfinite(ratio) or not 0 <= ratio <= 1:
-            raise ConfigError(f"ratio {part.strip()} must be a finite number from 0 (plain reuse) to 1 (full prefill)")
-        ratios.append(ratio)
-    return tuple(ratios)
-
-
-def parse_names(text: str) -> tuple[str, ...]:
-    """Return the names of a comma-separated list; one that is empty is among them, to be refused as any other unknown one."""
-    return tuple(name.strip() for name in text.split(","))
 
 
 def print_answer(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend_attachments.cli.calibrate import parse_ratios
 from cacheblend_rag.cli import output
 from cacheblend_rag.errors import ConfigError
 from tests.limits import wait_until
@@ -47,7 +48,7 @@ def test_times_are_said(seconds: float, text: str) -> None:
 
 
 def test_ratios_are_read() -> None:
-    assert output.parse_ratios("0, 0.05,1") == (0.0, 0.05, 1.0)
+    assert parse_ratios("0, 0.05,1") == (0.0, 0.05, 1.0)
 
 
 def test_rows_are_made_alike(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config, run_in_executor
 
 from cacheblend_rag import GenerationResult
-from cacheblend_rag.chat.answer import Answer, EndWhenSet
+from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import CacheBlendError
 from langchain_cacheblend.calls import Call
@@ -203,11 +203,8 @@ class AnswersTogether:
         """Have the runs that begin within a ``with`` block meet, where there are several."""
 
         def answer(calls: list[Call], unwanted: threading.Event) -> list[GenerationResult | Exception]:
-            options = options_of_all(calls)
-            ends = EndWhenSet(unwanted)
-            options["stopping_criteria"] = [[*each, ends] for each in options["stopping_criteria"]]
             failed: dict[int, Exception] = {}
-            options["on_failed"] = failed.__setitem__
+            options = options_of_all(calls) | {"stop": unwanted, "on_failed": failed.__setitem__}
             answers = iter(self.engine.generate_many([call.prompt for call in calls], **options))
             return [failed.get(number) or next(answers) for number in range(len(calls))]
 

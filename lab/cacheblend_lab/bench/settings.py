@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from cacheblend_lab.cli.options import parse_capacities, parse_counts
+from cacheblend_attachments.cli.calibrate import parse_ratios
+from cacheblend_lab.cli.options import parse_capacities, parse_counts, parse_names
 from cacheblend_rag.cli.options import ModelOption
-from cacheblend_rag.cli.output import parse_names, parse_ratios
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.tuning import Tuning
 

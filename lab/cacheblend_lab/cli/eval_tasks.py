@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from cacheblend_lab.cli.options import parse_counts
-from cacheblend_rag.cli.output import parse_names, parse_ratios
+from cacheblend_attachments.cli.calibrate import parse_ratios
+from cacheblend_lab.cli.options import parse_counts, parse_names
 
 if TYPE_CHECKING:
     from cacheblend_lab.eval import EvalTask

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from cacheblend_attachments.cli.calibrate import parse_ratios
 from cacheblend_lab.cli.eval_output import draw_result, json_rows, show_result, write_markdown
 from cacheblend_lab.cli.eval_tasks import TASKS, TaskMaker, TaskRequest
 from cacheblend_lab.cli.figures import draw, figures
@@ -17,7 +18,7 @@ from cacheblend_lab.cli.options import CutTokensOption, DrawnSeedOption, FinderO
 from cacheblend_lab.figures import needs_drawing
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption, MarkdownOption, ModelOption
-from cacheblend_rag.cli.output import STANDARD_OUTPUT, on_interrupt, parse_ratios, progress_bar, say_seconds, write_json
+from cacheblend_rag.cli.output import STANDARD_OUTPUT, on_interrupt, progress_bar, say_seconds, write_json
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:

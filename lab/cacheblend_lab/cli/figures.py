@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from cacheblend_attachments.cli.calibrate import parse_ratios
 from cacheblend_lab.cli.eval_tasks import TASKS, TaskRequest
 from cacheblend_lab.cli.options import CutTokensOption, DrawnSeedOption, FinderOption, TopKOption
 from cacheblend_lab.figures import needs_drawing
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption, ModelOption
-from cacheblend_rag.cli.output import parse_ratios, progress_bar, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import progress_bar, say_seconds, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:

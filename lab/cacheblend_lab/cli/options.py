@@ -19,6 +19,7 @@ __all__ = [
     "command_of",
     "parse_capacities",
     "parse_counts",
+    "parse_names",
     "plain_values",
 ]
 
@@ -49,6 +50,11 @@ def command_of(parameters: Sequence[Parameter], run: Callable[..., None], help: 
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     command.__doc__ = help
     return command
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the names of a comma-separated list; one that is empty is among them, to be refused as any other unknown one."""
+    return tuple(name.strip() for name in text.split(","))
 
 
 def parse_counts(text: str, example: str = "10000,100000") -> tuple[int, ...]:

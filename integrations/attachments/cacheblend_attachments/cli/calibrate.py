@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from cacheblend_rag.cli.options import (
     StoreOption,
     in_a_folder,
 )
-from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, progress_bar, say_seconds, show_table, write_json
 from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, texts_of, warmed
 from cacheblend_rag.documents.settings import kv_folder
 from cacheblend_rag.documents.splitter import cut
@@ -35,12 +36,28 @@ if TYPE_CHECKING:
     from cacheblend_rag.documents.library import Library
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "parse_ratios"]
 
 _PASSAGES = 16
 """Passages that are asked how they go on."""
 _FIRST_WORDS, _MOST_WORDS = 12, 72
 """Words of a passage that a question quotes, and of which the answer is the rest."""
+
+
+def parse_ratios(text: str) -> tuple[float, ...]:
+    """Return the numbers of a comma-separated list, each a recompute ratio."""
+    ratios = []
+    for part in text.split(","):
+        try:
+            ratio = float(part)
+        except ValueError:
+            raise ConfigError(
+                f"{part.strip()!r} in {text!r} is not a number; write ratios like 0,0.05,0.15,0.3"
+            ) from None
+        if not math.isfinite(ratio) or not 0 <= ratio <= 1:
+            raise ConfigError(f"ratio {part.strip()} must be a finite number from 0 (plain reuse) to 1 (full prefill)")
+        ratios.append(ratio)
+    return tuple(ratios)
 
 
 def calibrate(

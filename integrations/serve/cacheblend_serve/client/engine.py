@@ -324,7 +324,7 @@ class ServedEngine:
         **options: Any,
     ) -> Callable[[Callable[[str], None] | None, threading.Event], GenerationResult]:
         """Return what asks for an answer, shows its pieces, and ends it when an event is set."""
-        asked, ends, deadline = asked_decoding(options)
+        asked, deadline = asked_decoding(options)
         body = {"prompt": PromptItem.of(prompt), "max_tokens": max_new_tokens, "wait_s": wait_s} | asked
         if isinstance(conversation, _ServedConversation):
             body["conversation"] = conversation.name
@@ -335,7 +335,7 @@ class ServedEngine:
         def ask(show: Callable[[str], None] | None, stop: threading.Event) -> GenerationResult:
             def is_over() -> bool:
                 # The interpreter waits for a stream's thread when it ends, and its answer is of no use then.
-                return any(each.is_set() for each in (stop, *ends)) or not threading.main_thread().is_alive()
+                return stop.is_set() or not threading.main_thread().is_alive()
 
             def asked_now() -> dict[str, Any]:
                 return body if deadline is None else body | {"timeout_s": max(deadline.left_s, _LEAST_S)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Annotated, Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from cacheblend_rag.chat.answer import AnswerStops, Deadline, EndWhenSet
+from cacheblend_rag.chat.answer import AnswerStops, Deadline
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, FixedText, Segment, check_text
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine.generation import StopStrings
@@ -212,10 +211,9 @@ _DRAWN = ("temperature", "top_p", "top_k")
 
 
 class Decoding(NamedTuple):
-    """Options of an answer: what is sent, what ends it here, and its time limit."""
+    """Options of an answer: what is sent, and its time limit."""
 
     asked: dict[str, Any]
-    ends: list[threading.Event]
     deadline: Deadline | None
 
 
@@ -237,7 +235,6 @@ def asked_decoding(options: Mapping[str, Any]) -> Decoding:
     asked: dict[str, Any] = {}
     stop = given.pop("stop_strings", [])
     stops = [stop] if isinstance(stop, str) else list(stop)
-    ends: list[threading.Event] = []
     deadline: Deadline | None = None
     for criterion in given.pop("stopping_criteria", ()):
         if isinstance(criterion, StopStrings):
@@ -245,8 +242,6 @@ def asked_decoding(options: Mapping[str, Any]) -> Decoding:
             asked |= {"thinks": True} if isinstance(criterion, AnswerStops) else {}
         elif isinstance(criterion, Deadline):
             deadline = criterion
-        elif isinstance(criterion, EndWhenSet):
-            ends.append(criterion.event)
         else:
             raise _unsendable(type(criterion).__name__)
     for processor in given.pop("logits_processor", ()):
@@ -264,7 +259,7 @@ def asked_decoding(options: Mapping[str, Any]) -> Decoding:
     asked |= drawn if asked.get("do_sample") is not False else {}
     if given:
         raise _unsendable(", ".join(sorted(given)))
-    return Decoding(asked, ends, deadline)
+    return Decoding(asked, deadline)
 
 
 def _unsendable(what: str) -> ConfigError:

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
 
 from cacheblend_pml import Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, errors
-from cacheblend_rag.chat.answer import Deadline, Ending, EndWhenSet
+from cacheblend_rag.chat.answer import Deadline, Ending
 from cacheblend_rag.chat.grammar import Guide
 from cacheblend_rag.engine import Engine
 from cacheblend_serve.auth import KeyFile, Owner
@@ -262,7 +262,7 @@ def test_who_closes_a_stream_ends_the_answer(engine: BlendEngine, served: Served
     unwanted = threading.Event()
     unwanted.set()
     with pytest.raises(errors.CacheBlendError, match="answer was cut off"):
-        served.generate(PROMPT_OF_TEXT, 900, stopping_criteria=[EndWhenSet(unwanted)])
+        served.generate_many([PROMPT_OF_TEXT], 900, stop=unwanted)
     # Its turn comes when theirs are over.
     served.generate(PROMPT_OF_TEXT, 1)
     assert written(engine) - before < 900
