@@ -110,13 +110,13 @@ class StateRunner(Runner):
         if selector == "full" or (blend.recompute_ratio == 1 and selector != "none"):
             return "the settings have all of it computed"
         if not prompt.chunks:
-            return "there are no chunks, or it ends with them"
+            return "there are no chunks before its end"
         if prompt.places is not None:
             return "the prompt places its segments itself"
         first = prompt.chunks[0]
         for chunk in prompt.computed:
             if chunk.start < first.start:
-                return f"of the first chunk, {chunk.id!r}, {chunk.note}"
+                return f"the first chunk, {chunk.id!r}, is no document: {chunk.note}"
         named = self._store.targets(self._namespace, [first.id])[0] if first.id is not None and first.named else None
         document = None if named is None else named.document
         order = [first.id] if document is None else self._store.document(self._namespace, document) or []
@@ -150,10 +150,6 @@ class StateRunner(Runner):
         ids, border = request.prompt.layout.token_ids, prefix.borders[-1]
         cache, held = self._open(request, prefix)
         self._note(request, prefix, held)
-        if held < border:
-            self._states.read(cache, ids[held:border], held)
-            self._keep(ids[:border], cache, prefix)
-        self._states.read(cache, ids[border:-1], border)
         thread, is_begun = threading.get_ident(), False
 
         def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,7 +160,12 @@ class StateRunner(Runner):
             # A prompt has no padding.
             return args, {**kwargs, "attention_mask": None, **self._states.arguments(cache, ids[-1:], len(ids) - 1)}
 
+        # What reads is inside of the model whose forward is watched.
         with watch_forward(self._model, before=hand_over):
+            if held < border:
+                self._states.read(cache, ids[held:border], held)
+                self._keep(ids[:border], cache, prefix)
+            self._states.read(cache, ids[border:-1], border)
             yield
 
     def _open(self, request: Request, prefix: _Prefix) -> tuple[DynamicCache, int]:

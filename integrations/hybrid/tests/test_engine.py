@@ -46,7 +46,7 @@ def test_a_document_behind_a_head_is_exact(make_hybrid: MakeHybrid, tmp_path: Pa
 
 OTHERS: dict[str, tuple[BlendPrompt, str]] = {
     "not from the first chunk": (ask("b", "a"), "'b', is not the first of its document, 'd'"),
-    "no chunk": (BlendPrompt(words(9, 1)), "there are no chunks"),
+    "no chunk": (BlendPrompt(words(9, 1)), "there are no chunks before its end"),
     "places": (BlendPrompt(segments=[HEAD, ChunkRef("a"), words(5, 4)], positions=[0, 13, 43]), "places its segments"),
 }
 
