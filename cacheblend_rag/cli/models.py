@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,10 +41,19 @@ def open_engine(
 
 
 def models(
-    name: Annotated[str, typer.Argument(metavar="NAME", help='A Hugging Face id, a folder, or "reference".')],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help='A Hugging Face id, a folder, "reference", or what people call it ("Llama 3").'
+        ),
+    ],
     markdown: MarkdownOption = None,
 ) -> None:
-    """Show whether blending is exact on a model, by running it, and what it does in each layer."""
+    """Show whether blending is exact on a model, by running it, and what it does in each layer; of a name, what was proved."""
+    for catalog in entry_points(group="cacheblend_rag.model_names"):
+        if (proved := catalog.load()(name)) is not None:
+            show_layers(name, proved, None, markdown)
+            return
     with open_engine(name) as engine:
         reason = engine.unsupported_reason
         show_layers(name, "exact" if reason is None else f"refused: {reason}", engine.capability(), markdown)
@@ -52,11 +62,11 @@ def models(
 def show_layers(name: str, verdict: str, seen: Capability | None, markdown: Path | None) -> None:
     """Print a verdict and a table of layers, if they are known, and write both as Markdown where that is asked for."""
     console().print(f"{name}: {verdict}", soft_wrap=True, markup=False)
-    if seen is None:
-        return
-    columns = ("layer", "attention", "positions in its KV", "blending")
-    lines = [(str(layer.number), layer.attention, layer.positions, layer.blending) for layer in seen.layers]
-    show_table(seen.model, columns, lines, text_columns=4)
+    rows = []
+    if seen is not None:
+        columns = ("layer", "attention", "positions in its KV", "blending")
+        lines = [(str(layer.number), layer.attention, layer.positions, layer.blending) for layer in seen.layers]
+        show_table(seen.model, columns, lines, text_columns=4)
+        rows = ["", *("| " + " | ".join(line) + " |" for line in (columns, ("---",) * 4, *lines))]
     if markdown is not None:
-        rows = ["| " + " | ".join(line) + " |" for line in (columns, ("---",) * 4, *lines)]
-        markdown.write_text("\n".join([f"{name}: {verdict}", "", *rows, ""]), encoding="utf-8")
+        markdown.write_text("\n".join([f"{name}: {verdict}", *rows, ""]), encoding="utf-8")

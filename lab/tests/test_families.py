@@ -1,4 +1,4 @@
-"""``cacheblend-rag families`` and ``cacheblend-rag models``."""
+"""``cacheblend-rag families`` and ``cacheblend-rag models``; the names that people use."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_lab.family_table import shipped_table, table_lines
+from cacheblend_lab.model_names import name_lines, proved
 from tests.command import read_rows, run
 
 
@@ -33,6 +34,31 @@ def test_a_loaded_model_is_shown_too() -> None:
     assert "reference: exact" in result.output and "LlamaForCausalLM" in result.output
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama-3.1-8b-instruct", "transformers: exact (`llama`"),
+        ("Qwen3 Next 80B", "`hybrid`, the state after a head and one document"),
+        ("qwen3:8b", "`qwen3_moe`"),
+        ("gemma-3-270m-it", "GGUF: serves (Gemma 3 270M, real weights)"),
+        ("gpt-oss-20b", "vLLM: refused: layers of two kinds"),
+        ("DeepSeek R1 Distill Qwen 7B", "`qwen2`"),
+        ("DeepSeek R1", "vLLM: refused: latent attention"),
+        ("DeepSeek V3.2", "choose the tokens that they attend to"),
+    ],
+)
+def test_a_name_as_people_say_it_is_found(name: str, said: str) -> None:
+    assert said in (proved(name) or "")
+
+
+def test_a_name_is_told_without_loading_anything_and_an_id_is_not(tmp_path: Path) -> None:
+    result = run("models", "Mixtral 8x7B", "--markdown", tmp_path / "mixtral.md")
+    assert result.exit_code == 0 and "Mixtral" in result.output and "GGUF: untried" in result.output
+    assert "exact (`mixtral`" in (tmp_path / "mixtral.md").read_text(encoding="utf-8")
+    for other in ("mistralai/Mixtral-8x7B", str(tmp_path), "reference", "unheard-of"):
+        assert proved(other) is None
+
+
 def test_a_family_that_is_none_is_answered_in_one_line() -> None:
     assert "no family 'lama'" in run("families", "lama", code=2).output
 
@@ -53,7 +79,7 @@ def test_the_shipped_table_is_shown_without_running_anything() -> None:
 def test_the_shipped_table_is_that_of_the_docs(tmp_path: Path) -> None:
     version, rows = shipped_table()
     docs = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert "\n".join(table_lines(rows)) in docs
+    assert "\n".join(table_lines(rows)) in docs and "\n".join(name_lines()) in docs
     assert f"with transformers {version}" in docs
     run("families", "--markdown", tmp_path / "table.md", "--json", tmp_path / "table.json")
     assert (tmp_path / "table.md").read_text(encoding="utf-8").strip() in docs
