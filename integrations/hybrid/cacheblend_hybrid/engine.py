@@ -72,7 +72,7 @@ class HybridEngine(BlendEngine):
         except UnsupportedModelError as error:
             logger.warning("%s; its prompts are prefilled in full, for %s", reason, error)
             return None, f"{reason}; {error}"
-        logger.warning("%s; a document behind a head is taken over, other prompts are prefilled in full", reason)
+        logger.warning("%s; only a document after a head is reused, other prompts are prefilled in full", reason)
         return None, reason
 
     def capability(self) -> Capability:

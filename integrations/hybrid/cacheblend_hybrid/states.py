@@ -74,7 +74,7 @@ class States:
             self._blank, border = (self.read(self.begin(), ids[:length], 0) for length in (_FIRST, _BORDER))
             self._parts = list(self._found(self._blank))
             if not self._parts or self._parts != list(self._found(border)):
-                raise UnsupportedModelError(f"{name} keeps states whose form depends on how much it has read")
+                raise UnsupportedModelError(f"{name} keeps states whose shape depends on the number of tokens read")
             for part in self._parts:
                 _put(self._blank, part, None)
             self._check(name, ids, self.take(border))

@@ -483,7 +483,7 @@ def _make_engine(
         if beside is not None:
             elsewhere = ", or to BlendSynthesizer for its questions alone" if beside == "blend_config" else ""
             raise ConfigError(
-                f"{beside} belongs to the engine; give it to BlendEngine{elsewhere}, not to BlendLLM together with engine= or "
+                f"{beside} belongs to the engine; pass it to BlendEngine{elsewhere}, not to BlendLLM together with engine= or "
                 "server="
             )
         return find_engine(engine, server)

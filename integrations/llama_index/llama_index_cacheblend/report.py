@@ -194,7 +194,7 @@ def warn_of_other_texts(engine: Engine, calls: Iterable[dict[str, Any]]) -> None
     # One call, which threads cannot get between.
     if others and _warned_of.setdefault(engine, mine) is mine:
         logger.warning(
-            "the model is shown another text of node %s than the one whose KV is stored, so its KV is computed for the question: "
+            "the model is shown another text of node %s than the stored one, so its KV is computed for the question: "
             "a postprocessor, a template or the metadata have changed it since. Say what the model is shown, and call "
             "warm_index(index) once: BlendVectorStore(store, engine=llm.engine, text_of=postprocessor) (this warning is not "
             "repeated)",

@@ -221,7 +221,7 @@ def _turn(element: _Element) -> Turn:
     for item in _tidy(element, strip=True):
         if isinstance(item, _Element):
             raise item.place.error(
-                f"<{item.tag:.60}> stands in the prompt's <{element.tag}>, which holds text only; import modules before it"
+                f"<{item.tag:.60}> is inside the prompt's <{element.tag}>, which may hold only text; import modules before it"
             )
         texts.append(item.text)
     return Turn(cast(RoleName, element.tag), "".join(texts), element.place)
@@ -285,7 +285,7 @@ def schema_beside(prompt: Path) -> Path:
     found = next((path for path in beside if path != prompt and path.is_file()), None)
     if found is None:
         raise root.place.error(
-            f"beside the prompt there is no file {' or '.join(path.name for path in beside) or 'of its schema'}; name the "
+            f"next to the prompt there is no file {' or '.join(path.name for path in beside) or 'of its schema'}; name the "
             "schema's file with --schema FILE"
         )
     return found

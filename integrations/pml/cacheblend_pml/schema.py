@@ -411,7 +411,7 @@ def _check_schema(schema: Schema) -> None:
             for member in node.children:
                 if not isinstance(member, Module):
                     raise member.place.error(
-                        f"{_called(member)} stands in a union; only modules stand there: expected <module>, or </union>"
+                        f"{_called(member)} is in a union, which may hold only modules: expected <module>, or </union>"
                     )
         elif isinstance(node, Scaffold):
             outer = next((each for each in above if isinstance(each, Scaffold)), None)
@@ -479,7 +479,7 @@ def _check_messages(schema: Schema) -> None:
     for node, above in walk(schema.children):
         if not isinstance(node, Role | Scaffold) and all(isinstance(each, Scaffold) for each in above):
             raise node.place.error(
-                f"{_called(node)} stands outside of the messages; this schema has <{first.role}> at {first.place}, and a chat "
+                f"{_called(node)} is outside of the messages; this schema has <{first.role}> at {first.place}, and a chat "
                 "template knows no words outside of messages: put it into one of them"
             )
 

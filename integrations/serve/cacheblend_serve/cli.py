@@ -143,7 +143,7 @@ keys_app = typer.Typer(help="Who may ask a server.", no_args_is_help=True, rich_
 def add_key(
     file: KeysArgument,
     name: Annotated[str, typer.Option(help="A name for the key.")],
-    tenant: Annotated[str, typer.Option(help="The tenant whose chunks it sees.")],
+    tenant: Annotated[str, typer.Option(help="The tenant that the key belongs to.")],
     per_minute: Annotated[int | None, typer.Option(min=1, help="Maximum requests per minute.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Let this key see the figures of all tenants.")] = False,
 ) -> None:
