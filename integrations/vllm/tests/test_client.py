@@ -21,6 +21,7 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import AnswerTimeoutError, BackendError, PromptError
+from cacheblend_rag.thoughts import Thinking
 from cacheblend_serve.backend import Asked
 
 END = "data: [DONE]\n\n"
@@ -149,6 +150,9 @@ def test_prompts_are_warmed_under_their_salt(tmp_path: Path) -> None:
         assert {each["cache_salt"] for each in server.asked} == {"theirs"}
 
 
+THINKING = Thinking("<think>", "</think>")
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[BlendEngine]:
     with BlendEngine.from_pretrained("reference") as engine:
@@ -168,6 +172,23 @@ async def test_an_answer_ends_for_the_reason_that_vllm_tells(engine: BlendEngine
     assert pieces == ["She ", "does"]
     assert isinstance(answer, Answer)
     assert (answer.text, answer.finish_reason) == ("She does", reason)
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+async def test_a_stop_string_in_thoughts_ends_nothing(engine: BlendEngine, tmp_path: Path, is_raw: bool) -> None:
+    said = ["<think>\nHe. ", "She.\n</th", "ink>\n\nShe ", "does. And", " more."]
+    asked = Asked(BlendPrompt(segments=["Who?"]), None, 99, (". ",), 30, thinking=THINKING, is_raw=is_raw)
+    with saying(tmp_path, 200, *map(event, said), END) as (client, server):
+        backend = VLLMBackend("reference", engine, client, GenerationConfig())
+        *pieces, answer = [piece async for piece in backend.answer(engine, asked)]
+        assert (server.asked[-1]["stop"], server.asked[-1]["skip_special_tokens"]) == ([], False)
+    assert isinstance(answer, Answer)
+    if is_raw:
+        assert "".join(map(str, pieces)) == answer.text == "".join(said[:4])
+    else:
+        assert (pieces, answer.text) == (["He. ", "She.", "She ", "does"], "She does")
+        assert (answer.thoughts, answer.finish_reason) == ("He. She.", "stop")
+    assert 0 <= answer.reasoning_tokens < answer.report.output_tokens
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

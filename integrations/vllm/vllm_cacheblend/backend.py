@@ -11,12 +11,13 @@ from typing import Any
 import anyio.to_thread
 from transformers import GenerationConfig
 
-from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.chat.answer import Answer, Ending
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import ChunkLibrary
+from cacheblend_rag.engine import ChunkLibrary, GenerationResult
 from cacheblend_rag.engine.decode import token_ids
 from cacheblend_rag.errors import BackendError, ConfigError
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.stops import StopCutter
 from cacheblend_serve.backend import Asked, Backend
 from vllm_cacheblend.asking import tokens_prompt, transfer_params
 from vllm_cacheblend.client import TimeLimit, VLLMClient
@@ -83,14 +84,23 @@ class VLLMBackend(Backend):
         opening = anyio.to_thread.run_sync(stored_prefix, library, asked.prompt, abandon_on_cancel=True)
         prefix = await limit.wait(opening)
         seen.opened = time.perf_counter()
+        # vLLM ends an answer without thoughts at its stop strings itself.
+        cutter = StopCutter(asked.stop if asked.thinking else (), asked.thinking)
         async with aclosing(self._client.stream(self._body(asked, prefix), limit)) as events:
             async for event in events:
-                piece = seen.take(event)
-                if piece:
+                written = seen.take(event)
+                shown = list(cutter.feed(written))
+                for piece in filter(None, [written]) if asked.is_raw else shown:
                     yield piece
+                if cutter.is_done and asked.thinking is not None:
+                    seen.output_tokens = len(asked.thinking.read(seen.text))
+                    break
+        for piece in () if asked.is_raw else cutter.feed("", is_last=True):
+            yield piece
         report = seen.report(prefix)
         library.metrics.observe(report)
-        yield Answer(seen.text, seen.reason, report)
+        ending = Ending() if asked.is_raw or asked.thinking is None else Ending(asked.stop, None, asked.thinking)
+        yield ending.read(GenerationResult(seen.text, (), prefix.token_ids, report, seen.reason))
 
     def _body(self, asked: Asked, prefix: StoredPrefix) -> dict[str, Any]:
         own = self._own
@@ -101,7 +111,9 @@ class VLLMBackend(Backend):
             "cache_salt": prompt["cache_salt"],
             "kv_transfer_params": transfer_params(prefix),
             "max_tokens": most if window is None else max(1, min(most, window - len(prefix.token_ids))),
-            "stop": list(asked.stop),
+            # Thoughts may hold them, and special tokens may be around thoughts.
+            "stop": list(asked.stop) if asked.thinking is None else [],
+            "skip_special_tokens": asked.thinking is None,
             "ignore_eos": asked.ignore_eos,
         }
         body |= {name: value for name in _GIVEN if (value := getattr(asked, name)) is not None}
