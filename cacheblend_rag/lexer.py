@@ -116,7 +116,8 @@ class Lexer:
         if known is None:
             return None
         text = self.text(end[-_LAST:]) if isinstance(end, list | tuple) else str(end)
-        return replace(known, is_open=text.rstrip().endswith(known.opens), read=lambda text: self.read(text)[0])
+        is_open, is_over = map(text.rstrip().endswith, (known.opens, known.closes))
+        return replace(known, is_open=is_open, is_over=is_over, read=lambda text: self.read(text)[0])
 
     def text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens that go on after others, with the blank that it may begin with.

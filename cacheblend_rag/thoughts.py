@@ -21,13 +21,14 @@ class Thought(str):
 class Thinking:
     """What stands before and after the thoughts of a model; `named` ends the names of channels, where answers have such.
 
-    For one prompt also whether that ends within thoughts (`is_open`), and what makes tokens of a text.
+    For one prompt also whether that ends within thoughts (`is_open`) or after them (`is_over`), and what makes tokens of a text.
     """
 
     opens: str
     closes: str
     named: str = ""
     is_open: bool = False
+    is_over: bool = False
     read: Callable[[str], Sequence[int]] = field(default=str.encode, compare=False)
 
     @classmethod

@@ -49,13 +49,22 @@ def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> s
 
 
 def after_thoughts(grammar: str, thinking: Thinking | None) -> str:
-    """Return the grammar of an answer to a prompt: where that ends within thoughts, these come first, whatever they say."""
-    if thinking is None or thinking.named or not thinking.is_open:
+    """Return the grammar of an answer to a prompt: before it may come thoughts, and must where the prompt ends within them."""
+    if thinking is None or thinking.is_over:
         return grammar
-    end, answer = thinking.read(thinking.closes), grammar.removeprefix("start: ")
-    # No text has a token that was added.
-    closed = f": /(?s:.*)/ <[{end[0]}]>" if len(end) == 1 else f"[suffix={json.dumps(thinking.closes)}]: /(?s:.*)/"
-    return f'start: thoughts "\\n\\n"? answer\nanswer: {answer}\nthoughts{closed}'
+
+    def mark(text: str) -> str:
+        # No text has a token that was added.
+        ids = thinking.read(text)
+        return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text)
+
+    opens, closes, answer = mark(thinking.opens), mark(thinking.closes), grammar.removeprefix("start: ")
+    thoughts = f": /(?s:.*)/ {closes}" if closes[0] == "<" else f"[suffix={closes}]: /(?s:.*)/"
+    begin = 'thoughts "\\n\\n"?' if thinking.is_open else f'({opens} thoughts "\\n\\n"?)?'
+    if thinking.named:
+        names = [f'{opens} "{name}" {mark(thinking.named)}' for name in ("analysis", "final")]
+        begin = f'({names[0]} thoughts {mark("<|start|>")} "assistant" {names[1]})?'
+    return f"start: {begin} answer\nanswer: {answer}\nthoughts{thoughts}"
 
 
 class Guide(LogitsProcessor):

@@ -123,16 +123,27 @@ def test_answers_of_an_engine_are_told_apart(name: str) -> None:
     engine.close()
 
 
-def test_a_form_comes_after_thoughts_that_a_prompt_begins() -> None:
-    dictation = Dictation("DeepSeek-R1")
-    prompt = BlendPrompt(segments=render_chat(dictation.tokenizer, TURNS[:1]))
+@pytest.mark.parametrize(
+    ("name", "says", "variables", "thoughts"),
+    [
+        ("DeepSeek-R1", 'It may be {"sure": 0}\n</think>', {}, 'It may be {"sure": 0}'),
+        ("Qwen3", '<think>\nIt may be {"sure": 0}\n</think>\n\n', {}, 'It may be {"sure": 0}'),
+        ("Qwen3", '{"sure"', {}, ""),
+        ("Qwen3", "<think>\n", {"enable_thinking": False}, ""),
+        ("gpt-oss", CHANNELS.format('It may be {"sure": 0}', ""), {}, 'It may be {"sure": 0}'),
+        ("gpt-oss", '{"sure"', {}, ""),
+    ],
+)
+def test_a_form_comes_after_thoughts(name: str, says: str, variables: dict[str, Any], thoughts: str) -> None:
+    dictation = Dictation(name)
+    prompt = BlendPrompt(segments=render_chat(dictation.tokenizer, TURNS[:1], **variables))
     thinking = lexer_of(dictation.tokenizer).thinking(prompt.segments)
     schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
     grammar = after_thoughts(json_grammar(schema), thinking)
-    dictation.say('It may be {"sure": 0}\n</think>')
+    dictation.say(says)
     result = dictation.engine.generate(prompt, 60, logits_processor=[Guide(dictation.engine, grammar)])
     answer = Ending((), None, thinking).read(result)
-    assert answer.thoughts == 'It may be {"sure": 0}'
+    assert answer.thoughts == thoughts
     assert isinstance(json.loads(answer.text)["sure"], bool)
     dictation.engine.close()
 

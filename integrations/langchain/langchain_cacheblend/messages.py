@@ -32,7 +32,9 @@ _INLINE = "cacheblend_inline"
 # Another: what it was made of.
 _SOURCE = "cacheblend_source"
 # Thoughts of answers, which the chat template shows again or not, and what streams leave of calls.
-_NO_WORDS_OF_ANSWERS = ("input_json_delta", "reasoning", "redacted_thinking", "thinking", "tool_call_chunk")
+_NO_WORDS_OF_ANSWERS = frozenset(
+    {"input_json_delta", "reasoning", "reasoning_content", "redacted_thinking", "thinking", "tool_call_chunk"}
+)
 # Calls among the content of answers, as Anthropic, OpenAI and LangChain write them: what arguments and ids are called there.
 _CALLS = {
     "tool_use": ("input", "id"),
@@ -163,12 +165,14 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def _past_thoughts(message: AIMessage) -> str:
-    """Return what was thought before an answer, as Anthropic, OpenAI, LangChain and others write it."""
+    """Return what was thought before an answer, as Anthropic, OpenAI, Bedrock, LangChain and others write it."""
     blocks = [each for each in message.content if isinstance(each, dict)]
     said = [each.get(kind) for each in blocks for kind in ("reasoning", "thinking") if each.get("type") == kind]
     said += [
         part.get("text") for each in blocks if each.get("type") == "reasoning" for part in each.get("summary") or ()
     ]
+    bedrock = [each["reasoning_content"] for each in blocks if isinstance(each.get("reasoning_content"), dict)]
+    said += [each.get("text") for each in bedrock]
     given = [each for each in said if each] or [message.additional_kwargs.get("reasoning_content")]
     return "\n\n".join(each for each in given if isinstance(each, str))
 

@@ -69,7 +69,9 @@ async def test_thoughts_are_no_calls_and_are_kept_while_calls_go_on(dictation: D
     blocks = [{"type": "thinking", "thinking": CALL, "signature": "x"}]
     messages += [answer, ToolMessage("rain", tool_call_id=answer.tool_calls[0]["id"])]
     ids = dictation.engine.prompt_ids(llm.blend_prompt(messages, tools=[LOOK]))
-    for other in (AIMessage(blocks, tool_calls=answer.tool_calls), AIMessage(content_blocks=answer.content_blocks)):
+    bedrock = [{"type": "reasoning_content", "reasoning_content": {"text": CALL, "signature": "x"}}]
+    others = [AIMessage(each, tool_calls=answer.tool_calls) for each in (blocks, bedrock)]
+    for other in (*others, AIMessage(content_blocks=answer.content_blocks)):
         assert dictation.engine.prompt_ids(llm.blend_prompt([messages[0], other, messages[2]], tools=[LOOK])) == ids
     before = answer.usage_metadata
     dictation.say(THINKS + "Yes.", ends=True)
