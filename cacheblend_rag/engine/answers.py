@@ -311,9 +311,11 @@ class AnsweringLibrary(ChunkLibrary):
         self._check_open()
         began = time.perf_counter()
         started = began if started is None else started
-        if conversation is not None and not conversation.belongs_to(self._kept):
+        if not (
+            conversation is None or (isinstance(conversation, Conversation) and conversation.belongs_to(self._kept))
+        ):
             raise ConfigError(
-                "the conversation belongs to another engine, and its KV is useless here; start one with engine.conversation()"
+                f"{conversation!r:.60} is no conversation, or belongs to another engine; start one with engine.conversation()"
             )
         # Before all that takes time: what is reset from now on forgets this turn too.
         turn = None if conversation is None else Turn(conversation)

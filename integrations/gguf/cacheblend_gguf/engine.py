@@ -301,9 +301,11 @@ class GGUFEngine(ChunkLibrary):
         started = time.perf_counter()
         given = {name: value for name, value in options.items() if value is not None}
         blend, conversation = given.pop("blend", None), given.pop("conversation", None)
-        if conversation is not None and not conversation.belongs_to(self._kept):
+        if not (
+            conversation is None or (isinstance(conversation, Conversation) and conversation.belongs_to(self._kept))
+        ):
             raise ConfigError(
-                "the conversation belongs to another engine, whose KV is of no use here; make one by this engine's conversation()"
+                f"{conversation!r:.60} is no conversation, or belongs to another engine; start one with engine.conversation()"
             )
         # Before all that takes time: what is reset from now on forgets this turn too.
         turn = None if conversation is None else Turn(conversation)

@@ -184,9 +184,9 @@ def test_a_conversation_belongs_to_its_engine(make_engine: MakeEngine, tmp_path:
     # The same store, model and settings, but not the same engine.
     twin = make_engine(store=store)
     assert twin.namespace == engine.namespace
-    for stranger in (other, twin):
+    for stranger, conversation in ((other, engine.conversation()), (twin, engine.conversation()), (engine, "mine")):
         with pytest.raises(ConfigError, match="another engine"):
-            stranger.prefill(BlendPrompt(words(5, 1)), conversation=engine.conversation())
+            stranger.prefill(BlendPrompt(words(5, 1)), conversation=conversation)
     with pytest.raises(ConfigError, match="max_bytes=-1 is negative"):
         engine.conversation(-1)
     with pytest.raises(ConfigError, match="conversation_bytes is fixed when an engine is made"):
