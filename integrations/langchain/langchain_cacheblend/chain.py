@@ -98,7 +98,7 @@ def create_blend_documents_chain(
 
 
 def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: Any) -> Calibration:
-    """Find the smallest recompute ratio that keeps what full prefill knows, on the prompts that a chain makes.
+    """Find the smallest recompute ratio that keeps full prefill's quality, on the prompts that a chain makes.
 
     The chain is invoked once with each question. The prompt that answered it is then answered by full prefill and at each ratio,
     under the settings that the chain's model has, as `cacheblend_attachments.calibrate` says. Nothing is changed: give

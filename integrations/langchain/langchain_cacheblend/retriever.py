@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlendRetriever(BaseRetriever):
-    """A retriever around yours: the KV of its documents is read while a reranker, a prompt or another retriever works.
+    """A wrapper around a retriever: reads the KV of its documents while a reranker, a prompt or another retriever works.
 
     It is read from disk or a remote tier into RAM, where the following prompt finds it. The documents are those of the
     inner retriever, unchanged, and must have ids.

@@ -33,11 +33,11 @@ _OPTIONS = ("background", "show_progress", "context", "boundary", "document_keys
 
 
 class BlendVectorStore(SearchesInner):
-    """A vector store around yours: what is added to it is also encoded, what is deleted from it is also forgotten.
+    """A wrapper around a vector store: encodes added documents, and deletes the KV of deleted ones.
 
     A chunk's id is the id of its document, and its text the document's ``page_content``. So documents of several stores over one
     engine need different ids; if two share an id, the chunk is the one added last, and a warning says so.
-    Everything else is left to the inner store; what has no counterpart here is reached as ``store.inner``.
+    The inner store does everything else; what has no counterpart here is on ``store.inner``.
 
     Parameters
     ----------
@@ -53,8 +53,8 @@ class BlendVectorStore(SearchesInner):
         Whether to show a progress bar while texts are encoded, unless in the background. The log has a line every five seconds
         at level INFO in any case.
     context : {"document", "none"}
-        Whether a text is encoded after those that precede it in its document, or alone. Alone, no chunk knows of another, as
-        it should be for texts whose readers differ from one to the next.
+        Whether a text is encoded after those that precede it in its document, or alone. Encode alone, so that no chunk knows
+        of another, if some readers may see only some texts of a document.
     boundary : sequence of str
         Metadata keys whose change divides a document: no chunk is encoded after one with another value.
     document_keys : sequence of str
@@ -261,7 +261,7 @@ class BlendVectorStore(SearchesInner):
         Returns
         -------
         AddResult or AddJob
-            What was done; in the background, a job that will say.
+            What was done; in the background, a job that reports it.
 
         Raises
         ------

@@ -24,8 +24,8 @@ def warm(
 ) -> AddResult | AddJob:
     """Encode the documents that a vector store already has, or that reached it another way.
 
-    What is already encoded is not encoded again, so this can be called at every start. Of the sources of these documents,
-    chunks that the store has no longer are forgotten.
+    What is already encoded is not encoded again, so you can call this at every start. Of the sources of these documents,
+    chunks that the store no longer has are deleted.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def warm(
     Returns
     -------
     AddResult or AddJob
-        What was done; in the background, a job that will say.
+        What was done; in the background, a job that reports it.
 
     Raises
     ------

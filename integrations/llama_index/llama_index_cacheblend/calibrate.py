@@ -18,10 +18,10 @@ __all__ = ["calibrate"]
 
 
 def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options: Any) -> Calibration:
-    """Find the smallest recompute ratio that keeps what full prefill knows, on the prompts that a query engine makes.
+    """Find the smallest recompute ratio that keeps full prefill's quality, on the prompts that a query engine makes.
 
     Each question is asked once. The prompt that answered it is then answered by full prefill and at each ratio, under the query
-    engine's settings. Nothing is changed: give the model ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
+    engine's settings. To apply the result, give the model ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
 
     Parameters
     ----------

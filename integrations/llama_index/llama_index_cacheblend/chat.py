@@ -236,7 +236,7 @@ class _BlendChat:
 
 
 class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[misc]
-    """LlamaIndex's `ContextChatEngine`, whose context is blended and whose turns reuse what was computed before.
+    """LlamaIndex's `ContextChatEngine` with a blended context, and with KV reused from turn to turn.
 
     Each message retrieves a context, which goes into the system message before the history. Tokens at the same place as in the
     previous turn are not computed again; history that is elsewhere now is blended like a chunk. `Conversation` says how
@@ -245,7 +245,7 @@ class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[mis
     Parameters
     ----------
     retriever : BaseRetriever
-        Finds the context; if there are postprocessors, what it finds is fetched from slower tiers while they work.
+        Finds the context; if there are postprocessors, its KV is fetched from slower tiers while they work.
     llm : BlendLLM
         The model.
     *args, **kwargs : Any
@@ -261,7 +261,7 @@ class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[mis
 
 
 class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngine):  # type: ignore[misc]
-    """LlamaIndex's `CondensePlusContextChatEngine`, whose context is blended and whose turns reuse what was computed before.
+    """LlamaIndex's `CondensePlusContextChatEngine` with a blended context, and with KV reused from turn to turn.
 
     Like `BlendContextChatEngine`, but the model first rewrites each message, with the history, as a standalone question, which is
     used to retrieve. Parameters and errors are the same, with `CondensePlusContextChatEngine` in place of `ContextChatEngine`.

@@ -71,16 +71,16 @@ _lock = threading.Lock()
 
 
 def install() -> None:
-    """Make ``response_mode="blend"`` known to LlamaIndex, in this process, until `uninstall`.
+    """Enable ``response_mode="blend"`` in LlamaIndex, in this process, until `uninstall`.
 
     LlamaIndex has no registry of response modes, so its function `get_response_synthesizer` is replaced wherever a module of
     LlamaIndex holds it. All other modes go to the function that was there. Calling it twice changes nothing. A module of
     yours that imported the function earlier keeps the old one. `RetrieverQueryEngine.from_args` is replaced too, by one that
-    refuses retrievers whose nodes are written anew for each query, as those of knowledge graphs are.
+    refuses retrievers that write new nodes for each query, such as those of knowledge graphs.
 
     The chat modes "context", "condense_plus_context" and "best" of ``index.as_chat_engine`` take ``response_mode="blend"``, too.
 
-    What a `BlendLLM` answers carries its report as ``response.metadata["blend"]`` from then on, in every response mode, query
+    From then on, answers of a `BlendLLM` have their report in ``response.metadata["blend"]``, in every response mode, query
     engine and chat engine of LlamaIndex.
 
     Raises
@@ -109,7 +109,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; without one before, nothing happens."""
+    """Undo `install`; without an earlier `install` it does nothing."""
     global _installed
     with _lock:
         if _installed is not None:

@@ -19,10 +19,10 @@ __all__ = ["BlendRetriever"]
 
 
 class BlendRetriever(BaseRetriever):
-    """Retrieves what another retriever does, and meanwhile has the engine fetch its KV from disk and remote tiers.
+    """Retrieves with another retriever, and has the engine fetch the nodes' KV from disk and remote tiers meanwhile.
 
     Reading begins as soon as the nodes are known and goes on while postprocessors, a reranker for example, work on them. What
-    they drop was read for nothing, so set `limit` if many candidates are retrieved.
+    they drop is read for nothing, so set `limit` if many candidates are retrieved.
 
     Parameters
     ----------

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class BlendVectorStore(BasePydanticVectorStore):
     """A vector store whose nodes are also chunks of an engine, under their node ids.
 
-    Adding encodes, deleting forgets, and everything else is left to the inner store. A node whose id already exists replaces the
-    old one, text and KV, even in stores that would silently keep the old text. A node that the engine forgot, or that reached the
+    Adding encodes, deleting deletes KV, and the inner store does the rest. A node whose id already exists replaces the
+    old one, text and KV, even in stores that would silently keep the old text. A node that has lost its KV, or that reached the
     inner store another way, is encoded when it is first retrieved, or by `warm_index`.
 
     A node is encoded after those that precede it in its document (``ref_doc_id``), and its KV remembers them; a node without a
@@ -54,14 +54,14 @@ class BlendVectorStore(BasePydanticVectorStore):
         Whether nodes are added before they are encoded, which then happens in the background and without a bar; `flush`
         waits for it.
     text_of : BaseNodePostprocessor or callable, optional
-        The postprocessor that changes what the language model is shown of a node, `MetadataReplacementPostProcessor` for
+        The postprocessor that changes what the language model sees of a node, `MetadataReplacementPostProcessor` for
         sentence windows, or a function that returns it; by default a node's text and metadata as LlamaIndex writes them. Nodes
-        shown otherwise are encoded alone.
+        shown in another form are encoded alone.
     parents : BaseDocumentStore, optional
         Where `AutoMergingRetriever` finds the nodes that it merges others into. The parents of nodes that are added are then
         encoded with them, and forgotten with their document.
     context : {"document", "none"}
-        "none" encodes every node alone, for texts whose readers differ from node to node. By default as the engine is set.
+        "none" encodes every node alone, for documents of which some readers may see only some nodes. By default the engine's.
     boundary : sequence of str
         Metadata keys; nodes of one document with different values are treated as different documents. If filters on metadata
         tell readers apart, name their keys here.

@@ -50,7 +50,7 @@ class WarmResult:
     tokens : int
         Tokens encoded now.
     without_text : tuple of str
-        Ids of nodes of which the language model is shown nothing.
+        Ids of nodes of which the language model sees nothing.
     failed : dict of str to str
         Ids of the other nodes that have no KV now, and why. They are computed when they are retrieved.
     pruned : int
@@ -163,7 +163,7 @@ def warm_index(
 
     The index stays as it is: nothing is embedded, and only KV is written. What is already stored is not computed again, so an
     interrupted call is finished by the next one, and a call for an index that is already warm costs little. Nodes whose text was
-    changed behind the store's back are encoded anew. Documents are divided as the index's `BlendVectorStore` says, if it has one.
+    changed without the store are encoded again. Documents are divided as the index's `BlendVectorStore` says, if it has one.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ def warm_index(
     Returns
     -------
     WarmResult or WarmJob
-        What was done; in the background, a job that will say.
+        What was done; in the background, a job that reports it.
 
     Raises
     ------
