@@ -134,12 +134,8 @@ def _checked_name(model: str | Path) -> str:
         )
     if name.startswith((".", "/", "~")) or isinstance(model, Path) or gguf_files(name):
         if not folder.exists():
-            hint = (
-                '; for a file on the Hub: pip install "cacheblend-rag[gguf]"'
-                if gguf_files(name) and ":" in name
-                else ""
-            )
-            raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file{hint}")
+            hub = '; for a file on the Hub: pip install "cacheblend-rag[gguf]"' if ":" in name else ""
+            raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file{hub}")
         return str(folder)
     # No id on the Hub is like this one, and asking there takes its time.
     if get_close_matches(name.strip().lower(), [_REFERENCE], cutoff=0.8) and not Path(name).is_dir():
