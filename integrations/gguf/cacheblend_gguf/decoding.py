@@ -199,6 +199,9 @@ class Decoding:
             self._llama.decode(layout.token_ids[row:begin], row, answering.sequence)
             row = begin + self._put(answering, begin)
         last = len(layout) - max(answering.logits_to_keep, 1)
+        if row > last:
+            # What is stored reaches into the tokens whose scores are wanted.
+            self._llama.remove(answering.sequence, last)
         self._llama.decode(layout.token_ids[row:last], row, answering.sequence)
         ids = enumerate(layout.token_ids[last:], last)
         answering.scores = self._llama.step([(id, place, answering.sequence, True) for place, id in ids])
@@ -222,6 +225,8 @@ class Decoding:
     def _step(self) -> None:
         """Compute the next token of all answers under way."""
         active = list(self._active)
+        for each in active:
+            each.request.figures["batch_size"] = max(each.request.figures.get("batch_size", 1), len(active))
         asked = [
             (each.output[-1], len(each.request.prompt.layout) + len(each.output) - 1, each.sequence, True)
             for each in active

@@ -360,6 +360,9 @@ class GGUFEngine(ChunkLibrary):
                 request.turn.begin(request.prompt, self._answering, self.config.ttl_s)
             try:
                 readers = self._readers(request)
+                loaded, whole = sum(len(each.token_ids) for each in readers.values()), len(request.prompt.layout)
+                counts = {"load_bytes": loaded, "kv_bytes": whole, "kv_bytes_before": whole}
+                request.figures |= {name: count * self.kv_bytes_per_token for name, count in counts.items()}
                 limit = min(
                     request.max_new_tokens or _DEFAULT_NEW_TOKENS, self.llama.window - len(request.prompt.layout)
                 )

@@ -14,7 +14,7 @@ from transformers import StoppingCriteria
 
 from cacheblend_attachments import SourceAttention
 from cacheblend_gguf import GGUFEngine
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
 from integrations.gguf.tests.kit import HARBOUR, QUESTION, ask, harbour, last_scores, read_in_full
 
@@ -103,7 +103,11 @@ def test_scores(filled: GGUFEngine) -> None:
         filled.generate(prompt, 1)
     found = filled.prefill(prompt, logits_to_keep=5)
     assert found.logits.shape == (5, filled.llama.vocab_size)
-    assert torch.allclose(found.logits[-1], torch.from_numpy(seen[0]), atol=0.5)
+    assert torch.allclose(found.logits[-1], torch.from_numpy(seen[0]), atol=2)
+    # A head that is stored does not shorten what is asked for.
+    fixed = BlendPrompt(segments=[FixedText("A long head that begins every prompt of this kind, word for word."), "x"])
+    for _ in range(2):
+        assert filled.prefill(fixed, logits_to_keep=6).logits.isfinite().all()
     with pytest.raises(PromptError, match="logits_to_keep"):
         filled.prefill(prompt, logits_to_keep=1000)
 
