@@ -59,7 +59,7 @@ WORKSHOPS = {
     "cacheblend_ray": ("documents", "cli", "store", "reading"),
     "cacheblend_gguf": tuple("conversation encode fuse kv model selection store".split()),
     "cacheblend_hybrid": tuple("codec fuse kv model prompt reading selection store".split()),
-    "vllm_cacheblend": ("kv", "prompt", "layout", "store", "model", "encode", "loader"),
+    "vllm_cacheblend": ("kv", "prompt", "layout", "rope", "store", "model", "encode", "loader"),
 }
 # Which distributions they build on.
 ON_TOP_OF = {

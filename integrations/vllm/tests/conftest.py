@@ -113,6 +113,25 @@ def wait_until_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+def corpus_of(engine: BlendEngine, store: Path, spool: Path, count: int = NUM_QUESTIONS) -> Corpus:
+    """Have an engine encode documents, and draw questions about them."""
+    rng = random.Random(1)
+    asked: list[Asked] = []
+    chunks: list[Chunk] = []
+    for number, example in enumerate(eval_examples(count, seed=11, style=NOTES)):
+        ids: list[str] = []
+        for document in example.documents:
+            name, start = f"{number}/{document.title}", 0
+            for text in document.chunks:
+                ids.append(f"{name}/{start}")
+                chunks.append(Chunk(text, ids[-1], document=name, start=start))
+                start += len(text) + 1
+        rng.shuffle(ids)
+        asked += [Asked(each, BlendPrompt(segments=segments(FORM, ids, each.text))) for each in example.questions]
+    engine.add(chunks)
+    return Corpus(engine, store, spool, tuple(asked), tuple(chunks))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
     """The corpus of all tests, encoded by transformers."""
@@ -120,18 +139,4 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
     store, spool = tmp_path_factory.mktemp("kv"), tmp_path_factory.mktemp("spool")
     config = EngineConfig(separator=FORM.separator, dtype="float32")
     with BlendEngine.from_pretrained("reference", store=store, config=config) as engine:
-        rng = random.Random(1)
-        asked: list[Asked] = []
-        chunks: list[Chunk] = []
-        for number, example in enumerate(eval_examples(NUM_QUESTIONS, seed=11, style=NOTES)):
-            ids: list[str] = []
-            for document in example.documents:
-                name, start = f"{number}/{document.title}", 0
-                for text in document.chunks:
-                    ids.append(f"{name}/{start}")
-                    chunks.append(Chunk(text, ids[-1], document=name, start=start))
-                    start += len(text) + 1
-            rng.shuffle(ids)
-            asked += [Asked(each, BlendPrompt(segments=segments(FORM, ids, each.text))) for each in example.questions]
-        engine.add(chunks)
-        yield Corpus(engine, store, spool, tuple(asked), tuple(chunks))
+        yield corpus_of(engine, store, spool)

@@ -21,6 +21,8 @@ from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 from cacheblend_lab.reference import WEIGHTS_DIR as WEIGHTS
 from cacheblend_lab.training.corpus import eval_examples
 from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore, open_store
 from integrations.vllm.tests.conftest import FORM, Asked, Corpus, is_right, segments
 
@@ -31,22 +33,29 @@ BLOCKS = {32: 64, 128: 24}
 Ask = Callable[..., list[Any]]
 
 
-def started(corpus: Corpus, block_size: int, **options: Any) -> LLM:
+def started(
+    corpus: Corpus, block_size: int, model: Path = WEIGHTS, connector: dict[str, str] | None = None, **options: Any
+) -> LLM:
     """Return vLLM over the corpus' store."""
-    return LLM(
-        str(WEIGHTS),
-        dtype="float32",
-        max_model_len=1920,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        block_size=block_size,
-        num_gpu_blocks_override=BLOCKS[block_size],
-        max_num_seqs=16,
-        max_logprobs=-1,
-        disable_log_stats=False,
-        kv_transfer_config=kv_transfer_config(corpus.engine.card(), corpus.store, ram_bytes=0, spool=corpus.spool),
-        **options,
-    )
+    transfer = kv_transfer_config(corpus.engine.card(), corpus.store, ram_bytes=0, spool=corpus.spool)
+    return vllm_of(model, transfer | (connector or {}), block_size, **options)
+
+
+def vllm_of(model: Path, transfer: dict[str, Any], block_size: int, **options: Any) -> LLM:
+    """Return vLLM over a model, of few blocks."""
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 1920,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "block_size": block_size,
+        "num_gpu_blocks_override": BLOCKS[block_size],
+        "max_num_seqs": 16,
+        "max_logprobs": -1,
+        "disable_log_stats": False,
+        "kv_transfer_config": transfer,
+    }
+    return LLM(str(model), **given | options)
 
 
 @pytest.fixture(scope="module", params=sorted(BLOCKS))
@@ -214,14 +223,16 @@ def test_a_prompt_of_paragraphs_is_loaded_whole(corpus: Corpus, ask: Ask) -> Non
         assert ids_of(output) == corpus.expected(asked)[0]
 
 
-def test_put_off_requests_are_answered_alike(corpus: Corpus, llm: LLM, ask: Ask) -> None:
-    def put_off() -> int:
-        return sum(int(each.value) for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
+def num_put_off(llm: LLM) -> int:
+    """Return how often vLLM has put off a request that it had begun."""
+    return sum(int(each.value) for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
 
-    before = put_off()
+
+def test_put_off_requests_are_answered_alike(corpus: Corpus, llm: LLM, ask: Ask) -> None:
+    before = num_put_off(llm)
     prefixes = [corpus.prefix(each) for each in corpus.asked[:24]]
     outputs = ask(prefixes, salt="put off", ignore_eos=True, max_tokens=96)
-    assert put_off() > before
+    assert num_put_off(llm) > before
     for asked, output in zip(corpus.asked, outputs, strict=False):
         ids, _ = corpus.expected(asked)
         assert ids_of(output)[: len(ids)] == ids
@@ -262,7 +273,9 @@ def test_a_deleted_chunk_is_served_no_more(corpus: Corpus, ask: Ask) -> None:
         assert output.num_cached_tokens < prefix.num_stored
 
 
-def library_of(corpus: Corpus, llm: LLM, store: KVStore) -> VLLMLibrary:
+def library_of(
+    llm: LLM, store: KVStore, spool: Path, card: ModelCard, tokenizer: Any, config: EngineConfig
+) -> VLLMLibrary:
     """Return a library of chunks that vLLM encodes."""
 
     def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
@@ -274,16 +287,15 @@ def library_of(corpus: Corpus, llm: LLM, store: KVStore) -> VLLMLibrary:
             [{"prompt_token_ids": list(ids), "cache_salt": salt} for _, ids in prompts], params, use_tqdm=False
         )
 
-    engine = corpus.engine
-    return VLLMLibrary(engine.card(), engine.tokenizer, store, corpus.spool, warm, config=engine.config)
+    return VLLMLibrary(card, tokenizer, store, spool, warm, config=config)
 
 
 def check_encoding(corpus: Corpus, llm: LLM, folder: Path) -> None:
     """Have vLLM encode documents, and compare what is stored with what the engine has stored."""
     documents = list(dict.fromkeys(chunk.document for chunk in corpus.chunks))[:6]
     chunks = [chunk for chunk in corpus.chunks if chunk.document in documents]
-    store = open_store(folder, 1 << 28)
-    with library_of(corpus, llm, store) as library:
+    store, engine = open_store(folder, 1 << 28), corpus.engine
+    with library_of(llm, store, corpus.spool, engine.card(), engine.tokenizer, engine.config) as library:
         assert library.add(chunks).encoded == len(chunks)
         ids = [chunk.id for chunk in chunks if chunk.id is not None]
         records, known = library.records(ids), corpus.engine.records(ids)

@@ -7,7 +7,9 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_cacheblend.asking import asked_pieces, asked_spool, kv_transfer_config, spool_params, transfer_params
 from vllm_cacheblend.encoding import VLLMEncoder
+from vllm_cacheblend.fitting import check_blocks, check_fit
 from vllm_cacheblend.library import VLLMLibrary
 from vllm_cacheblend.loading import Load, PrefixLoader, heads_of
 from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix, stored_prefix
 from vllm_cacheblend.serving import _arguments, _environment
-from vllm_cacheblend.slots import blocks_of, slots_of
+from vllm_cacheblend.slots import Group, blocks_of, first_held, slots_of
 from vllm_cacheblend.spooling import BlockReader, own_folder, read_spool, spool_path, write_spool
 
 from cacheblend_attachments import watch_prefill
@@ -127,9 +130,9 @@ def test_the_configuration_is_json(engine: BlendEngine, tmp_path: Path) -> None:
     extra = json.loads(json.dumps(config))["kv_connector_extra_config"]
     card = ModelCard.from_dict(extra["card"])
     assert (card.identity, card.window, card.dtype) == (engine.card().identity, engine.window, torch.float32)
-    with pytest.raises(ConfigError, match="no card"):
+    with pytest.raises(ConfigError, match="not a model card"):
         ModelCard.from_dict({**extra["card"], "dtype": "seven"})
-    with pytest.raises(ConfigError, match="no card"):
+    with pytest.raises(ConfigError, match="not a model card"):
         ModelCard.from_dict({})
 
 
@@ -185,6 +188,11 @@ def test_slots_are_where_the_blocks_are(data: st.DataObject) -> None:
     assert blocks_of(blocks, size, first, stop) == list(dict.fromkeys(each // size for each in expected))
 
 
+@pytest.mark.parametrize(("blocks", "first"), [((5, 3), 0), ((0, 0, 4), 64), ((0, 0), 64), ((), 0)])
+def test_what_a_sliding_window_dropped_has_no_slots(blocks: tuple[int, ...], first: int) -> None:
+    assert first_held(blocks, 32) == first
+
+
 @pytest.mark.parametrize(("heads", "ranks", "shares"), [(4, 2, [[0, 1], [2, 3]]), (2, 4, [[0], [0], [1], [1]])])
 def test_ranks_have_their_heads(heads: int, ranks: int, shares: list[list[int]]) -> None:
     tensor = torch.arange(heads)[:, None, None].expand(heads, 3, 5)
@@ -231,8 +239,12 @@ def test_kv_of_other_tokens_is_not_loaded(engine: BlendEngine, store: KVStore) -
         with pytest.raises(ChunkReadError, match="other tokens than the request's"):
             loaded(store, card, Load(prefix.token_ids[:stop], namespace, pieces, 0, stop))
     gone = (prefix.pieces[0], PrefixPiece("0" * 40, 0, one.count), prefix.pieces[2])
-    with pytest.raises(ChunkReadError, match="no longer stored"):
-        loaded(store, card, Load(prefix.token_ids[:stop], prefix.namespace, gone, 0, stop))
+    load = Load(prefix.token_ids[:stop], prefix.namespace, gone, 0, stop)
+    with pytest.raises(ChunkReadError, match="no longer stored") as caught:
+        loaded(store, card, load)
+    # What comes before it can be loaded all the same.
+    assert load.sound(caught.value) == prefix.pieces[0].count
+    assert load.sound(ValueError()) == 0
 
 
 # Writing and encoding
@@ -272,10 +284,68 @@ def test_what_was_written_is_read_whatever_the_layout(dtype: torch.dtype) -> Non
     layer = Layer(block, heads, size, dtype)
     keys, values = torch.randn(2, count, heads, size).to(dtype)
     blocks = [5, 1, 3]
-    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots_of(blocks, block, 0, count))
-    found = BlockReader().rows(layer, blocks, block, count)
+    slots = slots_of(blocks, block, 0, count)
+    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+    found = BlockReader().rows(layer, slots)
     assert torch.equal(found.keys, keys.transpose(0, 1))
     assert torch.equal(found.values, values.transpose(0, 1))
+
+
+def put(layer: Any, kv: LayerKV, slots: torch.Tensor) -> None:
+    keys, values = (part.transpose(0, 1) for part in kv)
+    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+
+
+@pytest.mark.parametrize("fault", ["", "no writer", "others' arguments", "read back differently"])
+def test_a_vllm_is_refused_by_what_it_does_with_its_blocks(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(32, 3, 24, torch.bfloat16)
+    name, write = "model.layers.0.attn", layer.impl.do_kv_cache_update
+    if fault == "no writer":
+        monkeypatch.delattr(Shuffling, "do_kv_cache_update")
+    elif fault == "others' arguments":
+        monkeypatch.setattr(Shuffling, "do_kv_cache_update", lambda impl, keys, values: None)
+    elif fault:
+        # Slots that count from the last one on.
+        monkeypatch.setattr(
+            layer.impl,
+            "do_kv_cache_update",
+            lambda *args: write(*args[:-1], args[3].shape[0] * 32 - 1 - args[-1]),
+        )
+    if not fault:
+        check_blocks((Group(32, {0: name}),), {name: layer}, put, BlockReader())
+        assert not layer.kv_cache.any()
+        return
+    said = "cannot be written" if fault == "others' arguments" else fault
+    with pytest.raises(ConfigError, match=f"{name}.*{said}.*install vLLM"):
+        check_blocks((Group(32, {0: name}),), {name: layer}, put, BlockReader())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"quantization": "awq"}, r"vLLM runs the model quantised \(awq\)"),
+        ({"dtype": torch.bfloat16}, "in bfloat16"),
+        ({"use_mla": True}, "latent"),
+        ({"heads": 3}, "KV layers of 3 heads"),
+        ({"spec": SimpleNamespace(block_size=32, state=1)}, "not KV of each token"),
+    ],
+)
+def test_a_vllm_is_refused_by_what_it_runs(engine: BlendEngine, changes: dict[str, Any], said: str) -> None:
+    """Its layers are in two groups, as full and sliding ones are."""
+    card = engine.card()
+    heads, size, _ = card.shapes[0]
+    spec = SimpleNamespace(block_size=32, num_kv_heads=changes.pop("heads", heads), head_size=size, head_size_v=size)
+    spec = changes.pop("spec", spec)
+    names = [f"model.layers.{number}.self_attn.attn" for number in range(card.num_kv_layers)]
+    groups = [SimpleNamespace(layer_names=part, kv_cache_spec=spec) for part in (names[::2], names[1::2])]
+    model = SimpleNamespace(**{"dtype": card.dtype, "quantization": None, "use_mla": False} | changes)
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
+    config = SimpleNamespace(
+        model_config=model, parallel_config=parallel, cache_config=SimpleNamespace(cache_dtype="auto")
+    )
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_fit(config, SimpleNamespace(kv_cache_groups=groups), card, None)
 
 
 def test_the_spool_puts_ranks_together_and_is_left_empty(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from vllm_cacheblend.asking import kv_transfer_config, spool_params, tokens_prompt, transfer_params
 from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
+from vllm_cacheblend.proving import prove
 
 __all__ = [
     "CONNECTOR",
     "StoredPrefix",
     "kv_transfer_config",
+    "prove",
     "register",
     "spool_params",
     "stored_prefix",

@@ -13,10 +13,13 @@ from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 
 __all__ = [
     "NAMES_VARIABLE",
+    "PROBE",
     "REMOTE_VARIABLE",
     "asked_pieces",
     "asked_spool",
     "kv_transfer_config",
+    "proved_params",
+    "says_proved",
     "spool_params",
     "tokens_prompt",
     "transfer_params",
@@ -26,7 +29,10 @@ REMOTE_VARIABLE, NAMES_VARIABLE = "CACHEBLEND_REMOTE", "CACHEBLEND_NAMES"
 """The environment variables by which vLLM is told the store's remote tier, and where its names are that machines share: a URL may
 hold a password, which arguments would show."""
 
-_PARAMETER, _SPOOL = "cacheblend", "cacheblend_spool"
+PROBE = "probe"
+"""Beginning of the namespaces of what the connector is proved by; those of models are hexadecimal digits."""
+
+_PARAMETER, _SPOOL, _PROVED = "cacheblend", "cacheblend_spool", "cacheblend_proved"
 _KEY = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"[0-9a-f]{32}")
 
@@ -37,6 +43,7 @@ def kv_transfer_config(
     *,
     ram_bytes: int = 1 << 30,
     spool: str | Path | None = None,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Return what vLLM is started with to take KV from a store.
 
@@ -54,6 +61,8 @@ def kv_transfer_config(
     spool : str or Path, optional
         A folder, in memory best, for the KV that vLLM is asked to compute for the store (`VLLMEncoder`); by default it is asked
         for none.
+    quantization : str, optional
+        How vLLM runs the model quantised, as vLLM names it, where it is vLLM that encodes for the store.
 
     Returns
     -------
@@ -72,6 +81,7 @@ def kv_transfer_config(
             "card": card.to_dict(),
             "ram_bytes": ram_bytes,
             "spool": None if spool is None else str(Path(spool).expanduser().absolute()),
+            "quantization": quantization,
         },
     }
 
@@ -94,6 +104,16 @@ def transfer_params(prefix: StoredPrefix) -> dict[str, Any]:
 def spool_params(name: str) -> dict[str, Any]:
     """Return what a request has as `kv_transfer_params` whose KV is to be written to the spool, under a name of 32 hex digits."""
     return {_SPOOL: name}
+
+
+def proved_params() -> dict[str, Any]:
+    """Return what a request has as `kv_transfer_params` which says that the probe has passed."""
+    return {_PROVED: True}
+
+
+def says_proved(params: Mapping[str, Any] | None) -> bool:
+    """Return whether a request says that the probe has passed."""
+    return params is not None and params.get(_PROVED) is True
 
 
 def asked_spool(params: Mapping[str, Any] | None) -> str | None:

@@ -14,6 +14,7 @@ import httpx
 
 from cacheblend_rag.errors import AnswerTimeoutError, BackendError, PromptError
 from vllm_cacheblend.asking import spool_params
+from vllm_cacheblend.proving import NUM_LOGPROBS, Said
 
 __all__ = ["TimeLimit", "VLLMClient"]
 
@@ -122,26 +123,56 @@ class VLLMClient:
         """
 
         def ask(name: str, ids: tuple[int, ...]) -> None:
-            body = {
-                "model": self.model()["id"],
-                "prompt": list(ids),
-                "max_tokens": 1,
-                "temperature": 0,
-                "priority": 0 if is_awaited else _LATER,
-                "cache_salt": salt,
-                "kv_transfer_params": spool_params(name),
-            }
-            try:
-                reply = self._sync.post(_COMPLETIONS, json=body)
-            except httpx.TransportError as error:
-                raise self._unreachable(error) from error
-            _check(reply.status_code, reply.text)
+            self._post(
+                {
+                    "prompt": list(ids),
+                    "max_tokens": 1,
+                    "temperature": 0,
+                    "priority": 0 if is_awaited else _LATER,
+                    "cache_salt": salt,
+                    "kv_transfer_params": spool_params(name),
+                }
+            )
 
         if len(prompts) == 1:
             ask(*prompts[0])
             return
         with ThreadPoolExecutor(min(_AT_ONCE, len(prompts)), "cacheblend-warm") as pool:
             list(pool.map(lambda prompt: ask(*prompt), prompts))
+
+    def probe(self, ids: Sequence[int], salt: str, params: dict[str, Any]) -> Said:
+        """Ask for one token with its log probabilities; see `vllm_cacheblend.proving.Probe`.
+
+        Raises
+        ------
+        BackendError
+            If the server cannot be asked.
+        PromptError
+            If it refuses the prompt.
+        """
+        reply = self._post(
+            {
+                "prompt": list(ids),
+                "max_tokens": 1,
+                "temperature": 0,
+                "logprobs": NUM_LOGPROBS,
+                "return_tokens_as_token_ids": True,
+                "cache_salt": salt,
+                "kv_transfer_params": params,
+            }
+        )
+        [choice] = reply["choices"]
+        cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+        return Said(choice["logprobs"]["top_logprobs"][0], cached)
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            reply = self._sync.post(_COMPLETIONS, json=body | {"model": self.model()["id"]})
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        _check(reply.status_code, reply.text)
+        said: dict[str, Any] = reply.json()
+        return said
 
     async def stream(self, body: dict[str, Any], limit: TimeLimit) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a streamed completion; who leaves the generator ends the answer.

@@ -20,20 +20,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.models.utils import extract_layer_index
 
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.tuning import usable_cores
-from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, asked_pieces, asked_spool
-from vllm_cacheblend.fitting import check_fit
+from vllm_cacheblend.asking import (
+    NAMES_VARIABLE,
+    PROBE,
+    REMOTE_VARIABLE,
+    asked_pieces,
+    asked_spool,
+    says_proved,
+)
+from vllm_cacheblend.fitting import PROVED, check_blocks, check_fit
 from vllm_cacheblend.loading import Load, PrefixLoader, heads_of
-from vllm_cacheblend.slots import blocks_of, slots_of
+from vllm_cacheblend.slots import BlockIds, blocks_of, first_held, groups_of, slots_of
 from vllm_cacheblend.spooling import BlockReader, Spool, spool_path, write_spool
 
 __all__ = ["CacheBlendConnector"]
@@ -51,31 +59,64 @@ class _Step(KVConnectorMetadata):  # type: ignore[misc]
     spools: list[Spool] = field(default_factory=list)
 
 
+@dataclass
+class _Failures(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Requests whose KV could not be loaded, and how many of their first tokens can be."""
+
+    sound: dict[str, int]
+
+    def aggregate(self, other: _Failures) -> _Failures:
+        """Return the failures of two workers as one."""
+        least = {id: min(count, self.sound.get(id, count)) for id, count in other.sound.items()}
+        return _Failures(self.sound | least)
+
+
 class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Takes the KV that prompts begin with from a store of cacheblend-rag.
 
     A request says in its `kv_transfer_params` where the KV is (`transfer_params`); requests that say nothing are left alone.
+
+    Where all layers share a request's blocks, KV is loaded at the beginning of the step that goes on after it, and of what
+    cannot be loaded vLLM is told the blocks. Where full and sliding layers have blocks of their own, vLLM takes back whole
+    requests only, and only those that wait for their KV: it is loaded a step before, and a request whose KV failed is promised
+    again what comes before the failed piece.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         card = ModelCard.from_dict(_given(extra, "card"))
-        check_fit(vllm.__version__, vllm_config, kv_cache_config, card)
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        check_fit(vllm_config, kv_cache_config, card, extra.get("quantization"))
+        self._groups = groups_of(kv_cache_config)
+        self._waits = len(self._groups) > 1
         self._store = self._opened(extra)
         if role == KVConnectorRole.SCHEDULER:
+            self._is_proved = vllm.__version__.startswith(PROVED)
+            if not self._is_proved:
+                logger.warning(
+                    "this is vLLM %s, and this connector was proved with %s: it brings no KV until the probe has passed, which "
+                    "`cacheblend-rag serve` asks for at its start, and vllm_cacheblend.prove(llm) elsewhere",
+                    vllm.__version__,
+                    ", ".join(PROVED),
+                )
             self._matched: dict[str, Load] = {}
             self._next = _Step()
+            # Of requests whose KV could not be loaded, how many tokens can be.
+            self._sound: dict[str, int] = {}
             # Requests whose KV is to be written, until it is.
             self._spooled: dict[str, Spool] = {}
         else:
             self._card = card
             self._failed: set[int] = set()
+            # Requests that waited for their KV, and the failed ones of them.
+            self._ended: set[str] = set()
+            self._failures: dict[str, int] = {}
             self._loader: PrefixLoader | None = None
             self._reader = BlockReader()
             self._attention = vllm_config.compilation_config.static_forward_context
             self._spool = None if extra.get("spool") is None else Path(extra["spool"])
+            # What was read of requests whose prompts are computed in several steps.
+            self._read: dict[str, list[dict[int, LayerKV]]] = {}
 
     @staticmethod
     def _opened(extra: Mapping[str, Any]) -> KVStore:
@@ -89,16 +130,20 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     # In the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        """Note a request whose KV is to be written."""
+        """Note a request whose KV is to be written, and the one which says that the probe has passed."""
         try:
+            self._is_proved |= says_proved(request.kv_transfer_params)
             name = asked_spool(request.kv_transfer_params)
             if name is not None:
-                self._spooled[request.request_id] = Spool(name, request.num_prompt_tokens)
+                id = request.request_id
+                self._spooled[id] = Spool(id, name, request.num_prompt_tokens)
+                # Of what vLLM's own cache has of a prefix, sliding layers have no more than the window.
+                request.skip_reading_prefix_cache |= self._waits
         except Exception as error:
             _log(f"the KV of request {request.request_id} is not written", error)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens after the computed ones are stored, and that they are there when the step begins."""
+        """Return how many tokens after the computed ones are stored, and whether they are there a step later only."""
         self._matched.pop(request.request_id, None)
         try:
             load = self._match(request, num_computed_tokens)
@@ -108,52 +153,63 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if load is None:
             return 0, False
         self._matched[request.request_id] = load
-        return load.stop - load.first, False
+        return load.stop - load.first, self._waits
 
     def _match(self, request: Any, computed: int) -> Load | None:
         asked = asked_pieces(request.kv_transfer_params)
         if asked is None:
             return None
         namespace, pieces = asked
+        if not (self._is_proved or namespace.startswith(PROBE)):
+            return None
         held = self._store.holds([piece.key for piece in pieces])
         missing = held.index(False) if False in held else len(held)
         ids = request.prompt_token_ids
         # The last token is computed in any case, for its logits.
         stop = min(sum(piece.count for piece in pieces[:missing]), len(ids) - 1)
+        stop = min(stop, self._sound.get(request.request_id, stop))
         if stop <= computed:
             return None
-        return Load(tuple(ids[:stop]), namespace, pieces[:missing], computed, stop)
+        return Load(tuple(ids[:stop]), namespace, pieces[:missing], computed, stop, request.request_id)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note which blocks a request has got for what is loaded."""
         load = self._matched.pop(request.request_id, None)
         if load is not None and num_external_tokens:
-            [block_ids] = blocks.get_block_ids()
-            self._next.loads.append(load.into(block_ids))
+            self._next.loads.append(load.into(blocks.get_block_ids()))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Note what could not be loaded: it is promised no more."""
+        failures = connector_output.kv_connector_worker_meta
+        if isinstance(failures, _Failures):
+            self._sound |= failures.sound
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return what the workers load before the next step."""
         made, self._next = self._next, _Step()
         if self._spooled:
-            made.spools += self._ending(scheduler_output)
+            made.spools += self._computed(scheduler_output)
         return made
 
-    def _ending(self, output: Any) -> Iterator[Spool]:
-        """Yield the requests whose whole prompt is computed when the step ends."""
+    def _computed(self, output: Any) -> Iterator[Spool]:
+        """Yield what is to be read when the step ends: later, sliding layers may have dropped it."""
         computed = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         for id, count in output.num_scheduled_tokens.items():
             spool = self._spooled.get(id)
-            if spool is not None and computed[id] + count >= spool.count:
+            if spool is None or (stop := min(computed[id] + count, spool.count)) <= spool.stop:
+                continue
+            block_ids = tuple(map(tuple, output.kv_connector_block_state.get_block_ids(id)))
+            self._spooled[id] = now = replace(spool, first=spool.stop, stop=stop, block_ids=block_ids)
+            yield now
+            if stop == spool.count:
                 del self._spooled[id]
-                [block_ids] = output.kv_connector_block_state.get_block_ids(id)
-                yield replace(spool, block_ids=tuple(block_ids))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks are free at once."""
-        self._matched.pop(request.request_id, None)
-        self._spooled.pop(request.request_id, None)
+        for noted in (self._matched, self._spooled, self._sound):
+            noted.pop(request.request_id, None)
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -162,40 +218,48 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     # In a worker
 
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """See that what is written into vLLM's blocks is read back; `ConfigError` ends vLLM before it serves."""
+        check_blocks(self._groups, self._attention, _put, self._reader)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Bring what this step's new requests begin with."""
         for load in self._get_connector_metadata().loads:
             try:
-                self._bring(load, self._layers(forward_context.no_compile_layers))
+                self._bring(load)
             except Exception as error:
                 _log("stored KV is computed instead", error)
-                self._failed.update(blocks_of(load.block_ids, self._block_size, load.first, load.stop))
+                if self._waits:
+                    self._failures[load.request_id] = load.sound(error)
+                else:
+                    [block_ids] = load.block_ids
+                    self._failed.update(blocks_of(block_ids, self._groups[0].block_size, load.first, load.stop))
+            if self._waits:
+                self._ended.add(load.request_id)
 
-    def _bring(self, load: Load, layers: Mapping[int, Any]) -> None:
+    def _bring(self, load: Load) -> None:
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        cache = layers[0].kv_cache
+        places = {number: place for number, *place in self._places(load.block_ids, load.first, load.stop)}
+        device = places[0][0].kv_cache.device
         if self._loader is None:
-            card = self._card.on(cache.device)
             # On a core of its own a worker loads by itself: a thread would take its turns from it.
             threads = 2 if usable_cores() > 1 else 0
-            self._loader = PrefixLoader(self._store, card, _AHEAD, threads)
-        slots = slots_of(load.block_ids, self._block_size, load.first, load.stop).to(cache.device)
+            self._loader = PrefixLoader(self._store, self._card.on(device), _AHEAD, threads)
 
         def write(number: int, kv: LayerKV) -> None:
-            layer = layers[number]
-            keys, values = (heads_of(part, rank, ranks).transpose(0, 1).contiguous() for part in kv)
-            # The backend's own writer: how it lays a block out is its own affair.
-            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+            layer, slots = places[number]
+            kept = LayerKV(*(heads_of(part, rank, ranks)[:, part.shape[1] - len(slots) :] for part in kv))
+            _put(layer, kept, slots)
 
         self._loader.load(load, write)
 
-    def _layers(self, all_layers: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the attention layers by their numbers."""
-        return {
-            extract_layer_index(name): layer
-            for name, layer in all_layers.items()
-            if hasattr(getattr(layer, "impl", None), "do_kv_cache_update")
-        }
+    def _places(self, block_ids: BlockIds, first: int, stop: int) -> Iterator[tuple[int, Any, torch.Tensor]]:
+        """Yield each layer's number, the layer, and the slots of those of a request's tokens that it still has blocks for."""
+        for group, blocks in zip(self._groups, block_ids, strict=True):
+            held = min(stop, max(first, first_held(blocks, group.block_size)))
+            slots = slots_of(blocks, group.block_size, held, stop)
+            for number, name in group.layers.items():
+                yield number, self._attention[name], slots
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: all layers are there when the step begins."""
@@ -204,26 +268,57 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """Do nothing: what is written is written when all layers are computed."""
 
     def wait_for_save(self) -> None:
-        """Write the prompts whose KV was asked for, before it is reported that they are computed."""
+        """Read and write the prompts whose KV was asked for, before it is reported that they are computed."""
         for spool in self._get_connector_metadata().spools:
             try:
-                self._write(spool)
+                self._take(spool)
             except Exception as error:
+                self._read.pop(spool.request_id, None)
                 _log("KV is not written to the spool", error)
 
-    def _write(self, spool: Spool) -> None:
+    def _take(self, spool: Spool) -> None:
         if self._spool is None:
             raise ConfigError("this server was given no folder to write KV to; give kv_transfer_config a spool")
-        layers = {
-            number: self._reader.rows(layer, spool.block_ids, self._block_size, spool.count)
-            for number, layer in self._layers(self._attention).items()
-        }
-        write_spool(spool_path(self._spool, spool.name, get_tensor_model_parallel_rank()), layers)
+        read = self._read.setdefault(spool.request_id, [])
+        places = self._places(spool.block_ids, spool.first, spool.stop)
+        read.append({number: self._reader.rows(layer, slots) for number, layer, slots in places})
+        if spool.stop == spool.count:
+            del self._read[spool.request_id]
+            layers = {
+                number: LayerKV(
+                    *(torch.cat(parts, dim=1) for parts in zip(*(each[number] for each in read), strict=True))
+                )
+                for number in read[0]
+            }
+            if any(kv.keys.shape[1] != spool.count for kv in layers.values()):
+                raise BackendError(
+                    f"of the {spool.count} tokens of request {spool.request_id} some had no block any more"
+                )
+            write_spool(spool_path(self._spool, spool.name, get_tensor_model_parallel_rank()), layers)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be filled since the last call; vLLM computes them."""
         failed, self._failed = self._failed, set()
         return failed
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests that waited for their KV since the last call; vLLM asks anew for the failed ones."""
+        for id in finished_req_ids:
+            self._read.pop(id, None)
+        ended, self._ended = self._ended, set()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=ended & self._failures.keys())
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return what failed since the last call."""
+        failures, self._failures = self._failures, {}
+        return _Failures(failures) if failures else None
+
+
+def _put(layer: Any, kv: LayerKV, slots: torch.Tensor) -> None:
+    # The backend's own writer: how it lays a block out is its own affair.
+    cache = layer.kv_cache
+    keys, values = (part.transpose(0, 1).contiguous().to(cache.device) for part in kv)
+    layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(cache.device))
 
 
 def _log(what: str, error: Exception) -> None:

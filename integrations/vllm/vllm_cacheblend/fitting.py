@@ -1,41 +1,54 @@
-"""Check that vLLM, as it was started, can take the KV of a store."""
+"""Check that vLLM, as it was started, can take the KV of a store: by what it does, whatever its release."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
+from vllm_cacheblend.slots import Group, groups_of, slots_of
+from vllm_cacheblend.spooling import BlockReader
 
-__all__ = ["TESTED", "check_fit"]
+__all__ = ["OTHERWISE", "PROVED", "Write", "check_blocks", "check_fit"]
 
-TESTED = ("0.32",)
-"""The releases of vLLM that this connector was tested with."""
+PROVED = ("0.32",)
+"""The releases of vLLM that all tests were run with; another brings no KV before `prove` has passed."""
+
+OTHERWISE = f"install vLLM {', '.join(PROVED)} or a newer vllm-cacheblend, or use vLLM without this connector"
+"""What to do where it is not."""
+
+Write = Callable[[Any, LayerKV, torch.Tensor], None]
+"""Writes KV, ``(num_kv_heads, seq_len, head_dim)``, into the slots of a layer of vLLM's."""
+
+# Numbers that every dtype which KV has holds exactly.
+_NUMBERS = 97
 
 
-def check_fit(version: str, vllm_config: Any, kv_cache_config: Any, card: ModelCard) -> None:
+def check_fit(vllm_config: Any, kv_cache_config: Any, card: ModelCard, quantization: str | None) -> None:
     """See that vLLM's KV is that of the card.
+
+    Parameters
+    ----------
+    vllm_config, kv_cache_config : Any
+        What vLLM tells its connectors.
+    card : ModelCard
+        The model's KV.
+    quantization : str or None
+        How the weights are quantised with which the store's KV was computed.
 
     Raises
     ------
     ConfigError
-        If it is not, or this connector does not know this release or kind of cache.
+        If it is not, or the model has caches of a kind that holds no KV of single tokens.
     """
-    if not version.startswith(TESTED):
-        raise ConfigError(
-            f"this is vLLM {version}, and this connector was tested with {', '.join(TESTED)}; install that, or a newer "
-            "vllm-cacheblend"
-        )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"the model has KV caches of {len(groups)} kinds (full attention beside sliding windows, say), of which vLLM "
-            "cannot take back what failed to load; serve it without this connector"
-        )
-    model = vllm_config.model_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model, "use_mla", False):
         raise ConfigError(
-            "the model has latent attention, whose cache this connector cannot write; serve it without it"
+            "the model has latent attention, whose cache this connector cannot write; use vLLM without it"
         )
     if model.dtype != card.dtype:
         raise ConfigError(
@@ -45,23 +58,84 @@ def check_fit(version: str, vllm_config: Any, kv_cache_config: Any, card: ModelC
     cached = vllm_config.cache_config.cache_dtype
     if cached not in ("auto", _named(card.dtype)):
         raise ConfigError(f"kv_cache_dtype={cached!r} is not the dtype of the store's KV; leave it at auto")
-    if getattr(model, "quantization", None) is not None:
+    runs = getattr(model, "quantization", None)
+    # By its own name vLLM says what runs it as well, which the card need not know.
+    if (runs is None) != (quantization is None):
         raise ConfigError(
-            f"vLLM runs the model quantised ({model.quantization}), so its KV differs from that of the engine that filled "
-            "the store"
+            f"vLLM runs the model {_quantised(runs)}, and the store's KV was computed {_quantised(quantization)}; let "
+            "vLLM encode what it serves (`cacheblend-rag serve --backend vllm`)"
         )
-    layers = model.get_num_layers(vllm_config.parallel_config) * vllm_config.parallel_config.pipeline_parallel_size
-    heads, size = model.get_total_num_kv_heads(), model.get_head_size()
-    if vllm_config.parallel_config.pipeline_parallel_size != 1:
+    if parallel.pipeline_parallel_size != 1:
         raise ConfigError(
             "the layers are divided between machines (pipeline parallelism), which this connector does not support"
         )
-    if (layers, {(heads, size, size)}) != (card.num_kv_layers, set(card.shapes)):
+    shapes = _shapes(kv_cache_config)
+    ranks = parallel.tensor_parallel_size
+    wanted = [(max(1, heads // ranks), keys, values) for heads, keys, values in card.shapes]
+    if shapes != wanted:
         raise ConfigError(
-            f"vLLM's model has {layers} layers of {heads} KV heads of {size}, and the card says {card.num_kv_layers} layers of "
-            f"{sorted(set(card.shapes))}; it is of another model"
+            f"vLLM's model has {len(shapes)} KV layers of {_said(shapes)} on each device, and the card has {len(wanted)} of "
+            f"{_said(wanted)}; the card belongs to another model"
         )
+
+
+def _shapes(kv_cache_config: Any) -> list[tuple[int, int, int]]:
+    """Return the number of heads of each layer, and the sizes of a head of keys and of values."""
+    found: dict[int, tuple[int, int, int]] = {}
+    for group, each in zip(groups_of(kv_cache_config), kv_cache_config.kv_cache_groups, strict=True):
+        for number, name in group.layers.items():
+            # Layers of one group may differ in their shapes.
+            spec = getattr(each.kv_cache_spec, "kv_cache_specs", {}).get(name, each.kv_cache_spec)
+            try:
+                found[number] = (spec.num_kv_heads, spec.head_size, spec.head_size_v)
+            except AttributeError:
+                raise ConfigError(
+                    f"{name} keeps {type(spec).__name__}, not KV of each token; use vLLM without this connector"
+                ) from None
+    return [found[number] for number in sorted(found)]
+
+
+def check_blocks(groups: tuple[Group, ...], layers: Mapping[str, Any], write: Write, reader: BlockReader) -> None:
+    """Write numbers into the free blocks of each layer, across the border of two, and see that they are read back.
+
+    Raises
+    ------
+    ConfigError
+        If vLLM has no writer where this connector looks for it, or lays its blocks out in a way that it does not know.
+    """
+    for group in groups:
+        for name in group.layers.values():
+            layer: Any = layers.get(name)
+            if not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
+                raise ConfigError(f"{name}: this vLLM has no writer of its cache (do_kv_cache_update); {OTHERWISE}")
+            heads, size, last = layer.num_kv_heads, layer.head_size, group.block_size
+            slots = slots_of((2, 1), last, last - min(5, last), last + min(3, last))
+            known = (torch.arange(2 * heads * len(slots) * size) % _NUMBERS).view(2, heads, len(slots), size)
+            known = known.to(layer.kv_cache.dtype)
+            try:
+                write(layer, LayerKV(known[0], known[1]), slots)
+                found = reader.rows(layer, slots)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name}: its blocks cannot be written and read back ({type(error).__name__}: {error}); {OTHERWISE}"
+                ) from error
+            for part, (wanted, given) in zip(("keys", "values"), zip(known, found, strict=True), strict=True):
+                if not torch.equal(wanted, given):
+                    wrong = int((wanted != given).sum())
+                    raise ConfigError(
+                        f"{name}: of {wanted.numel()} numbers written into blocks as {part}, {wrong} were read back differently: "
+                        f"its cache {tuple(layer.kv_cache.shape)} has an unknown layout; {OTHERWISE}"
+                    )
+            write(layer, LayerKV(*torch.zeros_like(known)), slots)
 
 
 def _named(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _quantised(how: str | None) -> str:
+    return "in full precision" if how is None else f"quantised ({how})"
+
+
+def _said(shapes: list[tuple[int, int, int]]) -> str:
+    return ", ".join(f"{heads} heads of {keys}/{values}" for heads, keys, values in sorted(set(shapes)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.base import part_of
 from vllm_cacheblend.prefix import PrefixPiece
+from vllm_cacheblend.slots import BlockIds
 
 __all__ = ["Load", "PrefixLoader", "heads_of"]
 
@@ -34,8 +35,10 @@ class Load:
         What they are taken from, from the first token on.
     first, stop : int
         Which of them are loaded; those before `first` are in vLLM's cache already.
-    block_ids : tuple of int
-        All blocks of the request.
+    request_id : str
+        Whose they are.
+    block_ids : BlockIds
+        The request's blocks.
     """
 
     token_ids: tuple[int, ...]
@@ -43,11 +46,20 @@ class Load:
     pieces: tuple[PrefixPiece, ...]
     first: int
     stop: int
-    block_ids: tuple[int, ...] = ()
+    request_id: str = ""
+    block_ids: BlockIds = ()
 
-    def into(self, block_ids: Iterable[int]) -> Load:
+    def into(self, block_ids: Sequence[Sequence[int]]) -> Load:
         """Return it with the blocks that it goes into."""
-        return replace(self, block_ids=tuple(block_ids))
+        return replace(self, block_ids=tuple(map(tuple, block_ids)))
+
+    def sound(self, error: Exception) -> int:
+        """Return how many of the request's first tokens are not touched by an error in loading them."""
+        if not isinstance(error, ChunkReadError):
+            return 0
+        keys = [piece.key for piece in self.pieces]
+        failed = keys.index(error.key) if error.key in keys else 0
+        return sum(piece.count for piece in self.pieces[:failed])
 
 
 class PrefixLoader:

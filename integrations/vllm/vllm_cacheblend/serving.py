@@ -13,26 +13,26 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.engine.engine import engine_identity, look_at_model, open_engine_store
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.files import replace_text
-from cacheblend_rag.model import ModelCard, model_window
+from cacheblend_rag.engine.engine import open_engine_store
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.model import ModelCard
 from cacheblend_rag.model.checkpoint import model_folder
 from cacheblend_rag.tuning import Tuning
 from cacheblend_serve.backend import Wanted
 from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, kv_transfer_config
 from vllm_cacheblend.backend import VLLMBackend
+from vllm_cacheblend.cards import card_of, quantization_of
 from vllm_cacheblend.client import VLLMClient
 from vllm_cacheblend.library import VLLMLibrary
 from vllm_cacheblend.process import VLLMProcess
+from vllm_cacheblend.proving import prove_by
 from vllm_cacheblend.spooling import own_folder
 
-__all__ = ["card_of", "command", "open_backend"]
+__all__ = ["command", "open_backend"]
 
 _NO_FOLDER = "vLLM takes KV from a folder that it shares with the server; give one by --store, or use --backend engine"
 _RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
@@ -61,10 +61,11 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
     # Opened first, so that the folder is a store before vLLM looks for one.
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_engine_store(wanted.store, config, Tuning(), None)))
-        card = card_of(folder, config, wanted.store)
+        quantization = quantization_of(folder, wanted.arguments)
+        card = card_of(folder, config, wanted.store, quantization)
         spool = _spool(wanted.store)
         if wanted.url is None:
-            arguments = _arguments(wanted, folder, config, card, spool)
+            arguments = _arguments(wanted, folder, config, card, spool, quantization)
             process = VLLMProcess(
                 arguments, _environment(config, wanted.arguments), lambda: os.kill(os.getpid(), signal.SIGTERM)
             )
@@ -75,6 +76,7 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
         windows = [each for each in (card.window, client.model().get("max_model_len")) if each is not None]
         card = replace(card, window=min(windows, default=None))
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        prove_by(client.probe, card, tokenizer, card.window, wanted.store, spool)
         known = AutoConfig.from_pretrained(str(folder)).get_text_config().vocab_size
         library = stack.enter_context(
             VLLMLibrary(card, tokenizer, store, spool, client.warm, config=config, num_embeddings=known)
@@ -89,41 +91,10 @@ def command(wanted: Wanted) -> str:
         raise ConfigError(_NO_FOLDER)
     folder, config = model_folder(wanted.model), _config(wanted.config)
     with closing(open_engine_store(wanted.store, config, Tuning(), None)):
-        card = card_of(folder, config, wanted.store)
-    arguments = _arguments(wanted, folder, config, card, _spool(wanted.store))
+        quantization = quantization_of(folder, wanted.arguments)
+        card = card_of(folder, config, wanted.store, quantization)
+    arguments = _arguments(wanted, folder, config, card, _spool(wanted.store), quantization)
     return shlex.join(["python", "-m", "vllm.entrypoints.openai.api_server", *arguments])
-
-
-def card_of(folder: Path, config: EngineConfig, store: Path) -> ModelCard:
-    """Return the card of a model, whose weights are read once for it; the store's folder keeps what was found.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model's KV cannot be moved.
-    """
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.blake2b(json.dumps([known, str(config.dtype)]).encode(), digest_size=12).hexdigest()
-    path = store / f"card-{digest}.json"
-    try:
-        return ModelCard.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        pass
-    # As the engine of this machine would run it; only its weights are wanted here, so not on a device.
-    dtype = config.torch_dtype() or ("auto" if torch.cuda.is_available() else torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    decoder, _ = look_at_model(model, strict=True, self_check=Tuning().self_check)
-    assert decoder is not None
-    if not decoder.is_movable:
-        raise UnsupportedModelError(
-            "the model's KV cannot be moved to another position, so prompts cannot begin with stored chunks; use vLLM "
-            "without this package"
-        )
-    card = ModelCard.of(decoder, engine_identity(model, tokenizer, private=False), model_window(model))
-    replace_text(path, json.dumps(card.to_dict()))
-    return card
 
 
 def _config(config: EngineConfig) -> EngineConfig:
@@ -131,9 +102,13 @@ def _config(config: EngineConfig) -> EngineConfig:
     return config if config.separator else config.replace(separator=BLANK_LINE)
 
 
-def _arguments(wanted: Wanted, folder: Path, config: EngineConfig, card: ModelCard, spool: Path) -> list[str]:
+def _arguments(
+    wanted: Wanted, folder: Path, config: EngineConfig, card: ModelCard, spool: Path, quantization: str | None = None
+) -> list[str]:
     assert wanted.store is not None
-    transfer = kv_transfer_config(card, wanted.store, ram_bytes=config.ram_bytes, spool=spool)
+    transfer = kv_transfer_config(
+        card, wanted.store, ram_bytes=config.ram_bytes, spool=spool, quantization=quantization
+    )
     return [
         *("--model", str(folder)),
         *("--served-model-name", wanted.model),

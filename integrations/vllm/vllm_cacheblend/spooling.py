@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from cacheblend_rag.errors import BackendError, ConfigError
 from cacheblend_rag.kv import LayerKV
+from vllm_cacheblend.slots import BlockIds
 
 __all__ = ["BlockReader", "Spool", "own_folder", "read_spool", "remove_spool", "spool_path", "write_spool"]
 
@@ -25,21 +26,28 @@ _BASE = 128
 
 @dataclass(frozen=True, slots=True)
 class Spool:
-    """The KV of a request's whole prompt, which is to be written to a file.
+    """The KV of a request's prompt, which is to be written to a file as it is computed.
 
     Attributes
     ----------
+    request_id : str
+        Whose it is.
     name : str
         The file's name.
     count : int
         How many tokens the prompt has.
-    block_ids : tuple of int
-        All blocks of the request, once they are known.
+    first, stop : int
+        Which of them are read now; those before `first` were read before.
+    block_ids : BlockIds
+        The request's blocks.
     """
 
+    request_id: str
     name: str
     count: int
-    block_ids: tuple[int, ...] = ()
+    first: int = 0
+    stop: int = 0
+    block_ids: BlockIds = ()
 
 
 class BlockReader:
@@ -52,31 +60,21 @@ class BlockReader:
     def __init__(self) -> None:
         self._orders: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def rows(self, layer: Any, block_ids: Sequence[int], block_size: int, count: int) -> LayerKV:
-        """Return the KV of a request's first tokens.
-
-        Parameters
-        ----------
-        layer : Any
-            vLLM's attention layer.
-        block_ids : sequence of int
-            The request's blocks.
-        block_size : int
-            Tokens of a block.
-        count : int
-            How many tokens.
+    def rows(self, layer: Any, slots: torch.Tensor) -> LayerKV:
+        """Return the KV in some slots of a layer of vLLM's.
 
         Returns
         -------
         LayerKV
-            ``(num_kv_heads, count, head_dim)`` each, on the CPU, as this rank has them.
+            ``(num_kv_heads, len(slots), head_dim)`` each, on the CPU, as this rank has them.
         """
         cache, heads, size = layer.kv_cache, layer.num_kv_heads, layer.head_size
-        used = torch.tensor(block_ids[: -(-count // block_size)], device=cache.device)
-        order = self._order(layer, block_size)
-        numbers = cache.index_select(0, used).flatten(1)[:, order]
-        kv = numbers.view(-1, 2, block_size, heads, size).transpose(0, 1).reshape(2, -1, heads, size)[:, :count]
-        keys, values = (part.transpose(0, 1).contiguous().cpu() for part in kv)
+        # The backend's own blocks may be parts of those that vLLM counts in.
+        block_size = cache[0].numel() // (2 * heads * size)
+        used, which = (slots // block_size).unique(return_inverse=True)
+        numbers = cache.index_select(0, used.to(cache.device)).flatten(1)[:, self._order(layer, block_size)].cpu()
+        kv = numbers.view(-1, 2, block_size, heads, size)[which, :, slots % block_size]
+        keys, values = (kv[:, part].transpose(0, 1).contiguous() for part in (0, 1))
         return LayerKV(keys, values)
 
     def _order(self, layer: Any, block_size: int) -> torch.Tensor:

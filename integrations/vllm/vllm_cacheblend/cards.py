@@ -1,0 +1,120 @@
+"""The card of a model that vLLM serves from a folder: what its KV is like, and whose it is."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.engine.engine import engine_identity, look_at_model
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.files import replace_text
+from cacheblend_rag.model import ModelCard, model_window
+from cacheblend_rag.tuning import Tuning
+
+__all__ = ["card_of", "quantization_of"]
+
+_READ_BYTES = 1 << 24
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+# What the shapes of a model's KV and its rotation do not depend on, once a head has a size of its own.
+_SIDE_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+}
+
+
+def quantization_of(folder: Path, arguments: Sequence[str]) -> str | None:
+    """Return how vLLM runs a model quantised, if it does: as its folder says, or the arguments that vLLM is started with."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-q", "--quantization")
+    given: str | None = parser.parse_known_args(arguments)[0].quantization
+    if given is not None:
+        return given
+    said = getattr(AutoConfig.from_pretrained(str(folder)), "quantization_config", None)
+    return None if said is None else str(said["quant_method"])
+
+
+def card_of(folder: Path, config: EngineConfig, store: Path, quantization: str | None = None) -> ModelCard:
+    """Return the card of a model, whose weights are read once for it; the store's folder keeps what was found.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's KV cannot be moved.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    said = [known, str(config.dtype), *([quantization] if quantization else [])]
+    path = store / f"card-{hashlib.blake2b(json.dumps(said).encode(), digest_size=12).hexdigest()}.json"
+    try:
+        return ModelCard.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        pass
+    if quantization is None:
+        # As the engine of this machine would run it; only its weights are wanted here, so not on a device.
+        dtype = config.torch_dtype() or ("auto" if torch.cuda.is_available() else torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
+        identity = engine_identity(model, AutoTokenizer.from_pretrained(str(folder)), private=False)
+    else:
+        model = _outline(folder, config)
+        identity = _file_identity(files, f"{quantization}|{model.dtype}")
+    decoder, _ = look_at_model(model, strict=True, self_check=Tuning().self_check)
+    assert decoder is not None
+    if not decoder.is_movable:
+        raise UnsupportedModelError(
+            "the model's KV cannot be moved to another position, so prompts cannot begin with stored chunks; use vLLM "
+            "without this package"
+        )
+    card = ModelCard.of(decoder, identity, model_window(model))
+    replace_text(path, json.dumps(card.to_dict()))
+    return card
+
+
+def _outline(folder: Path, config: EngineConfig) -> PreTrainedModel:
+    """Return a random model whose KV is like that of a folder's, the weights of which vLLM alone may be able to run."""
+    whole = AutoConfig.from_pretrained(str(folder))
+    text: PretrainedConfig = whole.get_text_config(decoder=True)
+    dtype = config.torch_dtype() or text.dtype or torch.bfloat16
+    if getattr(text, "head_dim", None) is None:
+        text.head_dim = text.hidden_size // text.num_attention_heads
+    for name, size in _SIDE_SIZES.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, size)
+    for name in ("quantization_config", "pad_token_id"):
+        if hasattr(text, name):
+            setattr(text, name, None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(text, dtype=dtype).eval()
+        # As they are made at first, heads of few inputs differ too little for their rotation to be seen.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim >= 2:
+                    parameter.normal_(std=0.1)
+    return model
+
+
+def _file_identity(files: Sequence[Path], run: str) -> str:
+    """Return a digest of a model's files and of how they are run, in as many digits as an engine's."""
+    whole = hashlib.blake2b(run.encode(), digest_size=16)
+    for path in files:
+        if path.suffix in _WEIGHTS or path.name == "config.json" or path.name.startswith("tokenizer"):
+            whole.update(f"|{path.name}|{path.stat().st_size}|".encode())
+            with path.open("rb") as file:
+                while part := file.read(_READ_BYTES):
+                    whole.update(part)
+    return whole.hexdigest()
