@@ -51,9 +51,7 @@ _MISSING = frozenset(("", "nan", "nat", "<na>", "none", "null"))
 
 
 def text_hash(text: str) -> str:
-    """Return the digest by which a chunk's text, as the model sees it, is recognised: 32 hexadecimal digits (blake2b, 128
-    bits).
-    """
+    """Return the digest by which a chunk's text, as the model sees it, is recognised: 32 hexadecimal digits."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

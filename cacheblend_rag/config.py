@@ -105,9 +105,7 @@ class SettingsBase(BaseSettings):
         return cls(**{name: value for name, value in named.items() if cls.kinds.get(name, cls) is cls})
 
     def replace(self: _Settings, **changes: Any) -> _Settings:
-        """Return a copy with some settings changed, all of them checked again; `ConfigError` for an unknown name or an invalid
-        value.
-        """
+        """Return a copy with some settings changed, all checked again; `ConfigError` for an unknown name or an invalid value."""
         given = {name: getattr(self, name) for name in type(self).model_fields}
         replaced = type(self)(**(given | changes))
         # What was not set is still not set: an engine may have settled it in its own way.
@@ -143,14 +141,9 @@ class SettingsBase(BaseSettings):
         return "; ".join(problems)
 
 
-def environment_without_settings() -> dict[str, str]:
-    """Return this process's environment without any setting, for a process that is to have its own."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_PREFIX)}
-
-
-def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
-    """Return a hint for a misspelt name, or nothing if no known name is similar: `alike` by `difflib` at least."""
-    close = get_close_matches(name, list(known), 1, alike)
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint for a misspelt name, or nothing if no known name is similar."""
+    close = get_close_matches(name, list(known), 1)
     return f", did you mean {close[0]}?" if close else ""
 
 

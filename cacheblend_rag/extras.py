@@ -12,10 +12,7 @@ __all__ = ["needs_extra"]
 
 @contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Turn a failing import in a ``with`` block into a `ConfigError` that names the extra of cacheblend-rag to install.
-
-    `what` needs the package: the subject of a sentence.
-    """
+    """Turn an ImportError in a ``with`` block into a `ConfigError` with the extra that `what`, its subject, needs."""
     try:
         yield
     except ImportError as error:

@@ -71,9 +71,7 @@ class Context:
 
 
 def in_order(members: Collection[AnyMember]) -> list[AnyMember]:
-    """Return the chunks of a document in reading order: those with a `start` by it, each of the others after its `previous`,
-    or last.
-    """
+    """Return a document's chunks in reading order: those with a `start` by it, others after their `previous`, or last."""
     known = {member.id for member in members}
     followers: dict[str, list[AnyMember]] = {}
     firsts: list[AnyMember] = []

@@ -57,9 +57,7 @@ class RotationTable:
 
 
 def shift_layer(kv: LayerKV, table: RotationTable) -> None:
-    """Turn a layer's KV, ``(..., seq_len, head_dim)``, in place to the positions that `table` was made for, in float32,
-    rounded once.
-    """
+    """Turn a layer's KV, ``(..., seq_len, head_dim)``, in place to the positions of `table`, in float32, rounded once."""
     keys = kv.values if table.part == "values" else kv.keys
     half = table.cos.shape[-1]
     if table.layout == "half":

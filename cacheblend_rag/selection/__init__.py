@@ -40,7 +40,10 @@ __all__ = [
     "selector_names",
 ]
 
-_SELECTORS: dict[str, type[Selector]] = {}
+_SELECTORS: dict[str, type[Selector]] = {
+    each.name: each
+    for each in (NoneSelector, FullSelector, RandomSelector, BoundarySelector, HKVDSelector, A3Selector, QuerySelector)
+}
 
 
 def register_selector(selector: type[Selector]) -> type[Selector]:
@@ -111,15 +114,3 @@ def parse_selector(text: str) -> Selector:
 def make_selector(asked: str | Selector) -> Selector:
     """Return a selector as it is given, or the one that a string names; see `parse_selector`."""
     return parse_selector(asked) if isinstance(asked, str) else asked
-
-
-for _selector in (
-    NoneSelector,
-    FullSelector,
-    RandomSelector,
-    BoundarySelector,
-    HKVDSelector,
-    A3Selector,
-    QuerySelector,
-):
-    register_selector(_selector)

@@ -131,12 +131,7 @@ def open_store(
     disk = None
     if location is not None:
         disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, False, lock_timeout_s, unnamed_days)
-    tiers = Tiers(clock or time.time, device, ram, disk)
-    return _following(KVStore(tiers, offsite, write_back_bytes), source)
-
-
-def _following(store: KVStore, source: NamesSource | None) -> KVStore:
-    """Return a store that follows shared names, if there are any."""
+    store = KVStore(Tiers(clock or time.time, device, ram, disk), offsite, write_back_bytes)
     try:
         if source is not None:
             store.follow(source)

@@ -139,7 +139,7 @@ def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
         form_of_layer.append(str(forms.setdefault(form, len(forms))))
         checksum = xxhash.xxh3_64()
         for part, tensor in layer.parts.items():
-            view = _bytes_of(tensor)
+            view = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
             checksum.update(view)
             describe(f"layer.{number}.{part}", _DTYPE_NAMES[tensor.dtype], list(tensor.shape), view.nbytes)
             payload.append(view)
@@ -167,10 +167,6 @@ def _describe(number: int, what: str, form: TensorForm) -> dict[str, Any]:
             f"layer {number} has {what} of {form.dtype}; the store keeps {', '.join(map(str, _DTYPE_NAMES))}"
         )
     return {"dtype": _DTYPE_NAMES[form.dtype], "shape": form.shape}
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class ByteSource(Protocol):

@@ -93,11 +93,7 @@ class Database:
         self.check_open()
         with self._read_lock:
             try:
-                if self._path is not None and (
-                    "reader" not in self._connections or self._opened["reader"] != _identity(self._path, self.read_only)
-                ):
-                    self._open("reader")
-                yield self._connections["reader"]
+                yield self._current("reader")
             except _ERRORS as error:
                 raise self._translated(error, "reader") from error
 
@@ -129,7 +125,7 @@ class Database:
             self._busy_until = time.monotonic() + _BUSY_S
             raise StoreError(f"index {self._path} is locked: another thread is writing to it")
         try:
-            connection = self._writer()
+            connection = self._current("writer")
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             connection = self._begin(started + timeout_s)
             try:
@@ -182,7 +178,7 @@ class Database:
         before = _size(log)
         with self._write_lock:
             try:
-                connection = self._writer()
+                connection = self._current("writer")
                 connection.execute("PRAGMA busy_timeout=1000")
                 if vacuum:
                     connection.execute("VACUUM")
@@ -204,17 +200,17 @@ class Database:
             with self._write_lock:
                 self._finalizer()
 
-    def _writer(self) -> sqlite3.Connection:
-        """Return a connection that writes to what is in the index's place now."""
+    def _current(self, kind: str) -> sqlite3.Connection:
+        """Return the reading or the writing connection, to what is in the index's place now."""
         if self._path is not None and (
-            "writer" not in self._connections or self._opened["writer"] != _identity(self._path, self.read_only)
+            kind not in self._connections or self._opened[kind] != _identity(self._path, self.read_only)
         ):
-            self._open("writer")
-        return self._connections["writer"]
+            self._open(kind)
+        return self._connections[kind]
 
     def _begin(self, until: float) -> sqlite3.Connection:
         for _ in range(_ATTEMPTS):
-            connection = self._writer()
+            connection = self._current("writer")
             connection.execute(f"PRAGMA busy_timeout={int(max(until - time.monotonic(), 0.0) * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             if self._path is None or self._opened["writer"] == _identity(self._path, self.read_only):

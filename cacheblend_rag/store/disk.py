@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -304,8 +304,5 @@ def existing_store(
         raise StoreError(f"there is no folder {path}; give the folder of a store")
     if not StoreFolder(path).is_made:
         raise StoreError(f"folder {path} is empty; give the folder of a store")
-    tier = DiskTier(path, clock=clock, read_only=read_only)
-    try:
+    with closing(DiskTier(path, clock=clock, read_only=read_only)) as tier:
         yield tier
-    finally:
-        tier.close()

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 
-__all__ = ["RESERVE_BYTES", "StoreFolder", "is_out_of_room", "let_go", "locked", "storing", "valid_key"]
+__all__ = ["RESERVE_BYTES", "StoreFolder", "is_out_of_room", "let_go", "locked", "owner_only", "storing", "valid_key"]
 
 _FORMAT = "cacheblend-rag store"
 _VERSION = 3
@@ -97,7 +97,7 @@ class StoreFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._mark() is None:
                 mark = self.path / f"{_MARK}.tmp"
-                with open(mark, "w", encoding="ascii", opener=_private) as file:
+                with open(mark, "w", encoding="ascii", opener=owner_only) as file:
                     json.dump({"format": _FORMAT, "version": _VERSION}, file)
                     file.flush()
                     os.fsync(file.fileno())
@@ -115,7 +115,7 @@ class StoreFolder:
         reserve = self.path / "reserve"
         try:
             if not reserve.exists():
-                with open(reserve, "wb", opener=_private) as file:
+                with open(reserve, "wb", opener=owner_only) as file:
                     file.write(bytes(RESERVE_BYTES))
             return True
         except OSError:
@@ -263,5 +263,6 @@ def let_go(fd: int) -> None:
     os.close(fd)
 
 
-def _private(path: str, flags: int) -> int:
+def owner_only(path: str, flags: int) -> int:
+    """Open a file that is made for its owner alone; an `opener` of `open`."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)

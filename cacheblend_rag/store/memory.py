@@ -127,12 +127,6 @@ class LRUCache:
         """Return how many were dropped for room, or how many of one tenant's."""
         return count_of(self._evicted, tenant)
 
-    def clear(self) -> None:
-        with self._lock:
-            self._pinned = set()
-            for key in list(self._entries):
-                self._drop(key)
-
     def dropped_lately(self, keys: Iterable[str]) -> set[str]:
         """Return those of the keys that were dropped lately for room, or because their time was over."""
         with self._lock:

@@ -294,7 +294,6 @@ def write_names(
 ) -> None:
     """Write records, those of documents as they are among the `targets`."""
     rows = []
-    records = list(records)
     for given in records:
         record = given if given.place is None else targets[given.id].record
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)

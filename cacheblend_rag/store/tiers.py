@@ -179,11 +179,7 @@ class Tiers:
 
     def clear(self, tenant: str | None) -> None:
         """Drop all that is in memory, or what one tenant has there."""
-        if tenant is None:
-            self.ram.clear()
-            self.device.clear()
-        else:
-            self.drop([*self.ram.keys(tenant), *self.device.keys(tenant)])
+        self.drop([*self.ram.keys(tenant), *self.device.keys(tenant)])
 
     def close(self) -> None:
         self._closed = True

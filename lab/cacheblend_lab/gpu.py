@@ -23,8 +23,8 @@ from xml.etree import ElementTree
 
 import torch
 
+from cacheblend_lab.settings import environment_without_settings
 from cacheblend_rag.cli.output import write_json
-from cacheblend_rag.config import environment_without_settings
 
 __all__ = ["PIECES", "Piece", "main", "page", "run_pieces"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from typing import Any, TypedDict
 
@@ -11,7 +12,15 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import make_selector, selector_names
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["EngineSettings", "another_engine", "blend_settings", "engine_settings", "setting_names", "settings_of"]
+__all__ = [
+    "EngineSettings",
+    "another_engine",
+    "blend_settings",
+    "engine_settings",
+    "environment_without_settings",
+    "setting_names",
+    "settings_of",
+]
 
 _TUNING = frozenset(field.name for field in fields(Tuning))
 _OPTIONS = frozenset(field.name for name in selector_names() for field in fields(make_selector(name)))
@@ -23,6 +32,12 @@ class EngineSettings(TypedDict):
     config: EngineConfig
     blend: BlendConfig
     tuning: Tuning
+
+
+def environment_without_settings() -> dict[str, str]:
+    """Return this process's environment without any setting, for a process that is to have its own."""
+    prefix = str(EngineConfig.model_config["env_prefix"])
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
 
 
 def setting_names() -> list[str]:

@@ -74,7 +74,7 @@ class Prompt:
             store = ram if tier == "promoted" else disk
             store.put(f"{number:08x}", chunk)
             if tier == "promoted":
-                store._tiers.ram.clear()  # type: ignore[attr-defined]
+                store._tiers.clear(None)  # type: ignore[attr-defined]
             reader = RamReader(chunk) if tier == "ram" else store.open(f"{number:08x}")
             assert reader is not None
             assert reader.tier == ("ram" if tier == "ram" else "disk")

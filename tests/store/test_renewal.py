@@ -66,7 +66,7 @@ def test_index(
     except DamagedIndexError:
         assert opened
     assert store.names.lookup("ns", ["n1", "n4"]) == [None, None]
-    assert ["begun anew" in said for said in warnings(caplog)] == [True] * (opened or harm is not remove)
+    assert ["a new one is created" in said for said in warnings(caplog)] == [True] * (opened or harm is not remove)
     assert store.holds([key_of(number) for number in range(5)]) == [True] * 4 + [False]
     store.name("ns", [record(f"n{number}", number) for number in range(4)], tenant="somebody")
     assert all(is_held(store, number) for number in range(4))

@@ -64,8 +64,13 @@ class RemoteSettings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name.endswith("_s") and not (field.name == "ttl_s" and value is None):
-                _check_seconds(field.name, value)
+            if not field.name.endswith("_s") or (field.name == "ttl_s" and value is None):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"{field.name}={value!r} must be a number of seconds")
+            # A millisecond is the least that Redis counts.
+            if not math.isfinite(value) or not 0.001 <= value <= 10**10:
+                raise ConfigError(f"{field.name}={value!r} must be from 0.001 to 10**10 seconds")
         if isinstance(self.part_bytes, bool) or not isinstance(self.part_bytes, int):
             raise ConfigError(f"part_bytes={self.part_bytes!r} must be a whole number of bytes")
         if not 1 <= self.part_bytes <= _MAX_PART_BYTES:
@@ -117,14 +122,6 @@ def cut(buffers: Iterable[memoryview], part_bytes: int) -> Iterator[memoryview]:
                 pending = bytearray()
     if pending:
         yield memoryview(pending)
-
-
-def _check_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name}={value!r} must be a number of seconds")
-    # A millisecond is the least that Redis counts.
-    if not math.isfinite(value) or not 0.001 <= value <= 10**10:
-        raise ConfigError(f"{name}={value!r} must be from 0.001 to 10**10 seconds")
 
 
 class Guard:

@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk, FileSource
-from cacheblend_rag.store.folder import valid_key
+from cacheblend_rag.store.folder import owner_only, valid_key
 from cacheblend_rag.store.remote import Guard, RemoteSettings, RemoteSource, cut
 
 __all__ = ["FsspecTier"]
@@ -144,7 +144,7 @@ class FsspecTier:
 
     def _write(self, path: str, chunk: EncodedChunk) -> None:
         if self._is_local:
-            with open(path, "xb", opener=_private) as local:
+            with open(path, "xb", opener=owner_only) as local:
                 local.writelines(chunk.buffers)
             return
         part_bytes = max(self._settings.part_bytes, _LEAST_PART_BYTES)
@@ -190,7 +190,3 @@ class FsspecTier:
         # Asynchronous filesystems take a time limit for each call; the others wait as long as their client does.
         is_asynchronous = isinstance(self._filesystem, AsyncFileSystem) and self._filesystem.async_impl
         return {"timeout": self._settings.read_timeout_s} if is_asynchronous else {}
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)

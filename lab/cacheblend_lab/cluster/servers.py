@@ -14,7 +14,7 @@ from types import TracebackType
 import httpx
 
 from cacheblend_lab.cluster.caches import Capacities
-from cacheblend_rag.config import environment_without_settings
+from cacheblend_lab.settings import environment_without_settings
 from cacheblend_rag.errors import CacheBlendError
 
 __all__ = ["Servers", "cpu_s", "machine_s"]
