@@ -63,10 +63,8 @@ def load_pretrained(
             raise
         hint = did_you_mean(unknown[1], [*_OPTIONS, *_HUB_OPTIONS, *EngineConfig.kinds])
         raise ConfigError(f"from_pretrained: unknown option {unknown[1]}{hint}") from error
-    except torch.OutOfMemoryError:
-        raise
     except (ImportError, RuntimeError) as error:
-        # What quantised it is missing, or does not run on this device.
+        # What it was quantised with is missing, or it does not run, or fit, on this device.
         raise ConfigError(f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     if not placed:
         loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]

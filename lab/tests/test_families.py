@@ -41,7 +41,7 @@ def test_a_loaded_model_is_shown_too() -> None:
         ("Qwen3 Next 80B", "`hybrid`, the state after a head and one document"),
         ("qwen3:8b", "`qwen3_moe`"),
         ("gemma-3-270m-it", "GGUF: serves (Gemma 3 270M, real weights)"),
-        ("gpt-oss-20b", "vLLM: refused: layers of two kinds"),
+        ("gpt-oss-20b", "vLLM: serves (`gpt_oss`, tiny random)"),
         ("DeepSeek R1 Distill Qwen 7B", "`qwen2`"),
         ("DeepSeek R1", "vLLM: refused: latent attention"),
         ("DeepSeek V3.2", "choose the tokens that they attend to"),
