@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 from cacheblend_gguf.decoding import Answering, Decoding, processors
 from cacheblend_gguf.encoding import LlamaEncoder
 from cacheblend_gguf.files import find_file
 from cacheblend_gguf.llama import HEAD_CELLS, Llama, LlamaOptions
+from cacheblend_gguf.tokenizer import check_tokenizer, read_tokenizer
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.conversation import Conversation, KeptTurns, Making, Resumption, Turn
@@ -32,7 +32,7 @@ from cacheblend_rag.engine.generation import PieceStreamer, PrefillResult
 from cacheblend_rag.engine.many import options_of_each
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.engine.scheduler import Patience
-from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.fuse.plan import Plan
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.lexer import lexer_of
@@ -50,8 +50,6 @@ _DEFAULT_NEW_TOKENS = 256
 # How all rows are made that are not exact.
 _MAKING = Making(0.0, make_selector("none"))
 _AT_ONCE = 16
-# What tokenizers differ in: blanks, letters beyond ASCII, digits, lines, pictures, control tokens.
-_PROBES = ("The ferry leaves  at 12:05.\n\n\tNo. 3", "Ærø, žluť, 東京, \U0001f6a2", "<s></s><|im_start|>user\n", " a")
 
 
 class GGUFEngine(ChunkLibrary):
@@ -94,7 +92,7 @@ class GGUFEngine(ChunkLibrary):
         self.tuning = tuning or Tuning()
         self.model_name = str(llama.path)
         self.llama = llama
-        _check_tokenizer(llama, tokenizer)
+        check_tokenizer(llama, tokenizer)
         self.blend = BlendConfig()
         self.blend = self.check_blend(BlendConfig.of(blend))
         opened = open_engine_store(store, config, self.tuning, None)
@@ -158,8 +156,9 @@ class GGUFEngine(ChunkLibrary):
         path = find_file(model)
         llama = Llama(path.absolute(), opened)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-            engine = cls(llama, tokenizer, config=config, blend=blend, store=store, tenant=tenant, tuning=tuning)
+            engine = cls(
+                llama, read_tokenizer(path), config=config, blend=blend, store=store, tenant=tenant, tuning=tuning
+            )
         except BaseException:
             llama.close()
             raise
@@ -437,14 +436,3 @@ def _reused(request: Request) -> dict[int, KVReader]:
 
 def _raised(number: int, error: Exception) -> None:
     raise error
-
-
-def _check_tokenizer(llama: Llama, tokenizer: Any) -> None:
-    """Raise `UnsupportedModelError` if a tokenizer makes other ids of texts than llama.cpp."""
-    for text in _PROBES:
-        ours, theirs = tokenizer(text, add_special_tokens=False)["input_ids"], llama.tokenize(text)
-        if ours != theirs:
-            raise UnsupportedModelError(
-                f"transformers reads the tokenizer of {llama.path.name} differently from llama.cpp: of {text!r} it makes "
-                f"{ours[:12]}, llama.cpp {theirs[:12]}; use another GGUF file of the model, or its folder in transformers"
-            )

@@ -2,11 +2,9 @@
 
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from cacheblend_gguf import GGUFEngine
 from integrations.gguf.tests.kit import gemma, smollm
@@ -15,11 +13,13 @@ pytest.importorskip("llama_cpp")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _tokenizers_are_read_once() -> Iterator[None]:
-    """Read each file's tokenizer once: 262,000 tokens take transformers 20 seconds."""
+def kept_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Have tokenizers kept for this session, here and in the processes that are started."""
+    folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend_gguf.engine.AutoTokenizer.from_pretrained", cache(AutoTokenizer.from_pretrained))
-        yield
+        patch.setenv("HF_HOME", str(folder))
+        patch.setattr("cacheblend_gguf.tokenizer._KEPT", folder / "cacheblend-gguf")
+        yield folder / "cacheblend-gguf"
 
 
 @pytest.fixture(scope="session", params=[smollm, gemma], ids=["smollm2", "gemma3"])

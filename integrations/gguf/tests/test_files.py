@@ -1,11 +1,14 @@
 """The forms in which a GGUF model is named, and what is said of names that lead to none."""
 
 from pathlib import Path
+from shutil import copy
 
 import pytest
 
 from cacheblend_gguf.files import find_file, parts_of
+from cacheblend_gguf.tokenizer import read_tokenizer
 from cacheblend_rag.errors import ConfigError
+from integrations.gguf.tests.kit import smollm
 
 PARTS = [f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
 
@@ -63,3 +66,13 @@ def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("cacheblend_gguf.files.hf_hub_download", download)
     assert find_file(f"somebody/model:{PARTS[1]}") == tmp_path / PARTS[0]
     assert asked == [("somebody/model", part) for part in PARTS]
+
+
+def test_what_is_kept_of_a_tokenizer(tmp_path: Path, kept_tokenizers: Path) -> None:
+    path, before = Path(copy(smollm(tmp_path), tmp_path)), set(kept_tokenizers.glob("*"))
+    text = "<|im_start|>user\nÆrø  at 12:05"
+    wanted = [read_tokenizer(path)(text)["input_ids"] for _ in range(2)]
+    [kept] = set(kept_tokenizers.iterdir()) - before
+    for damage in ("{", '{"version": "1.0"}'):
+        (kept / "tokenizer.json").write_text(damage)
+        assert [read_tokenizer(path)(text)["input_ids"] for _ in range(2)] == wanted
