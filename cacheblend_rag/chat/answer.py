@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,11 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import Engine, GenerationResult, StopStrings
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
-from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.stops import Spelling, StopCutter, cut_at_stop
+from cacheblend_rag.stops import cut_at_stop
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["Answer", "AnswerStops", "Deadline", "Ending", "ModelCall"]
+__all__ = ["Answer", "Deadline", "Ending", "ModelCall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +60,6 @@ class Deadline(StoppingCriteria):
             )
 
 
-class AnswerStops(StopStrings):
-    """Ends a generation at a stop string in its answer, thoughts aside."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], thinking: Thinking) -> None:
-        super().__init__(tokenizer, stop)
-        self._cutter = StopCutter(self.stop, thinking)
-        self._spelling = Spelling(lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return whether the sequence is done; it is asked at every token."""
-        last = int(input_ids[0, -1])
-        for _ in self._cutter.feed(self._spelling.add(last)):
-            pass
-        return torch.tensor([self._cutter.is_done or last in self.ids], device=input_ids.device)
-
-
 @dataclass(frozen=True)
 class Answer:
     """An answer, cut at the first stop string; `finish_reason` is "stop" at an end token or a stop string, else "length".
@@ -110,10 +92,8 @@ class Ending:
 
     def criteria(self, tokenizer: Any) -> list[StoppingCriteria]:
         """Return the stopping criteria of a generation."""
-        criteria: list[StoppingCriteria] = [] if self.deadline is None else [self.deadline]
-        if self.stop and self.thinking is not None:
-            return [AnswerStops(tokenizer, self.stop, self.thinking), *criteria]
-        return [StopStrings(tokenizer, self.stop), *criteria] if self.stop else criteria
+        stops = [StopStrings(tokenizer, self.stop, self.thinking)] if self.stop else []
+        return [*stops, *([] if self.deadline is None else [self.deadline])]
 
     def read(self, result: GenerationResult) -> Answer:
         """Return what was generated as an answer; `AnswerTimeoutError` if that took too long."""

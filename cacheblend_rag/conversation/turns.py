@@ -76,8 +76,8 @@ class Conversation:
 
     - The tokens that both turns begin with keep their KV unchanged. None of them is computed, loaded or selected again.
     - Other runs of tokens that the previous turn had elsewhere, such as the history of a chat after another context, keep their
-      KV as chunks do: moved to their new positions and blended, by the selector and at the ratio of the turn. An answer of which
-      the template takes out the beginning, what was thought, is computed.
+      KV as chunks do: moved to their new positions and blended, by the selector and at the ratio of the turn. An answer whose
+      thoughts the template takes out is computed.
     - All others are computed; chunks come from the store, as always.
 
     The KV of a row is exact if the row was computed and all rows before it are exact. If a turn is prefilled in full, as at

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from cacheblend_rag.engine.background import Feed
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.stops import Spelling
+from cacheblend_rag.stops import Spelling, StopCutter
+from cacheblend_rag.thoughts import Thinking
 
 __all__ = [
     "BlendStream",
@@ -26,9 +30,6 @@ __all__ = [
     "StopStrings",
     "TokenWatch",
 ]
-
-# No character takes more tokens than it has bytes in UTF-8.
-_TOKENS_PER_CHAR = 4
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class TokenWatch(StoppingCriteria):
 
 
 class StopStrings(StoppingCriteria):
-    """Ends a generation whose own text, not counting the prompt, holds a stop string.
+    """Ends a generation whose own text, not counting the prompt and thoughts, holds a stop string.
 
     The criterion of transformers counts the prompt's last characters too, so that an answer to a prompt that ends in a line break
     would end at its first one where two of them are the stop string.
@@ -106,6 +107,8 @@ class StopStrings(StoppingCriteria):
         The model's tokenizer.
     stop : str or sequence of str
         The stop strings, of which none is empty.
+    thinking : Thinking, optional
+        How thoughts are told from the answer; by default they are searched too.
 
     Attributes
     ----------
@@ -118,25 +121,25 @@ class StopStrings(StoppingCriteria):
     # Answers with such criteria alone are decoded together (`Many`).
     is_of_one_answer = True
 
-    def __init__(self, tokenizer: Any, stop: str | Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: str | Sequence[str], thinking: Thinking | None = None) -> None:
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.thinking = thinking
         special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids = frozenset(special[each] for each in self.stop if each in special)
-        self._tokenizer = tokenizer
-        self._tail = max(map(len, self.stop)) * _TOKENS_PER_CHAR + 1
-        self._prompt_len: int | None = None
+        self._spell = partial(Spelling, lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))
+        self._rows: list[tuple[Spelling, StopCutter]] = []
+        self._first: float = math.inf
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return whether each sequence is done; it is asked first when there is one token."""
-        if self._prompt_len is None:
-            self._prompt_len = input_ids.shape[1] - 1
-        begin = max(self._prompt_len, input_ids.shape[1] - self._tail)
-        lexer = lexer_of(self._tokenizer)
-        texts = (lexer.text(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
-        done = [
-            row[-1].item() in self.ids or any(each in text for each in self.stop)
-            for row, text in zip(input_ids, texts, strict=True)
-        ]
+        """Return whether each sequence is done; it is asked at every token, from the first on."""
+        if input_ids.shape[1] <= self._first:
+            # The first token; what fails in a batch comes again.
+            self._first = input_ids.shape[1]
+            self._rows = [(self._spell(), StopCutter(self.stop, self.thinking)) for _ in input_ids]
+        done = []
+        for id, (spelling, cutter) in zip(input_ids[:, -1].tolist(), self._rows, strict=True):
+            deque(cutter.feed(spelling.add(id)), maxlen=0)
+            done.append(cutter.is_done or id in self.ids)
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 

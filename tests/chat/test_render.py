@@ -12,6 +12,7 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import Chunk
 from cacheblend_rag.chat.render import Passage, apply_template, past_call, render_chat
 from cacheblend_rag.errors import PromptError
+from tests.thinking import QWEN3
 
 ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -57,15 +58,7 @@ TEMPLATES = {
         + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
         "<start_of_turn>model\n"
     ),
-    "Qwen3": (
-        "{% if messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
-        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.role == 'user' or"
-        " (m.role == 'system' and not loop.first) %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-        "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content.split('</think>')[-1].lstrip('\n') }}"
-        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-        "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n{% endif %}"
-        "{% endfor %}<|im_start|>assistant\n"
-    ),
+    "Qwen3": QWEN3,
 }
 ROLES = ("system", "developer", "user", "assistant", "model", "tool", "function")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from cacheblend_rag.chat.answer import AnswerStops, Deadline
+from cacheblend_rag.chat.answer import Deadline
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, FixedText, Segment, check_text
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine.generation import StopStrings
@@ -239,7 +239,7 @@ def asked_decoding(options: Mapping[str, Any]) -> Decoding:
     for criterion in given.pop("stopping_criteria", ()):
         if isinstance(criterion, StopStrings):
             stops += criterion.stop
-            asked |= {"thinks": True} if isinstance(criterion, AnswerStops) else {}
+            asked |= {"thinks": True} if criterion.thinking is not None else {}
         elif isinstance(criterion, Deadline):
             deadline = criterion
         else:
