@@ -4,18 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from cacheblend_lab.bench.auto import AutoBench, AutoRun
 from cacheblend_lab.bench.plots import plot_runs
 from cacheblend_lab.bench.settings import AutoSetting
-from cacheblend_lab.bench.tiers import SlowStore
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.kv import ChunkKV, LayerKV
 from tests.command import run
-
-KV = ChunkKV((1, 2, 3), 1, [LayerKV(torch.ones(2, 3, 4), torch.zeros(2, 3, 4)) for _ in range(4)])
-KEY = "ab" * 16
 
 
 def test_every_cell_of_the_grid_is_measured() -> None:
@@ -48,34 +42,6 @@ def test_every_cell_of_the_grid_is_measured() -> None:
     assert all(run.load_s > 0 for run in bench.runs if run.method == "blend")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tiers": ("tape",)}, "tier 'tape' is not measured here"),
-        ({"tiers": ("0MB/s",)}, "is not measured here"),
-        ({"tiers": ()}, "at least one tier"),
-        ({"prompts": ((0, 5),)}, "at least 1 of each"),
-        ({"repeats": 0}, "must be at least 1"),
-    ],
-)
-def test_a_setting_without_meaning_is_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        AutoSetting("tiny", **changes)  # type: ignore[arg-type]
-
-
-def test_an_emulated_device_gives_the_same_kv() -> None:
-    store = SlowStore("50MB/s", 50e6)
-    store.put(KEY, KV)
-    reader = store.open(KEY)
-    assert reader is not None
-    assert (reader.tier, reader.codec, reader.packed_bytes) == ("50MB/s", "native", KV.nbytes)
-    assert (reader.token_ids, reader.start, reader.num_layers) == (KV.token_ids, 1, 4)
-    assert all(torch.equal(reader.layer(2)[part], KV.layers[2][part]) for part in (0, 1))
-    assert store.open("cd" * 16) is None
-    assert store.holds([KEY]) == [True]
-    store.close()
-
-
 def runs_of(*prompts: tuple[int, int], tiers: tuple[str, ...] = ("ram", "disk")) -> list[AutoRun]:
     return [
         AutoRun(tier, chunks, tokens, method, ratio, 0.001 * chunks * tokens * ratio, 0.0)
@@ -83,13 +49,6 @@ def runs_of(*prompts: tuple[int, int], tiers: tuple[str, ...] = ("ram", "disk"))
         for chunks, tokens in prompts
         for method, ratio in (("full", 1.0), ("blend", 0.15), ("blend", 0.5), ("auto", 0.2))
     ]
-
-
-def test_the_figures_are_drawn_from_runs(tmp_path: Path) -> None:
-    files, lacks = plot_runs(runs_of((1, 64), (2, 64), (2, 128)), tmp_path / "new")
-    assert [file.name for file in files] == ["figure15a.png", "figure15b.png", "figure17.png"]
-    assert not lacks
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
 def test_a_figure_that_lacks_runs_is_named(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""What the benches share, and the benches of the store and of batches, each in its smallest size."""
+"""What the benches share, and the benches of the store and of batches, each in its smallest size; see also test_gpu.py."""
 
 import itertools
 import json
-import random
 import statistics
 import sys
 from collections import Counter
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,8 @@ from transformers import LlamaForCausalLM
 
 from cacheblend_lab.bench.batch import BatchBench
 from cacheblend_lab.bench.codecs import CodecBench
-from cacheblend_lab.bench.encode import EncodeBench, EncodeRow
 from cacheblend_lab.bench.find import FindBench
 from cacheblend_lab.bench.index import IndexBench, make_index
-from cacheblend_lab.bench.load import LoadBench
 from cacheblend_lab.bench.prefetch import PrefetchBench
 from cacheblend_lab.bench.runner import in_rounds, median_ratio, percentiles
 from cacheblend_lab.bench.serve import ServeBench, arrivals
@@ -31,14 +27,12 @@ from cacheblend_lab.bench.settings import (
     FindSetting,
     IndexSetting,
     LoadSetting,
-    ModelSetting,
     PMLSetting,
     PrefetchSetting,
     ServeSetting,
     TPOTSetting,
+    TTFTSetting,
 )
-from cacheblend_lab.bench.shapes import RandomWords, made_up_word, text_of, word_tokenizer
-from cacheblend_lab.bench.tiers import cached_share, drop_cached
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import open_store
@@ -72,44 +66,6 @@ def test_ratios_are_taken_round_by_round() -> None:
 def test_percentiles() -> None:
     assert percentiles([float(number) for number in range(200, 0, -1)]) == (101, 199, 200)
     assert percentiles([3.0]) == (3, 3, 3)
-
-
-def test_words_are_read_as_the_tokens_that_were_drawn() -> None:
-    tokenizer = word_tokenizer(50)
-    ids = RandomWords(tokenizer, 3).token_ids(500)
-    assert set(ids) == set(range(1, 50))
-    assert tokenizer(text_of(ids), add_special_tokens=False)["input_ids"] == ids
-    assert RandomWords(tokenizer, 3).text(500) == text_of(ids) != RandomWords(tokenizer, 4).text(500)
-    chunks = RandomWords(tokenizer, 3).chunks(4, 125)
-    assert " ".join(chunk.text for chunk in chunks) == text_of(ids)
-    assert len({chunk.id for chunk in chunks}) == 4
-    assert sorted(RandomWords(tokenizer, 0).choice(6, 6)) == list(range(6))
-    assert made_up_word(random.Random(1)) == made_up_word(random.Random(1)).lower() != ""
-
-
-@pytest.mark.parametrize("kind", [TPOTSetting, PMLSetting, PrefetchSetting, EncodeSetting, AutoSetting])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"device": "toaster"}, "device 'toaster' cannot be used"),
-        ({"device": "meta"}, "device 'meta' is not measured; choose cpu, cuda or cuda:N"),
-        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
-        ({"dtype": "int8"}, "dtype 'int8' is unknown; choose one of float32, float16, bfloat16"),
-        ({"repeats": 0}, "repeats=0 must be at least 1"),
-    ],
-)
-def test_what_is_not_measured_is_refused(kind: type[ModelSetting], changes: dict[str, str | int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        kind("tiny", **changes)  # type: ignore[arg-type]
-
-
-def test_the_environment_does_not_change_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ENABLED": "false", "DTYPE": "float16"}.items():
-        monkeypatch.setenv(f"CACHEBLEND_{name}", value)
-    settings = ModelSetting("tiny").engine_settings(selector="random")
-    config, blend = settings["config"], settings["blend"]
-    assert (blend.enabled, config.dtype) == (True, "float32")
-    assert blend.selector == "random"
 
 
 # Four layers of two heads of sixteen, keys and values, in float32.
@@ -162,58 +118,6 @@ def test_the_bytes_and_errors_of_codecs_are_those_of_the_kv_that_they_packed() -
     assert rows["native"].share_of_float16 == rows["native"].file_bytes / (32 * TOKEN_BYTES)
 
 
-def test_every_method_of_encoding_does_the_same_work() -> None:
-    bench = EncodeBench(EncodeSetting("tiny", chunks=5, chunk_tokens=12, prefix_tokens=3, batch_tokens=30, repeats=2))
-    assert [list(batch.shape) for batch in bench._batches] == [[2, 15], [2, 15], [1, 15]]
-    calls: list[str] = []
-    rows = bench.measure(calls.append)
-    assert [row.method for row in rows] == ["forward", "ram", "disk"]
-    assert calls == [f"measuring, {done} of 6" for done in range(1, 7)]
-    assert rows[0].share == 1.0
-    for row in rows:
-        assert (row.tokens, row.batches) == (60, 3)
-        assert row.tokens_per_s == pytest.approx(60 / row.seconds)
-        assert 0 < row.seconds_min <= row.seconds <= row.seconds_max
-    assert [row.kv_bytes for row in rows] == [0, 60 * TOKEN_BYTES, 60 * TOKEN_BYTES]
-
-
-def test_documents_are_read_in_the_same_windows_by_every_method() -> None:
-    setting = EncodeSetting("tiny", 8, 12, 3, 60, document_chunks=4, overlap=4, context_tokens=24, repeats=1)
-    bench = EncodeBench(setting)
-    # Of each document of 36 tokens two windows: the 8 tokens that a chunk leaves are more than a quarter, and not read again.
-    assert [batch.shape[1] - 3 for batch in bench._batches for _ in batch] == [20] * 4
-    rows = bench.measure()
-    assert [row.method for row in rows] == ["forward", "ram", "disk", "singly"]
-    assert {row.kv_bytes for row in rows[1:]} == {8 * 12 * TOKEN_BYTES}
-
-
-def test_the_loader_is_measured_beside_plain_reads(tmp_path: Path) -> None:
-    calls: list[str] = []
-    setting = LoadSetting("tiny", chunks=3, chunk_tokens=20, threads=(0, 2), repeats=2, folder=tmp_path)
-    with LoadBench(setting) as bench:
-        assert bench.file_bytes > 3 * 20 * TOKEN_BYTES
-        rows = bench.measure(calls.append)
-    assert [(row.method, row.threads) for row in rows] == [("plain reads", None), ("loader", 0), ("loader", 2)]
-    assert rows[0].of_plain_reads == 1
-    for row in rows:
-        assert 0 < row.seconds_min <= row.seconds <= row.seconds_max
-        assert row.bytes_per_s > 0 and row.of_plain_reads > 0
-    assert calls[-1] == "measuring, 9 of 9"
-    assert not list(tmp_path.iterdir())
-
-
-def test_which_pages_are_in_memory_is_seen(tmp_path: Path) -> None:
-    file = tmp_path / "pages"
-    file.write_bytes(bytes(10 * 4096 + 7))
-    drop_cached([file])
-    after = cached_share([file])
-    file.read_bytes()
-    before = cached_share([file])
-    # On a file system that lives in memory nothing can be dropped.
-    assert (before, after) in [(1.0, 0.0), (1.0, 1.0), (None, None)]
-    assert cached_share([]) is None
-
-
 def test_each_method_of_prefetching_reads_from_where_it_should(tmp_path: Path) -> None:
     calls: list[str] = []
     # Time enough to read everything.
@@ -263,66 +167,45 @@ def test_without_langchain_the_command_says_what_to_install(monkeypatch: pytest.
     [
         ("find --chunks 50 --prompts 100 --prompt-chars 500 --heading", "false_hits", [0]),
         ("codecs --shape tiny --chunk-tokens 40 --repeats 1 --dtype bfloat16", "codec", list(codec_names())),
-        ("encode --shape tiny --chunks 2 --chunk-tokens 8 --repeats 1", "method", ["forward", "ram", "disk"]),
         ("load --shape tiny --chunks 2 --chunk-tokens 16 --threads 1 --repeats 1", "threads", [None, 1]),
-        (
-            "prefetch --shape tiny --candidates 3 --chunks 2 --chunk-tokens 16 --reranker-ms 50 --repeats 1",
-            "method",
-            ["disk", "prefetch", "ram"],
-        ),
-        (
-            "batch --prompts 2 --chunks 1 --chunk-tokens 16 --output-tokens 2 --repeats 1",
-            "method",
-            ["one by one", "batch", "callers"],
-        ),
     ],
 )
 def test_a_command_writes_its_rows(tmp_path: Path, command: str, column: str, wanted: list[object]) -> None:
-    name = command.split()[0]
-    file, folder = tmp_path / "rows.json", tmp_path / "folder"
-    folder.mkdir()
-    on_disk = ("--folder", folder) if name in ("encode", "load", "prefetch") else ()
-    output = run(f"bench {command}", *on_disk, "--json", file).output
-    whole = json.loads(file.read_text(encoding="utf-8"))
-    assert [row[column] for row in whole["rows"]] == wanted
-    assert all(row.keys() == whole["rows"][0].keys() for row in whole["rows"])
-    assert not list(folder.iterdir())
-    said = {"codecs": "copying runs at", "encode": "tokens/s", "load": "plain reads"}
-    assert said.get(name, "") in output
-    if name == "encode":
-        assert whole["rows"][0].keys() >= {field.name for field in fields(EncodeRow)} | {"shape", "device", "dtype"}
-    if name in ("load", "prefetch"):
-        assert whole["setting"]["folder"] == str(folder)
-        assert "cached_share_after_drop" in whole["setting"]
-    if name == "prefetch":
-        assert whole["setting"]["reranker_s"] == 0.05
-    if name == "batch":
-        assert whole["model"] == "reference"
+    file = tmp_path / "rows.json"
+    on_disk = ("--folder", tmp_path) if command.startswith("load") else ()
+    run(f"bench {command}", *on_disk, "--json", file)
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [row[column] for row in rows] == wanted
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        (IndexSetting, {"entries": ()}, "must each be at least 8"),
+        (TPOTSetting, {"device": "toaster"}, "device 'toaster' cannot be used"),
+        (TPOTSetting, {"device": "meta"}, "device 'meta' is not measured; choose cpu, cuda or cuda:N"),
+        (TPOTSetting, {"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        (TPOTSetting, {"output_tokens": 1}, "output_tokens=1 must be at least 2"),
+        (TPOTSetting, {"methods": ("full", "half")}, "method 'half' is not measured; choose among full, blend"),
+        (TTFTSetting, {"tiers": ("ram", "tape")}, "'tape' is not measured here"),
+        (TTFTSetting, {"chunk_tokens": 0}, "chunk_tokens=0 must be at least 1"),
+        (AutoSetting, {"tiers": ()}, "at least one tier"),
+        (AutoSetting, {"prompts": ((0, 5),)}, "at least 1 of each"),
+        (PMLSetting, {"argument_tokens": 600}, "argument_tokens=600 must be fewer"),
         (IndexSetting, {"entries": (7,)}, "must each be at least 8"),
         (IndexSetting, {"lookups": 9}, "lookups=9 must be at least 100"),
         (FindSetting, {"chunks": 15}, "chunks=15 must be at least 16"),
-        (FindSetting, {"prompts": 99}, "prompts=99 must be at least 100"),
-        (CodecSetting, {"chunk_tokens": 0}, "chunk_tokens=0 must be at least 1"),
-        (CodecSetting, {"dtype": "int8"}, "dtype 'int8' is unknown"),
-        *(
-            (kind, {name: 0}, f"{name}=0")
-            for kind, names in (
-                (EncodeSetting, ("chunks", "chunk_tokens", "prefix_tokens", "batch_tokens")),
-                (BatchSetting, ("prompts", "chunks", "chunk_tokens", "question_tokens", "output_tokens", "repeats")),
-                (LoadSetting, ("repeats",)),
-            )
-            for name in names
-        ),
-        (LoadSetting, {"threads": ()}, "numbers of threads"),
+        (CodecSetting, {"dtype": "int8"}, "dtype 'int8' is unknown; choose one of float32, float16, bfloat16"),
+        (EncodeSetting, {"batch_tokens": 0}, "batch_tokens=0"),
+        (BatchSetting, {"repeats": 0}, "repeats=0"),
         (LoadSetting, {"threads": (1, -1)}, "numbers of threads"),
         (PrefetchSetting, {"chunks": 5, "candidates": 4}, "chunks=5 cannot be chosen from candidates=4"),
         (PrefetchSetting, {"reranker_s": -1.0}, "reranker_s=-1.0 must be at least 0"),
+        (ServeSetting, {"prompts": "names"}, "names"),
+        (ServeSetting, {"corpus": 3}, "corpus"),
+        (ServeSetting, {"rates": (0.0,)}, "rates"),
+        (ServeSetting, {"seconds": 0}, "seconds"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(kind: Any, changes: dict[str, object], message: str) -> None:
@@ -401,6 +284,3 @@ def test_what_cannot_be_asked_is_said(model: LlamaForCausalLM) -> None:
     with engine_of(model) as engine, serving(engine, body_bytes=300) as address:
         with pytest.raises(ConfigError, match="did not store the corpus"):
             ServeBench(ServeSetting(url=address, **SMALL))
-    for wrong in ({"prompts": "names"}, {"corpus": 3}, {"rates": (0.0,)}, {"seconds": 0}):
-        with pytest.raises(ConfigError):
-            ServeSetting(**wrong)

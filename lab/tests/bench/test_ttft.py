@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from cacheblend_lab.bench.settings import TPOTSetting, TTFTSetting
+from cacheblend_lab.bench.pml import PMLBench
+from cacheblend_lab.bench.settings import PMLSetting, TPOTSetting, TTFTSetting
 from cacheblend_lab.bench.shapes import SHAPES, shape_config
 from cacheblend_lab.bench.tpot import TPOTBench
 from cacheblend_lab.bench.ttft import TTFTBench
@@ -65,37 +67,6 @@ def test_the_rows_are_complete(bench: TTFTBench) -> None:
     assert 0.25 + 0.75 * 0.15 <= blend.charged_ratio < 0.5
     for row in rows:
         assert 0 < row.ttft_min_s <= row.ttft_s <= row.ttft_max_s
-
-
-def test_the_command_writes_its_rows(tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    arguments = "bench ttft --shape tiny --chunks 2 --chunk-tokens 16 --question-tokens 4 --ratios 0,0.3 --repeats 1"
-    assert "prefix_cache" in run(arguments, "--selectors", "hkvd, random", "--json", file).stdout
-    whole = json.loads(file.read_text())
-    assert whole["setting"]["prompt_tokens"] == 37
-    methods = ["full", "prefix_cache", "ready", "reuse", "in_document", "blend", "blend"]
-    assert [row["method"] for row in whole["rows"]] == methods
-    assert [row["selector"] for row in whole["rows"]] == [None] * 3 + ["none", "none", "hkvd", "random"]
-    assert all({"charged_ratio", "speedup", "load_s"} <= row.keys() == whole["rows"][0].keys() for row in whole["rows"])
-
-
-def test_prompts_without_gaps_are_measured_beside_plain_reuse(tmp_path: Path) -> None:
-    setting = replace(
-        SETTING, ratios=(0.0,), tiers=("ram", "disk", "200MB/s"), folder=tmp_path, head_tokens=12, separator_tokens=2
-    )
-    with TTFTBench(setting) as bench:
-        rows = bench.measure()
-        for tier in setting.tiers:
-            report = bench._blend(tier, "none", 0.0, True, "gapless")
-            assert (report.head_tokens, report.misses, report.charged_ratio) == (13, 0, 0)
-            assert report.prompt_tokens - report.head_tokens - report.context_tokens == 5
-            assert {chunk.tier for chunk in report.chunks} == {tier}
-    gapless = [row for row in rows if row.method == "gapless"]
-    assert [row.tier for row in gapless] == list(setting.tiers)
-    for row in gapless:
-        assert row.limit == pytest.approx(66 / 5)
-        assert row.of_reuse is not None and row.of_reuse > 0
-    assert not list(tmp_path.iterdir())
 
 
 def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
@@ -181,35 +152,6 @@ def test_the_rows_of_eviction_are_complete(monkeypatch: pytest.MonkeyPatch) -> N
             assert (row.tpot_speedup, row.ttft_added) == (1, 0)
 
 
-def test_the_command_tpot_writes_its_rows(tmp_path: Path) -> None:
-    file = tmp_path / "tpot.json"
-    arguments = "bench tpot --shape tiny --chunks 2 --chunk-tokens 16 --question-tokens 4 --output-tokens 3 --repeats 1"
-    run(arguments, "--capacities", "0.25,9", "--json", file)
-    whole = json.loads(file.read_text())
-    assert whole["setting"]["prompt_tokens"] == 37
-    assert [(row["method"], row["kv_capacity"], row["evicted_tokens"]) for row in whole["rows"]] == [
-        (method, *row) for method in ("full", "blend") for row in ((None, 0), (0.25, 24), (9, 23))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        *(
-            (kind, {name: 0}, f"{name}=0 must be at least 1")
-            for kind in (TTFTSetting, TPOTSetting)
-            for name in ("chunks", "chunk_tokens", "question_tokens", "repeats")
-        ),
-        (TPOTSetting, {"output_tokens": 1}, "output_tokens=1 must be at least 2"),
-        (TPOTSetting, {"methods": ("full", "half")}, "method 'half' is not measured; choose among full, blend"),
-        (TTFTSetting, {"tiers": ("ram", "tape")}, "'tape' is not measured here"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(kind: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        kind("tiny", **changes)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -221,3 +163,40 @@ def test_what_cannot_be_measured_is_refused(kind: Any, changes: dict[str, Any], 
 def test_settings_that_fit_no_model_are_refused_before_it_is_made(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(CacheBlendError, match=message):
         make()
+
+
+SCHEMAS = PMLSetting("tiny", modules=3, module_tokens=20, new_tokens=6, argument_tokens=2, repeats=2)
+
+
+def test_both_sides_prefill_the_same_prompt() -> None:
+    with PMLBench(SCHEMAS) as bench:
+        layout, prompt = bench.layout, bench.schemas.prompt(bench.prompt)
+        assert (len(layout), layout.context_tokens) == (1 + 60 + 4, 58)
+        engine = bench.engine
+        full = engine.prefill(prompt, blend=engine.blend.replace(selector="full", recompute_ratio=0.999))
+        with torch.no_grad():
+            own = engine.model(
+                input_ids=torch.tensor([layout.token_ids]),
+                position_ids=torch.tensor([layout.positions]),
+                past_key_values=DynamicCache(),
+            ).logits[0, -1]
+        torch.testing.assert_close(full.logits, own, atol=1e-4, rtol=0)
+        assert engine.prefill(prompt).report.recomputed_tokens == 0
+
+
+def test_the_command_writes_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    arguments = "bench pml --shape tiny --modules 3 --module-tokens 20 --new-tokens 6 --argument-tokens 2 --repeats 1"
+    run(arguments, "--selectors", "none,hkvd", "--tier", "disk", "--folder", tmp_path, "--json", file)
+    whole = json.loads(file.read_text())
+    methods = [("full", None), ("cached", "none"), ("cached", "hkvd")]
+    assert [(row["method"], row["selector"]) for row in whole["rows"]] == methods
+    # Four layers of 58 tokens in float32.
+    assert whole["rows"][1]["load_bytes"] == 4 * 58 * 2 * 32 * 4
+    assert whole["setting"]["cached_tokens"] == 58
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
+def test_an_unknown_selector_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown selector 'best'"):
+        PMLBench(replace(SCHEMAS, selectors=("none", "best")))

@@ -5,14 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from cacheblend_lab.eval import (
@@ -25,7 +23,7 @@ from cacheblend_lab.eval import (
     parse_methods,
     reference_task,
 )
-from cacheblend_lab.eval.journal import Answer, Asked, Journal, parse_asked
+from cacheblend_lab.eval.journal import Answer, Asked, Journal
 from cacheblend_lab.eval.metrics import _rouge_scorer, best_f1
 from cacheblend_lab.eval.retrieve import Retriever
 from cacheblend_lab.families.tiny import tiny_config, tiny_model
@@ -218,13 +216,6 @@ def test_a_missing_package_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not result.stdout
 
 
-def test_what_a_batch_leaves_unmeasured_cannot_be_drawn(model_folder: Path, tmp_path: Path) -> None:
-    more = ("--together", "--plot", tmp_path / "plots")
-    result = run(*_arguments(model_folder, tmp_path / "eval.json"), *more, code=2)
-    assert "--plot draws quality over the time to the first token" in result.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_needles_are_drawn(model_folder: Path, tmp_path: Path) -> None:
     sizes = "--questions 1 --lengths 200 --depths 0,1 --chunk-tokens 100 --max-new-tokens 2 --workers 1"
     result = run(f"eval needle {sizes}", "--model", model_folder, "--plot", tmp_path, "--ratios", "")
@@ -247,16 +238,6 @@ def write(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    held = write(path)
-    with Journal(path, HEADER) as journal:
-        assert list(journal.asked.values()) == ASKED
-        assert journal.damaged == 0
-    assert path.read_bytes() == held
-    assert [json.loads(line)["question"] for line in held.splitlines()[1:]] == ["q1", "q2", "q\n3"]
-
-
 def test_a_run_ends_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     held = write(path)
@@ -268,44 +249,6 @@ def test_a_run_ends_anywhere(tmp_path: Path) -> None:
             for each in ASKED[len(known) :]:
                 journal.append(each)
         assert path.read_bytes() == held
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_damage_is_never_an_answer(tmp_path: Path, data: st.DataObject) -> None:
-    path = tmp_path / "answers.jsonl"
-    path.unlink(missing_ok=True)
-    held = write(path)
-    head = held.index(b"\n") + 1
-    start = data.draw(st.integers(head, len(held)))
-    stop = data.draw(st.integers(start, len(held)))
-    path.write_bytes(held[:start] + data.draw(st.binary(max_size=40)) + held[stop:])
-    with Journal(path, HEADER) as journal:
-        for question, asked in journal.asked.items():
-            assert asked.question == question
-            assert asked.skipped is not None or asked.answers
-        known = journal.asked
-    with Journal(path, HEADER) as journal:
-        assert (journal.asked, journal.damaged) == (known, 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("text", None),
-        ("ttft_s", "1"),
-        ("ttft_s", -1.0),
-        ("ttft_s", float("nan")),
-        ("output_tokens", 1.5),
-        ("charged_ratio", True),
-    ],
-)
-def test_an_answer_of_another_form_is_damage(name: str, value: object) -> None:
-    answer = asdict(Answer("a", 1.0, None, 0.1, 1))
-    line = {"question": "q", "answers": {"full": answer}, "skipped": None}
-    assert parse_asked(json.dumps(line).encode()) is not None
-    answer[name] = value  # type: ignore[assignment]
-    assert parse_asked(json.dumps(line).encode()) is None
 
 
 def test_another_evaluation_is_told_apart(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_lab.eval.generated import NEEDLE_ACROSS, RULER_SUBTASKS, needle_task, ruler_task
-from cacheblend_lab.eval.metrics import needle_recall
 from cacheblend_lab.eval.task import EvalContext
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag.errors import ConfigError
@@ -71,51 +70,24 @@ def test_a_seed_decides_everything(seed: int, subtask: str) -> None:
     assert one(subtask, seed=seed) != one(subtask, seed=seed + 1)
 
 
-def test_the_eleven_subtasks_are_those_of_the_paper() -> None:
-    task = ruler_task(tokenizer(), num_questions=1, context_tokens=1024, chunk_tokens=128)
-    kinds = [context.questions[0].kind for context in task.contexts]
-    assert kinds == list(RULER_SUBTASKS)
-    assert len(kinds) == 11
-
-
 @pytest.mark.parametrize(
     ("subtask", "needles", "answers"),
     [
-        ("niah_single_1", 1, 1),
-        ("niah_single_2", 1, 1),
-        ("niah_single_3", 1, 1),
+        *((f"niah_single_{number}", 1, 1) for number in (1, 2, 3)),
         ("niah_multikey_1", 4, 1),
+        *((f"niah_multikey_{number}", None, 1) for number in (2, 3)),
         ("niah_multiquery", 4, 4),
         ("niah_multivalue", 4, 4),
     ],
 )
-def test_as_many_needles_as_ruler_hides(subtask: str, needles: int, answers: int) -> None:
+def test_as_many_needles_as_ruler_hides(subtask: str, needles: int | None, answers: int) -> None:
     context = one(subtask)
     found = re.findall(r"A secret (?:number|code) of (\S+) is (\S+)\.", text_of(context))
     (question,) = context.questions
-    assert len(found) == needles
+    # Some haystacks are needles.
+    assert len(found) == needles or (needles is None and len(found) == len({key for key, _ in found}) > 8)
     assert len(question.answers) == answers
     assert {value for key, value in found if key in question.text} == set(question.answers)
-
-
-@pytest.mark.parametrize("subtask", ["niah_multikey_2", "niah_multikey_3"])
-def test_some_haystacks_are_needles(subtask: str) -> None:
-    context = one(subtask)
-    found = re.findall(r"A secret (?:number|code) of (\S+) is (\S+)\.", text_of(context))
-    keys = [key for key, _ in found]
-    assert len(found) > 8
-    assert len(set(keys)) == len(keys)
-    (question,) = context.questions
-    assert [(value,) for key, value in found if key in question.text] == [question.answers]
-
-
-def test_a_chain_is_told_in_order() -> None:
-    context = one("vt")
-    first, *later = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text_of(context))
-    names, sources = zip(first, *later, strict=True)
-    assert names == context.questions[0].answers
-    assert sources[1:] == names[:-1]
-    assert sources[0] in context.questions[0].text
 
 
 def test_the_common_words_are_the_ten_most_common() -> None:
@@ -195,34 +167,12 @@ def test_needles_stand_at_their_depth(across: bool, hidden: Literal["number", "f
         assert max(map(tokens, context.texts)) <= 200
 
 
-@pytest.mark.parametrize(
-    ("answer", "parts", "expected"),
-    [
-        ("It is 1234567.", ("1234567",), 1.0),
-        ("It is 1234568.", ("1234567",), 0.0),
-        ("12, then 34", ("12", "34", "56", "78"), 0.5),
-        ("xmatb and Fotis", ("XMATB", "FOTIS"), 1.0),
-        ("", ("a",), 0.0),
-    ],
-)
-def test_recall(answer: str, parts: tuple[str, ...], expected: float) -> None:
-    assert needle_recall(answer, parts) == expected
-
-
 def test_what_cannot_be_generated_is_said() -> None:
     with pytest.raises(ConfigError, match=r"'niah_single_9'.*niah_single_1"):
         ruler_task(tokenizer(), subtasks=["niah_single_9"])
-    with pytest.raises(ConfigError, match="names no subtask"):
-        ruler_task(tokenizer(), subtasks=[])
-    with pytest.raises(ConfigError, match="num_questions=0 must be at least 1"):
-        ruler_task(tokenizer(), num_questions=0)
     with pytest.raises(ConfigError, match=r"chunk_tokens=10 is too small.*alone has"):
         ruler_task(tokenizer(), subtasks=["niah_single_2"], num_questions=1, chunk_tokens=10)
     with pytest.raises(ConfigError, match=r"context_tokens=50 is too small.*shortest text"):
         ruler_task(tokenizer(), subtasks=["niah_multivalue"], num_questions=1, context_tokens=50)
     with pytest.raises(ConfigError, match=r"depth 1\.5 is outside 0 to 1"):
         needle_task(tokenizer(), depths=[1.5])
-    with pytest.raises(ConfigError, match="hidden='name' is unknown"):
-        needle_task(tokenizer(), hidden="name")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least one depth"):
-        needle_task(tokenizer(), lengths=[])

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from cacheblend_attachments import watch_prefill
-from cacheblend_lab.eval import EvalContext, EvalQuestion, EvalTask, reference_task
+from cacheblend_lab.eval import EvalContext, EvalQuestion, EvalTask
 from cacheblend_lab.eval.inside import PromptInside
 from cacheblend_lab.eval.inside_result import InsideSetting, look_inside
 from cacheblend_lab.eval.metrics import best_f1
 from cacheblend_lab.eval.runs import read_runs
-from cacheblend_lab.eval.statistics import Spread, rank_correlation, spread
 from cacheblend_lab.settings import blend_settings, engine_settings
-from cacheblend_lab.training.corpus import NOTES
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.command import run
@@ -113,17 +108,6 @@ def test_kv_deviation_is_that_of_stored_and_true_kv(engine: BlendEngine) -> None
     assert set(worst.recomputed) == set(np.argsort(-inside.kv_deviation[1:].sum(axis=0))[: inside.budget(0.1)])
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "query", "random", "a3", "boundary"])
-def test_everything_recomputed_deviates_by_nothing(engine: BlendEngine, selector: str) -> None:
-    inside = PromptInside(engine, PROMPT)
-    whole = inside.blended({"selector": selector, "recompute_ratio": 1.0})
-    assert not whole.attention_deviation.any()
-    assert len(whole.recomputed) == inside.layout.context_rows.numel()
-    part = inside.blended({"selector": selector, "recompute_ratio": 0.3})
-    assert part.attention_deviation.max() > 1e-3
-    assert inside.oracle("oracle_deviation", 1.0).attention_deviation.max() < 1e-4
-
-
 def test_the_figures_of_a_task() -> None:
     question = EvalQuestion("q", words(4, 30), (words(1, 2),))
     texts = tuple(words(9, seed) for seed in range(5))
@@ -171,35 +155,6 @@ def test_what_cannot_be_looked_at_is_said() -> None:
                 watch_prefill(engine, PROMPT, lambda layer, call: None, rows=torch.tensor(rows))
 
 
-@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=30))
-def test_rank_correlation_is_pearsons_of_mean_ranks(pairs: list[tuple[int, int]]) -> None:
-    def ranks(values: list[int]) -> list[float]:
-        return [sum(other < one for other in values) + (values.count(one) - 1) / 2 for one in values]
-
-    one, other = ([pair[number] for pair in pairs] for number in (0, 1))
-    found = rank_correlation(one, other)
-    if len(set(one)) == 1 or len(set(other)) == 1:
-        assert np.isnan(found)
-    else:
-        assert found == pytest.approx(np.corrcoef(ranks(one), ranks(other))[0, 1])
-
-
-def test_a_spread_is_the_median_and_the_quartiles() -> None:
-    assert spread([4.0, 1.0, float("nan"), 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0)
-    assert np.isnan(spread([float("nan")]).median)
-    with pytest.raises(ConfigError, match="as many of each"):
-        rank_correlation([1.0], [1.0, 2.0])
-
-
-def test_the_reference_task_takes_people_and_questions_of_a_context() -> None:
-    small, large = (reference_task(3, style=NOTES, per_context=1, people=people, min_chunks=1) for people in (1, 4))
-    assert [len(context.questions) for context in small.contexts] == [1, 1, 1]
-    assert small.mean_chunks(6) < large.mean_chunks(6)
-    assert replace(small, chunked=False).mean_chunks(6) == 6
-    with pytest.raises(ConfigError, match="per_context=0 must be at least 1"):
-        reference_task(3, style=NOTES, per_context=0)
-
-
 def test_the_command_draws_and_writes(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     shared = ["--model", model_folder, "--questions", "2", "--ratios", "0,0.2,1", "--json", file]
@@ -235,14 +190,9 @@ def test_runs_are_drawn_side_by_side(model_folder: Path, tmp_path: Path) -> None
     assert list(runs.ttft_s["full"]) == tokens
     run("eval draw", *files, "--out", tmp_path / "out", "--format", "png")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"quality-over-chunks.png", "ttft-over-length.png"}
-    with pytest.raises(ConfigError, match="is the second run with"):
-        read_runs([files[0], files[0]])
     with pytest.raises(ConfigError, match="no method in common among best"):
         read_runs(files, ["best"])
     other = tmp_path / "other.json"
     other.write_text('{"command": "demo"}')
     with pytest.raises(ConfigError, match=r"other.json is not what"):
-        read_runs([other])
-    other.write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
         read_runs([other])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_lab.eval import Bootstrap, exact_match, f1_score, normalize_answer
+from cacheblend_lab.eval import Bootstrap, exact_match, f1_score
 from cacheblend_lab.eval.metrics import (
     ClassificationAccuracy,
     best_exact_match,
@@ -18,12 +18,6 @@ from cacheblend_lab.eval.metrics import (
 )
 from cacheblend_lab.eval.task import Metric
 from cacheblend_rag.errors import ConfigError
-
-
-def test_normalising() -> None:
-    assert normalize_answer(" The  White,  sheep. ") == "white sheep"
-    assert normalize_answer("a an the") == ""
-    assert normalize_answer("Anna's theatre") == "annas theatre"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_lab.eval import EvalContext, EvalSetting, EvalTask, evaluate, parse_methods, reference_task
-from cacheblend_lab.eval.inquiry import Inquiry, Pieces, inquire
+from cacheblend_lab.eval.inquiry import Inquiry, inquire
 from cacheblend_lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUMENTS
 from cacheblend_lab.eval.retrieve import RetrievalSetting, Retriever, found_chunks
 from cacheblend_lab.settings import engine_settings
@@ -37,13 +37,6 @@ def test_all_retrievals_ask_the_same_questions_of_the_same_documents() -> None:
             assert (ours.texts, ours.documents) == (theirs.texts, theirs.documents)
             assert sum(ours.documents) == len(ours.texts)
             assert tuple(replace(question, chunks=None) for question in ours.questions) == theirs.questions
-
-
-def test_shuffled_chunks_are_all_of_them_in_another_order_for_each_question() -> None:
-    orders = [c.questions[n].chunks for c, n in _asked(reference_task(60, style=NOTES, retrieval="shuffled"))]
-    assert len(set(orders)) == 60
-    for (context, _), order in zip(_asked(READING), orders, strict=True):
-        assert order is not None and sorted(order) == list(range(len(context.texts))) != list(order)
 
 
 def test_two_in_five_chunks_are_dropped_but_never_the_one_that_states_the_answer() -> None:
@@ -79,53 +72,6 @@ def test_ranked_chunks_are_the_nearest_of_a_corpus(ranked: EvalTask) -> None:
     found = found_chunks(documents, asked, 2, Embedding())
     assert [row[0] for row in found] == [(0, 1), (1, 0)]
     assert all(len(row) == 2 for row in found)
-
-
-def test_chunks_are_pieces_of_their_documents_and_of_others() -> None:
-    texts = ["a0", "a1", "a2", "a3", "b0", "b1", "c0"]
-    pieces = Pieces(texts, (4, 2, 1), "--", 6, len)
-
-    def document(name: str) -> list[str]:
-        own = [chunk for part in pieces.stored.values() for chunk in part.values() if chunk.document == name]
-        assert [chunk.start for chunk in own] == [4 * place for place in range(len(own))]
-        return [chunk.text for chunk in own]
-
-    assert [chunk.id for chunk in pieces.read("", (5, 1))] == ["chunk 5", "chunk 1"]
-    # What stands in a document with them is stored too; other documents are not.
-    assert (document("document 1"), document("document 0")) == (["b0", "b1"], ["a0", "a1", "a2", "a3"])
-    assert len(pieces.stored[""]) == 6
-    # Documents in the order in which they are found, while they fit; the first in any case.
-    assert [chunk.text for chunk in pieces.read(DOCUMENTS, (5, 1, 4))] == ["b0", "b1"]
-    assert [c.text for c in Pieces(texts, (4, 2, 1), "--", 12, len).read(DOCUMENTS, (5, 6, 1))] == ["b0", "b1", "c0"]
-    assert [chunk.text for chunk in pieces.read(DOCUMENTS, (1,))] == texts[:4]
-    [other] = pieces.read(BEHIND_OTHER, (3,))
-    assert (other.text, document(str(other.document))) == ("a3", ["b0", "b1", "a3"])
-    [last] = pieces.read(BEHIND_OTHER, (6,))
-    assert document(str(last.document)) == ["a0", "a1", "a2", "a3", "c0"]
-    for number in (2, 3):
-        [shuffled] = pieces.read(BEHIND_SHUFFLED, (number,))
-        *before, own = document(str(shuffled.document))
-        assert own == shuffled.text == texts[number]
-        assert sorted(before) == texts[:number] != before
-    # Of a single document there is no other.
-    alone = Pieces(["x", "y"], (2,), "", None, len)
-    assert [chunk.text for chunk in alone.read(BEHIND_OTHER, (1,))] == ["y"]
-    assert len(alone.stored[BEHIND_OTHER]) == 1
-
-
-def test_names_say_what_is_read_and_how_it_is_encoded() -> None:
-    alone, random, other, shuffled, whole, reuse = parse_methods(
-        "hkvd 0.15 alone check_layers=[1,2], random = reuse alone, random 0.1 behind other, reuse behind shuffled, "
-        "full documents, reuse documents"
-    )
-    assert alone.overrides == {"selector": "hkvd", "recompute_ratio": 0.15, "context": "none", "check_layers": [1, 2]}
-    assert (random.equal_to, random.overrides) == ("reuse alone", {"selector": "random", "context": "none"})
-    assert [m.reads for m in (alone, random, other, shuffled)] == ["", "", "behind other", "behind shuffled"]
-    assert (whole.way, whole.reads, reuse.way, reuse.reads) == ("full", "documents", "blend", "documents")
-    assert other.describe()["reads"] == "behind other"
-    for text in ("full alone", "full behind other", "alone", "reuse beside other"):
-        with pytest.raises(ConfigError, match="method"):
-            parse_methods(text)
 
 
 def test_every_row_reads_the_chunks_that_it_names(engine: BlendEngine) -> None:

@@ -2,20 +2,15 @@
 
 import logging
 import pickle
-import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cacheblend_lab.eval.datasets import DATASETS, LONGBENCH_SUBTASKS, load_task
+from cacheblend_lab.eval.datasets import LONGBENCH_SUBTASKS, load_task
 from cacheblend_lab.eval.datasets.samsum import EXAMPLES
-from cacheblend_lab.eval.datasets.subtasks import SUBTASKS
-from cacheblend_lab.eval.datasets.texts import code_line, cut, first_line, pack, split_before
 from cacheblend_lab.eval.task import EvalTask
 from cacheblend_rag.errors import ConfigError, DatasetError
-from lab.tests.eval.datasets.files import ctxs, jsonl, listed, longbench, musique, news, qa, samsum, wiki
+from lab.tests.eval.datasets.files import ctxs, jsonl, listed, longbench, musique, qa, samsum, wiki
 
 
 def questions(task: EvalTask) -> list[str]:
@@ -56,23 +51,6 @@ def test_questions_about_chunks_of_ones_own(tmp_path: Path) -> None:
     mixed = [record, {"documents": ["Vell is a port."], "questions": [qa()]}]
     with pytest.raises(DatasetError, match=r"record 2 .*lists of chunks and those before are texts"):
         load_task("qa", jsonl(tmp_path / "mixed.jsonl", mixed))
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"documents": ["a"]}, "field 'questions' is missing"),
-        ({"documents": [], "questions": []}, "field 'documents' is an empty list"),
-        ({"documents": ["a"], "questions": [{"question": "b"}]}, r"field 'questions\[0\]\.answers' is missing"),
-        ({"documents": [["a"], "b"], "questions": []}, "field 'documents.1' must be a list"),
-        ({"documents": [["a"]], "questions": [{"question": "b", "answers": ["c"], "chunks": [1]}]}, "chunk 1 of 1"),
-        ({"documents": [["a"]], "questions": [{"question": "b", "answers": ["c"], "chunks": [-1]}]}, "numbers from 0"),
-        ({"input": "a", "instructions": ["b"], "outputs": ["c", "d"]}, "1 instructions and 2 outputs"),
-    ],
-)
-def test_questions_of_ones_own_that_are_none(tmp_path: Path, record: object, message: str) -> None:
-    with pytest.raises(DatasetError, match=message):
-        load_task("qa", jsonl(tmp_path / "own.jsonl", [record]))
 
 
 def test_musique(tmp_path: Path) -> None:
@@ -156,17 +134,6 @@ def test_samsum_needs_an_example(tmp_path: Path) -> None:
         load_task("samsum", tmp_path)
 
 
-def test_samsum_as_ready_passages(tmp_path: Path) -> None:
-    record = ctxs(question="Dialogue: Ann: Cake?\nBob: Yes.\nSummary:", answers=["Bob wants cake."])
-    file = listed(tmp_path / "samsum.json", [record])
-    task = load_task("samsum", file)
-    assert task.contexts[0].questions[0].text == "Ann: Cake?\nBob: Yes."
-    assert len(task.contexts[0].texts) == 2
-    perfect(task)
-    with pytest.raises(ConfigError, match="bring their own"):
-        load_task("samsum", file, examples=file)
-
-
 @pytest.mark.parametrize("source", ["val.src.cleaned", "val.src"])
 def test_multinews_of_two_files(tmp_path: Path, source: str, caplog: pytest.LogCaptureFixture) -> None:
     lines = [
@@ -188,11 +155,6 @@ def test_multinews_of_two_files(tmp_path: Path, source: str, caplog: pytest.LogC
     assert "1 with no article" in caplog.text
     assert task.chunked and first.questions[0].text == ""
     perfect(task)
-
-
-def test_multinews_of_records(tmp_path: Path) -> None:
-    task = load_task("multinews", jsonl(tmp_path / "val.jsonl", [news()]))
-    assert task.contexts[0].texts == ("First news. \n More.", "Second news.")
 
 
 def test_multinews_that_does_not_fit_together(tmp_path: Path) -> None:
@@ -225,20 +187,6 @@ def test_longbench(tmp_path: Path, subtask: str) -> None:
     perfect(task)
 
 
-def test_longbench_e_is_read_as_its_subtask(tmp_path: Path) -> None:
-    jsonl(tmp_path / "qasper_e.jsonl", [longbench("qasper_e"), longbench("qasper", 1)])
-    assert load_task("longbench", tmp_path, subtask="qasper_e").name == "longbench/qasper"
-
-
-def test_longbench_cuts_at_examples_and_paragraphs(tmp_path: Path) -> None:
-    context = "".join(f"Paragraph {number}: {'word ' * 150}\n\n" for number in range(1, 8))
-    task = load_task("longbench", jsonl(tmp_path / "a.jsonl", [longbench("passage_count", context=context)]))
-    texts = task.contexts[0].texts
-    assert all(text.startswith("Paragraph ") and len(text) <= 2048 for text in texts)
-    assert "".join("".join(texts).split()) == "".join(context.split())
-    assert len(texts) == 4
-
-
 def test_longbench_code_is_kept_to_the_character(tmp_path: Path) -> None:
     context = "".join(f"def f{number}(x):\n    return x + {number}\n\n" for number in range(200))
     task = load_task("longbench", jsonl(tmp_path / "lcc.jsonl", [longbench("lcc", context=context)]))
@@ -247,29 +195,6 @@ def test_longbench_code_is_kept_to_the_character(tmp_path: Path) -> None:
     assert "".join(texts) + question == context
     assert all(text.endswith("\n") and len(text) <= 1536 for text in texts)
     assert 500 < len(question) <= 600
-
-
-def test_longbench_trec_judges_by_its_classes(tmp_path: Path) -> None:
-    task = load_task("longbench", jsonl(tmp_path / "trec.jsonl", [longbench("trec")]))
-    (metric,) = task.metrics.values()
-    assert metric(task.extract("\nOther location\nQuestion: more\nType: Individual"), ("Other location",)) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("record", "problem"),
-    [
-        (longbench("dureader", language="zh"), r"'dureader' \(language 'zh'\), an unknown subtask; known are .*qasper"),
-        (longbench("passage_count", answers=["two"]), r"'answers\[0\]' must be a number, and is 'two'"),
-        (longbench("passage_retrieval_en", answers=["2"]), r"'answers\[0\]' must have the form 'Paragraph 7'"),
-        (longbench("trec", answers=["Colour"]), r"'Colour', which is none of 'all_classes'"),
-        (longbench("trec", all_classes=None), r"'all_classes' must be a list, and is null"),
-        (longbench("qasper", input=" "), "field 'input' is empty"),
-        (longbench("gov_report", context=""), "field 'context' is empty"),
-    ],
-)
-def test_longbench_records_with_a_flaw(tmp_path: Path, record: dict[str, object], problem: str) -> None:
-    with pytest.raises(DatasetError, match=rf"record 1 \(line 1\): .*{problem}"):
-        load_task("longbench", jsonl(tmp_path / "file.jsonl", [record]))
 
 
 def test_longbench_subtasks_are_read_alone(tmp_path: Path) -> None:
@@ -314,57 +239,3 @@ def test_whole_documents_are_all_given_each_by_itself(subtask: str, documents: i
     assert len(context.texts) == documents
     # Nothing of the record is lost, and nothing is added to it.
     assert "".join("".join(context.texts).split()) == "".join(str(record["context"]).split())
-
-
-def test_every_data_set_is_tested_here() -> None:
-    assert set(DATASETS) == {"qa", "musique", "2wikimqa", "samsum", "multinews", "longbench"}
-
-
-texts = st.text(alphabet="ab .\n", max_size=200)
-
-
-@given(text=texts, max_chars=st.integers(1, 40))
-def test_cutting(text: str, max_chars: int) -> None:
-    pieces = cut(text, max_chars)
-    assert "".join(pieces) == text
-    assert all(0 < len(piece) <= max_chars for piece in pieces)
-
-
-@given(pieces=st.lists(texts, max_size=8), max_chars=st.integers(1, 60))
-def test_packing(pieces: list[str], max_chars: int) -> None:
-    chunks = pack(pieces, max_chars)
-    assert "".join(chunks) == "".join(pieces)
-    assert all(len(chunk) <= max_chars for chunk in chunks)
-
-
-@given(text=texts)
-def test_splitting(text: str) -> None:
-    pieces = split_before(re.compile(r"^a", re.MULTILINE), text)
-    assert "".join(pieces) == text
-    assert all(piece.startswith("a") for piece in pieces[1:])
-
-
-@given(code=st.text(alphabet="ab \n", max_size=5000).filter(str.strip))
-def test_code_is_cut_before_its_last_lines(code: str) -> None:
-    texts, question = SUBTASKS["lcc"].arrange(code, "")
-    assert len(question) <= 600
-    assert len(question) <= len(code) / 4
-    if code[0].strip():
-        # What is blank from the first character on is left out.
-        assert texts
-    assert "".join("".join(texts).split()) + "".join(question.split()) == "".join(code.split())
-
-
-def test_lines_come_before_sentences_and_words() -> None:
-    assert cut("one two. three\nfour five six", 18) == ["one two. three\n", "four five six"]
-    assert cut("one two three. four five six", 18) == ["one two three. ", "four five six"]
-    assert cut("one two three four", 12) == ["one two ", "three four"]
-    assert cut("abcdefgh", 3) == ["abc", "def", "gh"]
-    assert pack(["aa", "bb", "cc", "dddddd", "e"], 4) == ["aabb", "cc", "dddd", "dde"]
-
-
-def test_what_is_judged_of_an_answer() -> None:
-    assert first_line("\n\n Oslo \nQuestion: more") == "Oslo"
-    assert first_line(" \n") == ""
-    assert code_line("```python\n# a comment\n\n    return 1\nprint(2)") == "    return 1"
-    assert code_line("// nothing") == ""
