@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_attachments.cli.calibrate import parse_ratios
 from cacheblend_rag.cli import output
 from cacheblend_rag.errors import ConfigError
 from tests.limits import wait_until
@@ -45,10 +44,6 @@ def test_sizes_are_said(size: float, text: str) -> None:
 )
 def test_times_are_said(seconds: float, text: str) -> None:
     assert output.say_seconds(seconds) == text
-
-
-def test_ratios_are_read() -> None:
-    assert parse_ratios("0, 0.05,1") == (0.0, 0.05, 1.0)
 
 
 def test_rows_are_made_alike(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from cacheblend_lab.families import tiny_config
 from cacheblend_lab.families import tiny_model as random_model
 from cacheblend_lab.settings import blend_settings, engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -64,6 +64,7 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     (ConfigError, "either segments, or prefix", lambda _: BlendPrompt("t5", segments=["t6"])),
     (ConfigError, "1 positions for 2 segments", lambda _: BlendPrompt(segments=["t5", "t6"], positions=[0])),
     (ConfigError, "negative", lambda _: BlendPrompt(segments=["t5"], positions=[-1])),
+    (ConfigError, "fixed text", lambda _: FixedText(5)),  # type: ignore[arg-type]
     (ConfigError, "give a list", lambda _: BlendPrompt("t5", chunks="n1")),
     (ConfigError, "segments is the string 'Hello world'", lambda _: BlendPrompt(segments="Hello world")),
     (ConfigError, "segments holds 1, a int", lambda _: BlendPrompt(segments=[1, 2])),  # type: ignore[list-item]
@@ -224,6 +225,8 @@ def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
         ({"selector": "best"}, "unknown selector 'best'.*; choose one of a3, boundary"),
         ({"selector": "query(repair=0.1)"}, "no option 'repair'; attach Repair of cacheblend_attachments"),
         ({"check_layers": (1, 2), "gradual_start": 6.0}, "leaves nothing for the last"),
+        ({"selector": "query", "look_layers": (2, 5)}, "look_layers=.*must end before the model's last layer, 5"),
+        ({"selector": "query", "stop_layer": 7}, "stop_layer=7 is beyond the model's 6 layers"),
     ):
         config = blend_settings(BlendConfig(), **changes)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=message):

@@ -77,21 +77,6 @@ def test_calls_that_wait_are_one_batch(engine: BlendEngine, pool: ThreadPoolExec
     assert not engine._runner.scheduler.line()
 
 
-def test_streams_are_part_of_it(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
-    wanted = [answer(engine, prompt, eos_token_id=-1)() for prompt in PROMPTS]
-
-    def read(prompt: BlendPrompt) -> tuple[list[str], GenerationResult]:
-        stream = engine.stream(prompt, 9, do_sample=False, eos_token_id=-1)
-        return list(stream), stream.result()
-
-    calls: list[Callable[[], Any]] = [lambda prompt=prompt: read(prompt) for prompt in PROMPTS]
-    found = [each.result() for each in together(engine, calls, pool)]
-    for (pieces, result), alone in zip(found, wanted, strict=True):
-        assert result.token_ids == alone.token_ids
-        assert "".join(pieces) == alone.text and len(pieces) > 1
-    assert [result.report.batch_size for _, result in found] == [7] * 7
-
-
 def test_only_what_is_decoded_alike_is_decoded_together(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
     calls = [
         answer(engine, PROMPTS[0]),

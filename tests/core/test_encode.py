@@ -91,12 +91,6 @@ def test_a_document_of_several_parts_is_read_behind_a_shared_prefix_as_its_own(f
                 assert (one - other).abs().max() < 1e-5 * max(1, other.abs().max())
 
 
-def test_no_prefix_can_be_shared() -> None:
-    decoder = inspect_model(tiny_model("llama"))
-    [[(_, kv)]] = Encoder(decoder, (), 64, share_preamble=True).encode([Target(tuple(some_ids(5, 1)))])
-    assert kv.start == 0
-
-
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 30), st.integers(1, 200))
 def test_every_chunk_is_in_one_batch_that_fits(lengths: list[int], prefix_len: int, batch_tokens: int) -> None:
     batches = plan_batches(lengths, prefix_len, batch_tokens)

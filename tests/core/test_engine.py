@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +80,6 @@ def test_two_names_of_one_text_share_its_kv_until_the_last_is_deleted(engine: Bl
     assert not engine.contains("b")
 
 
-def test_of_several_chunks_with_one_id_the_last_counts(engine: BlendEngine) -> None:
-    engine.add([Chunk(words(5, 1), "x"), Chunk(words(6, 2), "x")])
-    record = engine.records(["x"])[0]
-    assert record is not None
-    assert record.token_ids == tuple(engine.tokenizer(words(6, 2), add_special_tokens=False)["input_ids"])
-
-
 def test_another_text_under_a_known_id_is_not_served_from_its_kv(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     edited = Chunk(words(21, 77), "n1")
@@ -98,14 +90,6 @@ def test_another_text_under_a_known_id_is_not_served_from_its_kv(engine: BlendEn
     assert (anonymous.logits - result.logits).abs().max() < TOLERANCE
     # The name still means what was added.
     assert engine.prefill(_prompt([CHUNKS[1]])).report.hits == 1
-
-
-def test_a_prompt_that_ends_with_a_chunk_computes_it(engine: BlendEngine) -> None:
-    engine.add(CHUNKS)
-    prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), ChunkRef("n1")])
-    result = engine.prefill(prompt, blend=engine.blend.replace(selector="none"))
-    assert [c.reason for c in result.report.chunks] == [None, "the prompt ends with it, so it is computed like text"]
-    assert result.report.context_tokens == 20
 
 
 def test_logits_behind_the_last_tokens(engine: BlendEngine) -> None:
@@ -168,14 +152,6 @@ def test_generate_and_stream_give_the_same_text(engine: BlendEngine) -> None:
     assert answer.report.output_tokens == len(answer.token_ids) <= 16
 
 
-def test_generation_follows_the_blended_logits(engine: BlendEngine) -> None:
-    engine.add(CHUNKS)
-    for selector in ("none", "random", "hkvd"):
-        config = engine.blend.replace(selector=selector)
-        first = engine.prefill(_prompt(CHUNKS), blend=config).logits.argmax()
-        assert engine.generate(_prompt(CHUNKS), 4, blend=config, do_sample=False).token_ids[0] == first
-
-
 def test_an_abandoned_stream_ends(engine: BlendEngine) -> None:
     stream = engine.stream(_prompt(CHUNKS), 400, do_sample=True, eos_token_id=-1)
     next(stream)
@@ -235,15 +211,6 @@ def test_a_call_waits_for_the_model_as_long_as_it_was_told(engine: BlendEngine) 
     for wait_s in (-1, math.nan, "soon"):
         with pytest.raises(ConfigError, match="wait_s"):
             engine.generate(_prompt(CHUNKS), 4, wait_s=wait_s)  # type: ignore[arg-type]
-
-
-def test_concurrent_calls_do_not_mix(engine: BlendEngine) -> None:
-    engine.add(CHUNKS)
-    prompts = [_prompt(list(order), n) for n, order in enumerate(itertools.islice(itertools.permutations(CHUNKS), 8))]
-    want = [engine.prefill(prompt).logits for prompt in prompts]
-    with ThreadPoolExecutor(8) as pool:
-        for got, logits in zip(pool.map(lambda each: engine.prefill(each).logits, prompts * 3), want * 3, strict=True):
-            assert (got - logits).abs().max() < TOLERANCE
 
 
 def test_the_model_is_left_as_it_was(engine: BlendEngine) -> None:

@@ -140,13 +140,6 @@ def test_few_rows_keep_a_plain_mask() -> None:
     assert type(RowMask.over(_causal(torch.arange(0, 200, 4), 300))) is torch.Tensor
 
 
-def test_what_is_computed_from_a_mask_is_a_plain_tensor() -> None:
-    mask = RowMask.over(_causal(_rows(200), _COLUMNS))
-    assert isinstance(mask, RowMask)
-    assert type(mask[:, :, :, :10]) is torch.Tensor
-    assert type(~mask) is torch.Tensor
-
-
 def test_rows_that_see_nothing_keep_a_plain_mask() -> None:
     mask = _causal(_rows(200), _COLUMNS)
     mask[:, :, :80] = False

@@ -21,7 +21,7 @@ from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import LENGTH, SPANS, dense_blend, own_kv, random_ids, span_layout
 from tests.engines import MakeEngine
-from tests.families import CASES, FAMILIES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer, words
+from tests.families import CASES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
 
@@ -157,10 +157,6 @@ def test_a_first_chunk_behind_its_preamble_is_the_models_prefix_cache(model: Pre
         assert (engine.prefill(prompt).logits - model(input_ids=ids).logits[0, -1]).abs().max() < TOLERANCE
 
 
-def test_every_family_of_the_list_is_here() -> None:
-    assert len(FAMILIES) == 18
-
-
 Part: TypeAlias = "tuple[bool, int, int]"
 """Whether it is a chunk, its length in words, and the seed of its words."""
 
@@ -212,11 +208,3 @@ def test_a_first_chunk_is_exact_only_behind_a_prefix_that_is_where_it_was(make_e
     own = engine.model(input_ids=ids, position_ids=positions, past_key_values=DynamicCache()).logits[0, -1]
     full = engine.prefill(moved, blend=engine.blend.replace(selector="random", recompute_ratio=0.99999))
     assert (full.logits - own).abs().max() < 1e-4
-
-
-def test_the_report_has_chunks_in_prompt_order(make_engine: MakeEngine) -> None:
-    engine = make_engine(selector="none")
-    engine.add([Chunk(words(10, number), f"n{number}") for number in range(3)])
-    engine.prefill(BlendPrompt(words(3, 4), ["n1"], words(5, 2)))
-    report = engine.prefill(BlendPrompt(words(3, 4), ["n2", "n1", "n0"], words(5, 2))).report
-    assert [chunk.id for chunk in report.chunks] == ["n2", "n1", "n0"]

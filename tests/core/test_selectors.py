@@ -155,18 +155,6 @@ def test_a3_chooses_by_the_fresh_keys_of_layer_1() -> None:
     assert [chunk.recomputed_tokens for chunk in report.chunks] == wanted
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"selector": "query", "look_layers": (2, 5)}, "look_layers=.*must end before the model's last layer, 5"),
-        ({"selector": "query", "stop_layer": 7}, "stop_layer=7 is beyond the model's 6 layers"),
-    ],
-)
-def test_layers_that_are_not_there(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(**settings))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("settings", [{"selector": "query"}, {"selector": "a3"}])
 def test_a_model_that_does_not_show_its_attention(make_engine: MakeEngine, settings: dict[str, object]) -> None:
     config = CONFIG_MAPPING["falcon"](
@@ -269,22 +257,6 @@ def test_questions_weigh_naively(layout: PromptLayout, budget: int, stop: int | 
     inside = [mean for mean, number in zip(means, numbers, strict=True) if number in taken]
     outside = [mean for mean, number in zip(means, numbers, strict=True) if number not in taken]
     assert not inside or not outside or min(inside) >= max(outside) * (1 - 1e-5)
-
-
-def test_weights_are_those_of_a_softmax_for_grouped_heads() -> None:
-    draw = torch.Generator().manual_seed(0)
-    query, key = torch.randn(1, 4, 3, 8, generator=draw), torch.randn(1, 2, 9, 8, generator=draw)
-    scores = torch.einsum("hqd,hkd->hqk", query[0], key[0].repeat_interleave(2, dim=0)) * 0.3
-    # Without a mask the last rows are the last tokens: each sees what stands before it, and itself.
-    later = torch.arange(9)[None, :] > torch.arange(6, 9)[:, None]
-    wanted = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
-    for window in (1, 3):
-        got = attention_weights(AttentionCall(query, key, None, 0.3), window)
-        assert (got - wanted[:, -window:]).abs().max() < 1e-6
-    seen = torch.rand(1, 1, 3, 9, generator=draw) < 0.7
-    seen[..., 0] = True
-    masked = scores.masked_fill(~seen[0], -torch.inf).softmax(dim=-1)
-    assert (attention_weights(AttentionCall(query, key, seen, 0.3), 3) - masked).abs().max() < 1e-6
 
 
 def test_half_precision_does_not_overflow_where_the_kernel_does_not() -> None:

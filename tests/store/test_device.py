@@ -118,15 +118,6 @@ def test_what_is_deleted_on_its_way_up_does_not_arrive(folder: Path | None) -> N
     late.finish()
 
 
-def test_another_process_deletes(tmp_path: Path) -> None:
-    store, other = filled(tmp_path, 1, 2), open_store(tmp_path, 0)
-    other.forget("ns", ["n1"])
-    assert [tier_of(store, number) for number in (1, 2)] == [None, "device"]
-    assert store.stats().device_bytes == KV_BYTES
-    other.clear()
-    assert (tier_of(store, 2), store.stats().device_bytes) == (None, 0)
-
-
 def test_what_the_slower_tier_drops_for_room_goes(tmp_path: Path) -> None:
     store = filled(None, 1, 2, ram_bytes=2 * KV_BYTES)
     # What is used on the device stays in RAM, which is all there is.
@@ -143,22 +134,6 @@ def test_what_the_slower_tier_drops_for_room_goes(tmp_path: Path) -> None:
     for number in (2, 3):
         store.put(key_of(number), make_kv(0))
     assert (tier_of(store, 1), store.stats().device_bytes) == (None, 0)
-
-
-def test_time_passes_there_too(folder: Path | None) -> None:
-    now = 1.0e9
-    store = open_store(folder, 10**6, device_bytes=ROOM, clock=lambda: now)
-    for number, ttl_s in ((1, 10.0), (2, 10.0), (3, None)):
-        store.put(key_of(number), make_kv(number), ttl_s=ttl_s)
-        raise_up(store, number)
-    now += 9
-    store.prolong([key_of(2)], 10.0)
-    assert [tier_of(store, number) for number in (1, 2, 3)] == ["device"] * 3
-    now += 5
-    assert [tier_of(store, number) for number in (1, 2, 3)] == [None, "device", "device"]
-    now += 6
-    assert [tier_of(store, number) for number in (1, 2, 3)] == [None, None, "device"]
-    assert store.stats().device_bytes == KV_BYTES
 
 
 def test_the_budget_is_kept(tmp_path: Path) -> None:

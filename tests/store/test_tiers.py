@@ -89,18 +89,6 @@ def test_what_was_read_to_its_end_is_kept_in_ram(tmp_path: Path, first_layer: in
     assert is_held(store, 1)
 
 
-def test_reading_the_last_layer_alone_keeps_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 0)
-    store.put(key_of(1), make_kv(1))
-    store.close()
-    store = open_store(tmp_path, 10**6)
-    reader = opened(store, key_of(1))
-    reader.layer(2)
-    reader.finish()
-    assert store.stats().ram_bytes == 0
-    assert same(read(reader), make_kv(1))
-
-
 def test_ram_stays_in_its_budget_while_reading(tmp_path: Path) -> None:
     store = open_store(tmp_path, 2 * KV_BYTES)
     for number in range(4):
@@ -124,16 +112,6 @@ def test_ram_stays_in_its_budget_while_reading(tmp_path: Path) -> None:
         reader = opened(store, key_of(number))
         read(reader)
         assert store.stats().ram_bytes > 0
-
-
-def test_a_reader_outlives_its_store(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 0)
-    store.put(key_of(1), make_kv(1))
-    store.close()
-    store = open_store(tmp_path, 10**6)
-    reader = opened(store, key_of(1))
-    store.close()
-    assert same(read(reader), make_kv(1))
 
 
 @pytest.mark.parametrize("codec", ["native", "int8"])

@@ -2,11 +2,9 @@
 
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -188,47 +186,6 @@ def test_markup_and_scripts_show_as_text(browser: Any, hostile: Path) -> None:
     assert page.evaluate("document.querySelectorAll('img, iframe, b b, #prompt style, #prompt script').length") == 0
     assert seen.is_quiet(hostile)
     page.close()
-
-
-@pytest.fixture
-def listener() -> Iterator[tuple[str, list[str]]]:
-    """The address of a server on this machine, and what it was asked for."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_error(404)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
-        server.shutdown()
-        thread.join()
-
-
-def test_the_policy_stops_what_gets_in_all_the_same(browser: Any, file: Path, listener: tuple[str, list[str]]) -> None:
-    address, asked = listener
-    seen = opened(browser, file)
-    seen.page.evaluate(
-        """(address) => {
-            document.body.insertAdjacentHTML("beforeend", `<img src='${address}/image' onerror='document.title=1'>`);
-            const script = document.createElement("script");
-            script.textContent = "document.title = 'owned'";
-            document.body.append(script);
-            fetch(`${address}/fetch`).catch(() => {});
-        }""",
-        address,
-    )
-    seen.page.wait_for_timeout(200)
-    assert seen.page.title() == "cacheblend-rag inspector"
-    assert asked == []
-    assert any("Content Security Policy" in line for line in seen.said)
-    seen.page.close()
 
 
 def test_a_notebook_shows_it_in_a_frame(browser: Any, engine: BlendEngine) -> None:

@@ -1,6 +1,5 @@
 """Eviction through the engine: answers, reports, streams, hits and misses, and settings without meaning."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -73,10 +72,8 @@ def test_the_first_token_is_that_of_the_whole_context(engine: BlendEngine) -> No
 
 
 def test_time_per_output_token_needs_two_tokens(engine: BlendEngine) -> None:
-    assert engine.prefill(PROMPT).report.tpot_s is None
     assert engine.generate(PROMPT, 1).report.tpot_s is None
-    tpot = engine.generate(PROMPT, 6, min_new_tokens=6).report.tpot_s
-    assert tpot is not None and tpot > 0
+    assert (engine.generate(PROMPT, 6, min_new_tokens=6).report.tpot_s or 0) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -103,19 +100,6 @@ def test_a_stream_is_what_is_generated(engine: BlendEngine) -> None:
         assert getattr(result.report, figure) == getattr(wanted.report, figure)
 
 
-def test_every_pattern_of_hits_and_misses_keeps_the_same(engine: BlendEngine) -> None:
-    engine.attach(SnapKV(0.25))
-    prompt = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
-    answers = set()
-    for pattern in itertools.product([True, False], repeat=3):
-        engine._store.clear()
-        engine.add([chunk for chunk, hit in zip(CHUNKS, pattern, strict=True) if hit])
-        result = engine.generate(prompt, 10, do_sample=False)
-        assert result.report.hits == sum(pattern)
-        answers.add(result.token_ids)
-    assert len(answers) == 1
-
-
 def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
     engine.attach(SnapKV(10))
     prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), words(3, 2), ChunkRef("n1"), ChunkRef("n2")])
@@ -134,12 +118,6 @@ def test_text_without_tokens_is_no_end(engine: BlendEngine, end: str | tuple[int
     assert result.report.chunks[-1].reason == "the prompt ends with it, so it is computed like text"
     assert result.report.evicted_tokens == 20 - 10
     assert (result.logits - wanted.logits).abs().max() < 1e-4
-
-
-def test_a_prompt_without_chunks_keeps_all(engine: BlendEngine) -> None:
-    engine.attach(SnapKV(1))
-    report = engine.generate(BlendPrompt(words(9, 1)), 4).report
-    assert (report.evicted_tokens, report.kv_bytes) == (0, 10 * TOKEN_BYTES)
 
 
 def test_long_answers_outgrow_the_room(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:

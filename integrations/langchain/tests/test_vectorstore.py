@@ -112,12 +112,6 @@ def test_deleting_by_criteria_forgets(embedding: Embeddings, engine: BlendEngine
     assert engine.ids() == []
 
 
-def test_a_store_without_a_method_says_so(embedding: Embeddings, engine: BlendEngine) -> None:
-    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
-    with pytest.raises(ConfigError, match="InMemoryVectorStore has no reset_collection"):
-        store.reset_collection()
-
-
 def test_every_way_of_searching_is_the_inner_stores(store: BlendVectorStore, chunks: dict[str, str]) -> None:
     store.add_texts(chunks.values(), ids=list(chunks))
     vector = store.inner.embeddings.embed_query("goat")

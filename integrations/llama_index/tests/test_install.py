@@ -100,17 +100,6 @@ def test_modules_imported_in_between_are_restored() -> None:
         kept.get_response_synthesizer = original  # it was out of reach
 
 
-def test_query_engine_on_plain_chroma(index: VectorStoreIndex, llm: BlendLLM) -> None:
-    install()
-    compact = index.as_query_engine(llm=llm, similarity_top_k=3).query(QUESTION)
-    engine = index.as_query_engine(response_mode="blend", llm=llm, similarity_top_k=3)
-    response = engine.query(QUESTION)
-    assert str(response) == str(compact)
-    assert [each.node.node_id for each in response.source_nodes] == [each.node.node_id for each in compact.source_nodes]
-    assert all(each.score is not None for each in response.source_nodes)
-    assert response.metadata["blend"]["hits"] == 3
-
-
 def test_other_doors(index: VectorStoreIndex, llm: BlendLLM, nodes: Nodes) -> None:
     install()
     retriever = index.as_retriever(similarity_top_k=2)
@@ -177,11 +166,6 @@ def test_indices_that_rewrite_are_refused(llm: BlendLLM, nodes: Nodes, embedding
         assert index.as_query_engine(llm=llm)
     uninstall()
     assert not hasattr(RetrieverQueryEngine.from_args, "__wrapped__")
-
-
-def test_the_official_way_needs_no_install(index: VectorStoreIndex, llm: BlendLLM) -> None:
-    engine = index.as_query_engine(llm=llm, response_synthesizer=BlendSynthesizer(llm=llm), similarity_top_k=2)
-    assert engine.query(QUESTION).metadata["blend"]["hits"] == 2
 
 
 @pytest.mark.parametrize("mode", OTHER_MODES)

@@ -1,6 +1,5 @@
 import asyncio
 import copy
-import gc
 import pickle
 import threading
 from pathlib import Path
@@ -8,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from llama_index.core import Settings
 from llama_index.core.base.llms.types import CitableBlock, ThinkingBlock, ToolCallBlock
-from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.prompts import PromptTemplate
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, QuantoConfig
@@ -27,14 +24,6 @@ from tests import poison
 from tests.families import tiny_reader
 
 MESSAGES = [ChatMessage("Be brief.", role="system"), ChatMessage("Where was Mara born?")]
-
-
-def test_metadata(llm: BlendLLM, make_llm: MakeLLM) -> None:
-    assert (llm.metadata.context_window, llm.metadata.num_output) == (1024, 12)
-    assert (llm.metadata.is_chat_model, llm.metadata.model_name) == (True, "LlamaForCausalLM")
-    assert llm.to_payload()["class_name"] == llm.to_dict()["class_name"] == "BlendLLM"
-    assert make_llm(model_name="tiny").to_payload()["model_name"] == "tiny"
-    assert "engine" not in {**BlendLLM.model_json_schema()["properties"], **llm.to_dict()}
 
 
 def test_complete_is_the_models_own_generate(llm: BlendLLM, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -274,14 +263,6 @@ def test_without_a_chat_template_text_is_sent(model: LlamaForCausalLM, tokenizer
     llm.engine.close()
 
 
-def test_token_counting(make_llm: MakeLLM) -> None:
-    counter = TokenCountingHandler(tokenizer=lambda text: text.split())
-    llm = make_llm(callback_manager=CallbackManager([counter]))
-    usage = llm.chat(MESSAGES).raw["usage"]
-    assert counter.prompt_llm_token_count == usage["prompt_tokens"]
-    assert counter.completion_llm_token_count == usage["completion_tokens"]
-
-
 class Gate:
     """Lets a model compute only while it is open."""
 
@@ -306,19 +287,6 @@ def gate(model: LlamaForCausalLM) -> Any:
     gate.remove()
 
 
-async def test_the_loop_is_free_while_the_model_computes(make_llm: MakeLLM, gate: Gate) -> None:
-    llm = make_llm(max_new_tokens=4)
-
-    async def read() -> str:
-        return "".join([piece.delta async for piece in await llm.astream_chat(MESSAGES)])
-
-    tasks = [asyncio.ensure_future(call) for call in (llm.achat(MESSAGES), llm.acomplete("Mara"), read())]
-    await asyncio.sleep(0.1)
-    assert not any(task.done() for task in tasks)
-    gate.open.set()
-    await asyncio.gather(*tasks)
-
-
 async def test_cancelling_ends_the_generation_and_leaves_others_alone(make_llm: MakeLLM, gate: Gate) -> None:
     llm = make_llm(max_new_tokens=600)
     task = asyncio.ensure_future(llm.achat(MESSAGES))
@@ -332,27 +300,9 @@ async def test_cancelling_ends_the_generation_and_leaves_others_alone(make_llm: 
     assert gate.passes < 50
 
 
-async def test_unread_streams_hold_nobody_up(llm: BlendLLM) -> None:
-    unread = [llm.stream_chat(MESSAGES), await llm.astream_chat(MESSAGES)]
-    started = llm.stream_complete("Mara", max_new_tokens=900)
-    next(started)
-    answer = await asyncio.wait_for(llm.achat(MESSAGES), 20)
-    del unread
-    started.close()
-    gc.collect()
-    assert answer.raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
-
-
 def test_errors_of_a_stream_are_raised(llm: BlendLLM) -> None:
     with pytest.raises(CacheBlendError, match="window"):
         llm.stream_complete("word " * 2000)
-
-
-def test_predict_and_settings(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Settings, "_llm", llm)
-    assert Settings.llm is llm
-    text = llm.predict(PromptTemplate("Where was {name} born?"), name="Mara")
-    assert text == llm.chat([ChatMessage("Where was Mara born?")]).message.content
 
 
 @poison.COUNTS

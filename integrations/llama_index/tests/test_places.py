@@ -103,17 +103,6 @@ def test_what_was_split_twice_is_ordered_by_what_stands_before() -> None:
     assert [chunk.previous for chunk in chunks] == [None, *(node.node_id for node in nodes[:-1])]
 
 
-def test_a_boundary_divides_documents() -> None:
-    nodes = SentenceSplitter(chunk_size=40, chunk_overlap=0)([document()])
-    for number, node in enumerate(nodes):
-        node.metadata = {"reader": "ada" if number % 2 else "otto", "page": number}
-    names = [chunk.document for chunk in places(nodes, "reader")]
-    assert len(set(names)) == 2 and names[0::2] == [names[0]] * len(names[0::2])
-    assert len({chunk.document for chunk in places(nodes, "reader", "page")}) == len(nodes)
-    assert {chunk.document for chunk in places(nodes, "unknown")} not in ({"d"}, set(names))
-    assert {chunk.document for chunk in places(nodes)} == {"d"}
-
-
 def test_filters_inside_filters_are_seen(caplog: pytest.LogCaptureFixture) -> None:
     inside = MetadataFilters(filters=[MetadataFilter(key="page", value=1), MetadataFilter(key="reader", value="ada")])
     boundary = Boundary(["reader"])

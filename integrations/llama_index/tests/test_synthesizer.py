@@ -13,7 +13,7 @@ from llama_index.core.instrumentation.events.llm import (
     LLMCompletionStartEvent,
     LLMPredictStartEvent,
 )
-from llama_index.core.llms import ChatMessage, MessageRole, MockLLM
+from llama_index.core.llms import ChatMessage, MessageRole
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
 from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import ImageNode, NodeWithScore, TextNode
@@ -344,11 +344,6 @@ def test_a_changed_context_is_prefilled_whole(llm: BlendLLM, nodes: Nodes, event
         theirs, ours = answers(events)
         assert ours["token_ids"] == theirs["token_ids"]
         assert "cannot be told apart" in response.metadata["blend"]["fallback_reason"]
-
-
-def test_other_language_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs a BlendLLM.*MockLLM"):
-        BlendSynthesizer(llm=MockLLM())  # type: ignore[arg-type]
 
 
 def test_prompts_can_be_seen_and_replaced(llm: BlendLLM, nodes: Nodes) -> None:

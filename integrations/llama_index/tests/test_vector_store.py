@@ -67,14 +67,6 @@ def known(engine: BlendEngine, misses: Collection[str] = ()) -> set[str]:
     return set(engine.ids())
 
 
-def test_it_looks_like_the_inner_store(store: BlendVectorStore, inner: BasePydanticVectorStore) -> None:
-    assert store.stores_text == inner.stores_text
-    assert store.is_embedding_query == inner.is_embedding_query
-    assert store.client is inner.client
-    assert store.inner is inner
-    assert store.class_name() == "BlendVectorStore"
-
-
 def test_blank_nodes_are_not_encoded(store: BlendVectorStore, engine: BlendEngine, embedding: WordEmbedding) -> None:
     blank = TextNode(id_="n0", text=" \n", embedding=embedding.get_text_embedding("blank"))
     store.add([blank])

@@ -98,14 +98,6 @@ def test_text_goes_on_with_the_users_message_where_that_is_the_last(name: str) -
     assert [part.name for part in cached.values()] == ["#1", "a"]
 
 
-def test_the_bos_of_a_template_is_not_counted_twice() -> None:
-    layout = SchemaLayout(SCHEMA, tokens_of("gemma"))
-    assert layout.spans[0].text.startswith("<bos><start_of_turn>user")
-    assert layout.spans[0].position == len("<bos>")
-    first = lay_out(layout, SCHEMA.prompt("?")).segments
-    assert "".join(chr(token) for segment in first[:2] for token in segment.token_ids).startswith("<bos><start")
-
-
 def test_messages_without_messages_in_the_schema() -> None:
     schema = Schema.from_text('<schema name="s">Text. <module name="a">AAA</module></schema>')
     assert said(schema, tokens_of("gemma"), Import("a"), Turn("user", "Why?")) == (

@@ -9,8 +9,6 @@ from cacheblend_pml import Import, Module, Param, Schema, SchemaLayout, Text, To
 from cacheblend_rag.errors import CacheBlendError, PMLError
 from integrations.pml.tests.naive import tokenize
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "pml"
-
 
 def texts(markup: str) -> list[tuple[str | None, str]]:
     layout = SchemaLayout(Schema.from_text(markup), Tokens(tokenize))
@@ -134,11 +132,6 @@ def test_a_wrong_schema_says_where_and_what_was_expected(inside: str, expected: 
     assert expected in refusal(f"<schema name='s'>{inside}</schema>")
 
 
-def test_both_src_and_content_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PMLError, match=r"has both src='x' and content"):
-        Schema.from_text("<schema name='s'><module name='a' src='x'>y</module></schema>", root=tmp_path)
-
-
 TRAVEL = """<schema name="travel">
   <module name="plan">For <param name="days" len="9"/>
     <union>
@@ -222,23 +215,3 @@ def test_a_schema_made_in_python_is_checked_like_any_other() -> None:
         Schema("s", ("text",))  # type: ignore[arg-type]
     with pytest.raises(PMLError, match="a prompt holds 3, a int; give Import, Turn or text"):
         schema.prompt(3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("schema", "prompt", "imports"),
-    [
-        ("code-generation-game", "create-main", 5),
-        ("travel", "plan-tokyo", 3),
-        ("personalization-education", "describe-learner", 6),
-    ],
-)
-def test_the_schemas_of_the_papers_appendix(schema: str, prompt: str, imports: int) -> None:
-    read = Schema.from_file(EXAMPLES / f"{schema}.pml")
-    made = read.read_prompt(EXAMPLES / f"{prompt}.pml")
-    assert len(made.imports) == imports
-    assert [role.role for role in read.roles] == ["system", "user", "assistant"]
-    if schema == "personalization-education":
-        assert [len(union) for union in read.unions] == [6, 4, 6, 5, 5, 4]
-    if schema == "code-generation-game":
-        code = read.modules["unit.py"].children[0]
-        assert isinstance(code, Text) and code.text == (EXAMPLES / "game" / "unit.py").read_text(encoding="utf-8")

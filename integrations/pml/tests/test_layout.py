@@ -87,12 +87,6 @@ def test_many_prompts_take_the_positions_of_the_paper(data: st.DataObject) -> No
     check_prompt(children, data.draw(naive.requests(children)))
 
 
-def test_the_example_of_the_paper() -> None:
-    """Two modules of 50 and 60 tokens: the third one starts at 110 (section 3.3)."""
-    modules = "".join(f'<module name="{id}">{id * size}</module>' for id, size in zip("abc", (50, 60, 1), strict=True))
-    assert layout_of(f'<schema name="s">{modules}</schema>', Tokens(naive.tokenize)).extents["c"].start == 110
-
-
 def test_new_text_takes_the_place_of_what_is_left_out() -> None:
     schema = '<schema name="s"><module name="a">aa</module><module name="b">bbbb</module><module name="c">cc</module></schema>'
     found = laid_out(schema, '<prompt schema="s"><a/>new<c/>end</prompt>')
@@ -114,13 +108,6 @@ def test_a_scaffold_is_one_part_of_what_is_imported() -> None:
     some = lay_out(layout, schema.prompt(Import("a"), Import("b"), Import("d"), "?"))
     assert [part.name for part in some.parts.values()] == ["#1", "a+b", "d"]
     assert some.parts[2].positions == (5, 6, 7, 8, 9)
-
-
-def test_the_texts_of_a_module_are_one_part_around_what_is_nested() -> None:
-    layout = layout_of('<schema name="s"><module name="m">ab<module name="n">xyz</module>cd</module></schema>')
-    outer, inner = layout.parts
-    assert outer.positions == (1, 2, 6, 7) and not outer.is_contiguous
-    assert inner.positions == (3, 4, 5) and inner.is_contiguous
 
 
 def test_a_union_in_a_scaffold_waits_for_the_prompt() -> None:

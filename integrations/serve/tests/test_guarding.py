@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
@@ -28,7 +27,6 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.app import Guarded
 from cacheblend_serve.auth import KeyFile, Owner
-from cacheblend_serve.cli import _server
 from cacheblend_serve.client.wire import AnswerCall, ChunksCall
 from cacheblend_serve.errors import Overload, explained
 from cacheblend_serve.inprocess import EngineBackend
@@ -448,15 +446,6 @@ def test_a_gate_that_closes_waits_for_those_inside() -> None:
     leave.set()
     thread.join()
     assert gate.drain(5)
-
-
-def test_who_is_told_to_stop_lets_nobody_in_and_told_again_waits_for_nobody() -> None:
-    gate = Gate(1)
-    server = _server(uvicorn.Config(app, log_level="error"), gate)
-    server.handle_exit(signal.SIGTERM, None)
-    assert (gate.is_open, server.should_exit, server.force_exit) == (False, True, False)
-    server.handle_exit(signal.SIGTERM, None)
-    assert server.force_exit
 
 
 def test_a_second_signal_ends_it_at_once(tiny: Any, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.faults import serving
-from tests.faults.test_commands import WHOLE
+from tests.faults.test_damage import WHOLE
 from tests.limits import one_thread as one_thread
 
 

@@ -215,16 +215,6 @@ def test_the_questions_attention_is_the_same_behind_resumed_rows(make_engine: Ma
     assert (turn.logits - alone.logits).abs().max() < TOLERANCE
 
 
-def test_a_question_asked_again_is_computed_again(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    conversation = engine.conversation()
-    question = words(20, 1)
-    first = engine.generate(chat_prompt(CHUNKS[:2], [], question), 4, conversation=conversation)
-    history = [*ids_of(question), *first.token_ids]
-    report = engine.prefill(chat_prompt(CHUNKS[:2], history, question), conversation=conversation).report
-    assert report.conversation_tokens == report.prompt_tokens - 20 - 1
-
-
 def test_repair_works_on_what_was_moved(make_engine: MakeEngine) -> None:
     engine = make_engine(selector="none")
     engine.attach(Repair(1.0, limit=0.0))

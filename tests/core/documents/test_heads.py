@@ -1,7 +1,6 @@
 """Fixed text that prompts begin with: its KV is kept exactly, and like a chunk's."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache
 from itertools import pairwise
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_attachments import Repair, SnapKV, SourceAttention, watch_prefill
+from cacheblend_attachments import Repair, SnapKV, SourceAttention
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
@@ -236,17 +235,6 @@ def test_streams_many_prompts_eviction_and_repair(make_engine: MakeEngine) -> No
         assert attention[0] == pytest.approx(attention[1], abs=1e-4)
 
 
-def test_what_is_watched(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.add(CHUNKS)
-    engine.prefill(asking())
-    shapes = []
-    watched = watch_prefill(engine, asking(), lambda _, call: shapes.append(call.query.shape[2]))
-    # All text is computed.
-    assert set(shapes) == {HEAD_TOKENS + 6}
-    assert watched.result.report.head_tokens == 0
-
-
 # Conversations
 
 
@@ -462,18 +450,3 @@ def test_nothing_of_a_question_or_history_is_kept(make_engine: MakeEngine, tmp_p
     known = {record.token_ids for record in records if record is not None}
     ids = engine.prompt_ids(asking(question=QUESTION))
     assert known == {ids[:HEAD_TOKENS], ids[HEAD_TOKENS:][:12], ids[HEAD_TOKENS + 12 :][:13]}
-
-
-def test_many_threads_with_one_head(make_engine: MakeEngine, tmp_path: Path) -> None:
-    engine = make_engine(store=tmp_path)
-    engine.add(CHUNKS)
-    wanted = engine.prefill(asking(fixed=False)).logits
-    with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda _: engine.prefill(asking()).logits, range(6)))
-    assert all(same(logits, wanted) for logits in found)
-    assert len(engine.heads()) == 1
-
-
-def test_fixed_text_is_a_string() -> None:
-    with pytest.raises(ConfigError, match="fixed text"):
-        FixedText(5)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.reading import Member, ReadingRules, contexts
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer
 
@@ -86,27 +85,3 @@ def test_learned_positions_are_encoded_alone() -> None:
     engine = BlendEngine(families.tiny_model(families.tiny_config("gpt2")), tiny_tokenizer())
     engine.add(Text.of("d", [5, 5], [0], 1).chunks)
     assert engine.places(["d-0", "d-1"]) == [None, None]
-
-
-@given(
-    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=20),
-    limit=st.integers(1, 40),
-    overlaps=st.lists(st.integers(0, 8), min_size=20, max_size=20),
-)
-def test_windows_begin_at_chunks_and_repeat_a_quarter(sizes: list[int], limit: int, overlaps: list[int]) -> None:
-    engine = shared_engine("llama", "sdpa", "", 64)
-    rules = ReadingRules(limit)
-    text = Text.of("d", sizes, overlaps, 3)
-    records = [engine._assembler.record(chunk) for chunk in text.chunks]
-    members = [Member(record.id, record.token_ids, record.place) for record in records if record.place is not None]
-    window = 0
-    for number, found in enumerate(contexts(members, rules)):
-        first, context = found.first, found.token_ids
-        size = text.cuts[number][1] - text.cuts[number][0]
-        whole, left_out = text.context(number, range(len(sizes))), text.context(first, range(len(sizes)))
-        assert context == whole[len(left_out) :]
-        assert len(context) + size <= limit or not context
-        if first != window:
-            assert first > window
-            assert len(context) <= limit // 4
-            window = first

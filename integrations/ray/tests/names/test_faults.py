@@ -1,4 +1,4 @@
-"""Shared names while their server is killed, and while machines join: nothing acknowledged is lost, and nothing comes back."""
+"""Names that machines share: against the naive library, while their server is killed, and while machines join."""
 
 import random
 import threading
@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import KVStore, open_store
+from tests.core.documents.test_machine import SOME_IDS, DocumentMachine, run_machine
 from tests.store.kit import record
 from tests.store.remote.conftest import RedisServer
 
@@ -129,3 +133,36 @@ def test_a_joining_machine_has_nothing_deleted(tmp_path: Path, mortal: RedisServ
         joined.close()
         first.forget(NAMESPACE, ids)
     first.close()
+
+
+def machine_at(url: str) -> type[DocumentMachine]:
+    """Return a machine whose two engines have folders of their own, and names at a server."""
+
+    class SharedMachine(DocumentMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            with redis.Redis.from_url(url) as client:
+                client.flushall()
+
+        def folder_of(self, second: bool) -> Path:
+            return self.folder / str(int(second))
+
+        def store_of(self, second: bool) -> KVStore:
+            return open_store(self.folder_of(second), clock=lambda: self.now, names=url, **self.options)  # type: ignore[arg-type]
+
+        # Each machine has pins of its own, which this one does not tell apart.
+        @rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
+        def pin(self, second: bool, ids: list[str], pinned: bool) -> None:
+            pass
+
+    return SharedMachine
+
+
+def test_sampled(names: str) -> None:
+    run_machine(8, 15, machine=machine_at(names))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(5))
+def test_whole(names: str, part: int) -> None:
+    run_machine(40, 40, part, machine_at(names), database=None)
