@@ -16,8 +16,6 @@ __all__ = ["MARK", "Lexer", "lexer_of"]
 MARK = "\ufdd0\ufdd1"
 """Stands inside what would be read as a control token, in text that was said. Unicode has no such characters."""
 
-# Tokens of a prompt's end in which thoughts may be opened.
-_LAST = 16
 # Text that goes on is read after one of these, whose tokens are taken off again.
 _GUARDS = ("\n", ",", "|", ";")
 
@@ -115,7 +113,7 @@ class Lexer:
         known, end = self.thoughts, prompt[-1] if prompt else ""
         if known is None:
             return None
-        text = self.text(end[-_LAST:]) if isinstance(end, list | tuple) else str(end)
+        text = self.text(end[-16:]) if isinstance(end, list | tuple) else str(end)
         is_open, is_over = map(text.rstrip().endswith, (known.opens, known.closes))
         return replace(known, is_open=is_open, is_over=is_over, read=lambda text: self.read(text)[0])
 

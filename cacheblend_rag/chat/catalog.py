@@ -41,9 +41,8 @@ class ChunkCatalog:
     def __init__(self) -> None:
         self._finder = ChunkFinder()
         self._passed_over: dict[str, str] = {}
-        # Which name has which number, as `Library.changes` counts them, and which names had none.
+        # Which name has which number, as `Library.changes` counts them.
         self._names: dict[int, str] = {}
-        self._waiting: set[str] = set()
         self._mark: int | None = None
         self._warned = self._told = self._is_out = False
         self._lock = threading.Lock()
@@ -51,10 +50,9 @@ class ChunkCatalog:
     def split(self, engine: Library, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
         """Split a text into the chunks of `min_chars` or more that stand in it, as of the last `follow`, and the text around.
 
-        Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. What the
-        model thought, as the chat template shows it again, is not searched. Of a text
+        Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text
         that is stored in several documents, the chunk of the one that has most chunks here is taken; where two have as many,
-        none of theirs: it is one that is encoded alone, with or without an id.
+        none of theirs: it is one that is encoded alone, with or without an id. Past thoughts are not searched.
         """
         said = text.split(MARK)
         marks, plain = list(accumulate(map(len, said[:-1]))), "".join(said)

@@ -178,10 +178,9 @@ def template_variables(tokenizer: Any, *given: Mapping[str, Any]) -> dict[str, A
     for options in given:
         asked |= options.get("chat_template_kwargs") or {}
         asked |= {name: options[name] for name in VARIABLES[1:] if options.get(name) is not None}
-    known = _read_by(str(tokenizer.get_chat_template())) if asked and tokenizer.chat_template else ()
-    for name in asked:
-        if name not in known:
-            raise ConfigError(f"this model's chat template takes no {name!r:.60} from a caller; leave it out")
+    known = _read_by(str(tokenizer.get_chat_template())) if asked and tokenizer.chat_template else set[str]()
+    if wrong := sorted(asked.keys() - known):
+        raise ConfigError(f"this model's chat template takes no {wrong[0]!r:.60} from a caller; leave it out")
     return asked
 
 

@@ -75,30 +75,23 @@ class Conversation:
     Made by `BlendEngine.conversation`, and passed to each of its turns. What a turn reuses is found by token ids alone:
 
     - The tokens that both turns begin with keep their KV unchanged. None of them is computed, loaded or selected again.
-    - Other runs of tokens that the previous turn had elsewhere, such as the history of a chat after another context, keep their
-      KV as chunks do: moved to their new positions and blended, by the selector and at the ratio of the turn. An answer whose
-      thoughts the template takes out is computed.
-    - All others are computed; chunks come from the store, as always.
+    - Other runs of tokens that the previous turn had elsewhere, such as the history of a chat after another context, are moved
+      and blended as chunks are, by the selector and at the ratio of the turn.
+    - All others are computed, as is an answer whose thoughts the template takes out; chunks come from the store, as always.
 
     The KV of a row is exact if the row was computed and all rows before it are exact. If a turn is prefilled in full, as at
     ``recompute_ratio=1``, only the exact rows that both turns begin with are reused, so that the turn has the answer of the
-    model's own ``generate`` (as far as rounding lets a token that is computed alone equal one that is computed among others).
-    Otherwise, first rows that are not exact are reused too, if they were made in the way this turn makes its own: at no lower
-    ratio, with the same selector and options. With ``selector="none"`` the ratio is 0, whatever the setting says.
+    model's own ``generate``, within rounding. Otherwise, first rows that are not exact are reused too, if they were made at no
+    lower ratio, with the same selector and options. With ``selector="none"`` the ratio is 0, whatever the setting says.
 
-    A row that was computed after a chunk knows of it. When a chunk is deleted or replaced, by any process, every row that
-    may know of it is dropped: at once by the engine that deletes it, otherwise before the next turn. The same happens if a prompt
-    brings a chunk whose text has changed. A chunk that came without an id cannot be deleted; if the engine does not know a
-    chunk's id, or knows it for another text, what follows the chunk is computed anew in the next turn.
+    A row that was computed after a chunk knows of it. When a chunk is deleted or replaced, by any process, or a prompt brings it
+    with another text, every row that may know of it is dropped: at once by the engine that deletes it, otherwise before the next
+    turn; also when the time to live that its KV had left (`ttl_s`) as the first of these turns used it is over. A chunk that came
+    without an id cannot be deleted; what follows one whose id is not known, or for another text, is computed anew.
 
-    Such rows are also dropped when the chunk's time to live is over (`ttl_s`): the time that its KV had left in the store when
-    the first of these turns used it. Adding the chunk again does not extend it here.
-
-    Nothing is reused by or kept of prompts that give positions, nor if the model cannot be blended. Where an
-    attachment drops rows (`SnapKV`), nothing is kept.
-
-    All conversations of an engine together keep no more than its setting ``conversation_bytes`` between turns. The one that has
-    been idle longest is forgotten first, as a whole; its next turn is then computed like a first one.
+    Nothing is reused by or kept of prompts that give positions, nor if the model cannot be blended, nor where an attachment drops
+    rows (`SnapKV`). All conversations of an engine together keep no more than its setting ``conversation_bytes`` between turns;
+    the one that has been idle longest is forgotten first, as a whole.
 
     Parameters
     ----------
