@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_cacheblend.asking import asked_pieces, asked_spool, kv_transfer_config, spool_params, transfer_params
+from vllm_cacheblend.asking import FULL, asked_pieces, asked_spool, kv_transfer_config, spool_params, transfer_params
 from vllm_cacheblend.encoding import VLLMEncoder
 from vllm_cacheblend.fitting import check_blocks, check_fit
 from vllm_cacheblend.library import VLLMLibrary
@@ -286,7 +286,7 @@ def test_what_was_written_is_read_whatever_the_layout(dtype: torch.dtype) -> Non
     blocks = [5, 1, 3]
     slots = slots_of(blocks, block, 0, count)
     layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
-    found = BlockReader().rows(layer, slots)
+    found = BlockReader(dtype).rows(layer, slots)
     assert torch.equal(found.keys, keys.transpose(0, 1))
     assert torch.equal(found.values, values.transpose(0, 1))
 
@@ -312,12 +312,12 @@ def test_a_vllm_is_refused_by_what_it_does_with_its_blocks(fault: str, monkeypat
             lambda *args: write(*args[:-1], args[3].shape[0] * 32 - 1 - args[-1]),
         )
     if not fault:
-        check_blocks((Group(32, {0: name}),), {name: layer}, put, BlockReader())
+        check_blocks((Group(32, {0: name}),), {name: layer}, put, BlockReader(torch.bfloat16))
         assert not layer.kv_cache.any()
         return
     said = "cannot be written" if fault == "others' arguments" else fault
     with pytest.raises(ConfigError, match=f"{name}.*{said}.*install vLLM"):
-        check_blocks((Group(32, {0: name}),), {name: layer}, put, BlockReader())
+        check_blocks((Group(32, {0: name}),), {name: layer}, put, BlockReader(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -326,6 +326,7 @@ def test_a_vllm_is_refused_by_what_it_does_with_its_blocks(fault: str, monkeypat
         ({}, ""),
         ({"quantization": "awq"}, r"vLLM runs the model quantised \(awq\)"),
         ({"dtype": torch.bfloat16}, "in bfloat16"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype='fp8', and the store's was kept with 'auto'"),
         ({"use_mla": True}, "latent"),
         ({"heads": 3}, "KV layers of 3 heads"),
         ({"spec": SimpleNamespace(block_size=32, state=1)}, "not KV of each token"),
@@ -335,6 +336,8 @@ def test_a_vllm_is_refused_by_what_it_runs(engine: BlendEngine, changes: dict[st
     """Its layers are in two groups, as full and sliding ones are."""
     card = engine.card()
     heads, size, _ = card.shapes[0]
+    changes = dict(changes)
+    cached = changes.pop("cache_dtype", "auto")
     spec = SimpleNamespace(block_size=32, num_kv_heads=changes.pop("heads", heads), head_size=size, head_size_v=size)
     spec = changes.pop("spec", spec)
     names = [f"model.layers.{number}.self_attn.attn" for number in range(card.num_kv_layers)]
@@ -342,10 +345,10 @@ def test_a_vllm_is_refused_by_what_it_runs(engine: BlendEngine, changes: dict[st
     model = SimpleNamespace(**{"dtype": card.dtype, "quantization": None, "use_mla": False} | changes)
     parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
     config = SimpleNamespace(
-        model_config=model, parallel_config=parallel, cache_config=SimpleNamespace(cache_dtype="auto")
+        model_config=model, parallel_config=parallel, cache_config=SimpleNamespace(cache_dtype=cached)
     )
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        check_fit(config, SimpleNamespace(kv_cache_groups=groups), card, None)
+        check_fit(config, SimpleNamespace(kv_cache_groups=groups), card, FULL)
 
 
 def test_the_spool_puts_ranks_together_and_is_left_empty(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """cacheblend-rag for vLLM: prompts begin with the KV of stored chunks, and vLLM computes the rest."""
 
-from vllm_cacheblend.asking import kv_transfer_config, spool_params, tokens_prompt, transfer_params
+from vllm_cacheblend.asking import Precision, kv_transfer_config, spool_params, tokens_prompt, transfer_params
 from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 from vllm_cacheblend.proving import prove
 
 __all__ = [
     "CONNECTOR",
+    "Precision",
     "StoredPrefix",
     "kv_transfer_config",
     "prove",

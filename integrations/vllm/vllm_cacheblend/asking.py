@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import ModelCard
 from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 
 __all__ = [
+    "FULL",
     "NAMES_VARIABLE",
     "PROBE",
+    "Precision",
     "REMOTE_VARIABLE",
     "asked_pieces",
     "asked_spool",
@@ -37,13 +39,32 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"[0-9a-f]{32}")
 
 
+class Precision(NamedTuple):
+    """How vLLM runs a model, by the names of its own options.
+
+    Attributes
+    ----------
+    quantization : str or None
+        How its weights are quantised.
+    kv_cache_dtype : str
+        How its blocks keep KV.
+    """
+
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+
+
+FULL = Precision()
+"""In the model's own dtype."""
+
+
 def kv_transfer_config(
     card: ModelCard,
     store: str | Path,
     *,
     ram_bytes: int = 1 << 30,
     spool: str | Path | None = None,
-    quantization: str | None = None,
+    precision: Precision = FULL,
 ) -> dict[str, Any]:
     """Return what vLLM is started with to take KV from a store.
 
@@ -61,8 +82,8 @@ def kv_transfer_config(
     spool : str or Path, optional
         A folder, in memory best, for the KV that vLLM is asked to compute for the store (`VLLMEncoder`); by default it is asked
         for none.
-    quantization : str, optional
-        How vLLM runs the model quantised, as vLLM names it, where it is vLLM that encodes for the store.
+    precision : Precision
+        How vLLM runs the model, where vLLM encodes for the store; by default in the card's dtype.
 
     Returns
     -------
@@ -81,7 +102,7 @@ def kv_transfer_config(
             "card": card.to_dict(),
             "ram_bytes": ram_bytes,
             "spool": None if spool is None else str(Path(spool).expanduser().absolute()),
-            "quantization": quantization,
+            "precision": list(precision),
         },
     }
 

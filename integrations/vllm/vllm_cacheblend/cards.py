@@ -17,8 +17,9 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
 from cacheblend_rag.tuning import Tuning
+from vllm_cacheblend.asking import FULL, Precision
 
-__all__ = ["card_of", "quantization_of"]
+__all__ = ["card_of", "precision_of"]
 
 _READ_BYTES = 1 << 24
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -37,18 +38,17 @@ _SIDE_SIZES = {
 }
 
 
-def quantization_of(folder: Path, arguments: Sequence[str]) -> str | None:
-    """Return how vLLM runs a model quantised, if it does: as its folder says, or the arguments that vLLM is started with."""
+def precision_of(folder: Path, arguments: Sequence[str]) -> Precision:
+    """Return how vLLM runs a model: as the arguments say that it is started with, or the model's folder."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-q", "--quantization")
-    given: str | None = parser.parse_known_args(arguments)[0].quantization
-    if given is not None:
-        return given
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    asked, _ = parser.parse_known_args(arguments)
     said = getattr(AutoConfig.from_pretrained(str(folder)), "quantization_config", None)
-    return None if said is None else str(said["quant_method"])
+    return Precision(asked.quantization or (said and str(said["quant_method"])), asked.kv_cache_dtype)
 
 
-def card_of(folder: Path, config: EngineConfig, store: Path, quantization: str | None = None) -> ModelCard:
+def card_of(folder: Path, config: EngineConfig, store: Path, precision: Precision = FULL) -> ModelCard:
     """Return the card of a model, whose weights are read once for it; the store's folder keeps what was found.
 
     Raises
@@ -58,20 +58,21 @@ def card_of(folder: Path, config: EngineConfig, store: Path, quantization: str |
     """
     files = sorted(path for path in folder.iterdir() if path.is_file())
     known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    said = [known, str(config.dtype), *([quantization] if quantization else [])]
+    is_full = precision == FULL
+    said = [known, str(config.dtype), *([] if is_full else precision)]
     path = store / f"card-{hashlib.blake2b(json.dumps(said).encode(), digest_size=12).hexdigest()}.json"
     try:
         return ModelCard.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         pass
-    if quantization is None:
+    if is_full:
         # As the engine of this machine would run it; only its weights are wanted here, so not on a device.
         dtype = config.torch_dtype() or ("auto" if torch.cuda.is_available() else torch.float32)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
         identity = engine_identity(model, AutoTokenizer.from_pretrained(str(folder)), private=False)
     else:
         model = _outline(folder, config)
-        identity = _file_identity(files, f"{quantization}|{model.dtype}")
+        identity = _file_identity(files, f"{precision}|{model.dtype}")
     decoder, _ = look_at_model(model, strict=True, self_check=Tuning().self_check)
     assert decoder is not None
     if not decoder.is_movable:

@@ -35,6 +35,7 @@ from vllm_cacheblend.asking import (
     NAMES_VARIABLE,
     PROBE,
     REMOTE_VARIABLE,
+    Precision,
     asked_pieces,
     asked_spool,
     says_proved,
@@ -86,7 +87,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         card = ModelCard.from_dict(_given(extra, "card"))
-        check_fit(vllm_config, kv_cache_config, card, extra.get("quantization"))
+        check_fit(vllm_config, kv_cache_config, card, Precision(*_given(extra, "precision")))
         self._groups = groups_of(kv_cache_config)
         self._waits = len(self._groups) > 1
         self._store = self._opened(extra)
@@ -112,7 +113,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             self._ended: set[str] = set()
             self._failures: dict[str, int] = {}
             self._loader: PrefixLoader | None = None
-            self._reader = BlockReader()
+            self._reader = BlockReader(card.dtype)
             self._attention = vllm_config.compilation_config.static_forward_context
             self._spool = None if extra.get("spool") is None else Path(extra["spool"])
             # What was read of requests whose prompts are computed in several steps.

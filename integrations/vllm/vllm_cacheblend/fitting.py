@@ -10,6 +10,7 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
+from vllm_cacheblend.asking import Precision
 from vllm_cacheblend.slots import Group, groups_of, slots_of
 from vllm_cacheblend.spooling import BlockReader
 
@@ -24,11 +25,11 @@ OTHERWISE = f"install vLLM {', '.join(PROVED)} or a newer vllm-cacheblend, or us
 Write = Callable[[Any, LayerKV, torch.Tensor], None]
 """Writes KV, ``(num_kv_heads, seq_len, head_dim)``, into the slots of a layer of vLLM's."""
 
-# Numbers that every dtype which KV has holds exactly.
+# A prime, so that numbers of the same place in two blocks differ.
 _NUMBERS = 97
 
 
-def check_fit(vllm_config: Any, kv_cache_config: Any, card: ModelCard, quantization: str | None) -> None:
+def check_fit(vllm_config: Any, kv_cache_config: Any, card: ModelCard, precision: Precision) -> None:
     """See that vLLM's KV is that of the card.
 
     Parameters
@@ -37,8 +38,8 @@ def check_fit(vllm_config: Any, kv_cache_config: Any, card: ModelCard, quantizat
         What vLLM tells its connectors.
     card : ModelCard
         The model's KV.
-    quantization : str or None
-        How the weights are quantised with which the store's KV was computed.
+    precision : Precision
+        How the model ran that computed the store's KV.
 
     Raises
     ------
@@ -55,15 +56,21 @@ def check_fit(vllm_config: Any, kv_cache_config: Any, card: ModelCard, quantizat
             f"vLLM runs the model in {_named(model.dtype)}, and the store's KV was computed in {_named(card.dtype)}; start both "
             "with one dtype"
         )
-    cached = vllm_config.cache_config.cache_dtype
-    if cached not in ("auto", _named(card.dtype)):
-        raise ConfigError(f"kv_cache_dtype={cached!r} is not the dtype of the store's KV; leave it at auto")
-    runs = getattr(model, "quantization", None)
-    # By its own name vLLM says what runs it as well, which the card need not know.
-    if (runs is None) != (quantization is None):
+    runs = Precision(getattr(model, "quantization", None), vllm_config.cache_config.cache_dtype)
+    # By its own name vLLM also says what runs the weights, which the store need not know.
+    if (runs.quantization is None) != (precision.quantization is None):
         raise ConfigError(
-            f"vLLM runs the model {_quantised(runs)}, and the store's KV was computed {_quantised(quantization)}; let "
-            "vLLM encode what it serves (`cacheblend-rag serve --backend vllm`)"
+            f"vLLM runs the model {_quantised(runs)}, and the store's KV was computed {_quantised(precision)}; let vLLM encode "
+            "what it serves (`cacheblend-rag serve --backend vllm`)"
+        )
+    if runs.kv_cache_dtype not in (precision.kv_cache_dtype, _named(card.dtype)):
+        raise ConfigError(
+            f"vLLM keeps KV with kv_cache_dtype={runs.kv_cache_dtype!r}, and the store's was kept with "
+            f"{precision.kv_cache_dtype!r}; let vLLM encode what it serves (`cacheblend-rag serve --backend vllm`)"
+        )
+    if runs.kv_cache_dtype not in ("auto", _named(card.dtype)) and not runs.kv_cache_dtype.startswith("fp8"):
+        raise ConfigError(
+            f"this connector cannot read KV of kv_cache_dtype={runs.kv_cache_dtype!r}; leave it at auto, or make it fp8"
         )
     if parallel.pipeline_parallel_size != 1:
         raise ConfigError(
@@ -110,10 +117,10 @@ def check_blocks(groups: tuple[Group, ...], layers: Mapping[str, Any], write: Wr
                 raise ConfigError(f"{name}: this vLLM has no writer of its cache (do_kv_cache_update); {OTHERWISE}")
             heads, size, last = layer.num_kv_heads, layer.head_size, group.block_size
             slots = slots_of((2, 1), last, last - min(5, last), last + min(3, last))
-            known = (torch.arange(2 * heads * len(slots) * size) % _NUMBERS).view(2, heads, len(slots), size)
-            known = known.to(layer.kv_cache.dtype)
+            numbers = torch.arange(2 * heads * len(slots) * size) % _NUMBERS
             try:
-                write(layer, LayerKV(known[0], known[1]), slots)
+                known = reader.exact(layer, numbers.view(2, heads, len(slots), size))
+                write(layer, known, slots)
                 found = reader.rows(layer, slots)
             except Exception as error:
                 raise ConfigError(
@@ -126,15 +133,15 @@ def check_blocks(groups: tuple[Group, ...], layers: Mapping[str, Any], write: Wr
                         f"{name}: of {wanted.numel()} numbers written into blocks as {part}, {wrong} were read back differently: "
                         f"its cache {tuple(layer.kv_cache.shape)} has an unknown layout; {OTHERWISE}"
                     )
-            write(layer, LayerKV(*torch.zeros_like(known)), slots)
+            write(layer, LayerKV(*map(torch.zeros_like, known)), slots)
 
 
 def _named(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _quantised(how: str | None) -> str:
-    return "in full precision" if how is None else f"quantised ({how})"
+def _quantised(runs: Precision) -> str:
+    return "in full precision" if runs.quantization is None else f"quantised ({runs.quantization})"
 
 
 def _said(shapes: list[tuple[int, int, int]]) -> str:

@@ -19,7 +19,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVStore, open_store
-from vllm_cacheblend.asking import PROBE, proved_params, spool_params, transfer_params
+from vllm_cacheblend.asking import PROBE, Precision, proved_params, spool_params, transfer_params
 from vllm_cacheblend.fitting import OTHERWISE
 from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 from vllm_cacheblend.spooling import read_spool, remove_spool
@@ -83,10 +83,19 @@ def prove(llm: Any) -> None:
 
     window = llm.llm_engine.vllm_config.model_config.max_model_len
     card = ModelCard.from_dict(extra["card"])
-    prove_by(probe, card, llm.get_tokenizer(), window, Path(extra["store"]), Path(extra["spool"]))
+    precision = Precision(*extra["precision"])
+    prove_by(probe, card, precision, llm.get_tokenizer(), window, Path(extra["store"]), Path(extra["spool"]))
 
 
-def prove_by(probe: Probe, card: ModelCard, tokenizer: Any, window: int | None, folder: Path, spool: Path) -> None:
+def prove_by(
+    probe: Probe,
+    card: ModelCard,
+    precision: Precision,
+    tokenizer: Any,
+    window: int | None,
+    folder: Path,
+    spool: Path,
+) -> None:
     """See by requests that a vLLM answers behind KV as it should, and tell its connector so; see `prove`."""
     half = min(_HALF, (window or 2 * _HALF) // 2 - 1)
     ids = _some_ids(tokenizer, 2 * half)
@@ -94,7 +103,7 @@ def prove_by(probe: Probe, card: ModelCard, tokenizer: Any, window: int | None, 
     salt = secrets.token_hex(16)
     own, kv = _computed(probe, card, spool, ids, salt)
     _, other = _computed(probe, card, spool, turned, secrets.token_hex(16))
-    _check_rotation(card, kv, other, half)
+    _check_rotation(card, precision, kv, other, half)
     # After a prefix of its own vLLM computes other shapes, which round otherwise.
     noise = own.far(probe(ids, salt, {}))
     allowed = max(4 * noise, float(torch.finfo(card.dtype).eps) ** 0.5)
@@ -124,7 +133,7 @@ def prove_by(probe: Probe, card: ModelCard, tokenizer: Any, window: int | None, 
 
 def _some_ids(tokenizer: Any, count: int) -> tuple[int, ...]:
     # No added ones: they may stand for an image, or end an answer.
-    known = sorted(set(range(len(tokenizer))) - tokenizer.added_tokens_decoder.keys())
+    known = sorted(set(range(len(tokenizer))) - getattr(tokenizer, "added_tokens_decoder", {}).keys())
     drawn = torch.randint(len(known), (count,), generator=torch.Generator().manual_seed(0))
     return tuple(known[place] for place in drawn.tolist())
 
@@ -141,7 +150,9 @@ def _computed(
         remove_spool(spool, name)
 
 
-def _check_rotation(card: ModelCard, kv: Sequence[LayerKV], other: Sequence[LayerKV], half: int) -> None:
+def _check_rotation(
+    card: ModelCard, precision: Precision, kv: Sequence[LayerKV], other: Sequence[LayerKV], half: int
+) -> None:
     """See that keys are turned as the card says: in the first layer a token's know nothing but where it stands."""
     there, here = (
         LayerKV(*(part[:, rows].clone() for part in each[0]))
@@ -154,7 +165,8 @@ def _check_rotation(card: ModelCard, kv: Sequence[LayerKV], other: Sequence[Laye
     if rotation is not None:
         shift_layer(here, rotation.table(torch.full((half,), half), torch.device("cpu")))
     wrong = [float((one - two).abs().max() / one.abs().max()) for one, two in zip(there, here, strict=True)]
-    if not max(wrong) <= torch.finfo(card.dtype).eps ** 0.5:
+    kept = torch.float8_e4m3fn if precision.kv_cache_dtype.startswith("fp8") else card.dtype
+    if not max(wrong) <= torch.finfo(kept).eps ** 0.5:
         raise ConfigError(
             f"keys and values of the same tokens at two places of a prompt differ by {max(wrong):.2g} of the largest, once the "
             f"keys are turned as the card says: this vLLM turns the model's keys otherwise; {OTHERWISE}"

@@ -23,9 +23,9 @@ from cacheblend_rag.model import ModelCard
 from cacheblend_rag.model.checkpoint import model_folder
 from cacheblend_rag.tuning import Tuning
 from cacheblend_serve.backend import Wanted
-from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, kv_transfer_config
+from vllm_cacheblend.asking import FULL, NAMES_VARIABLE, REMOTE_VARIABLE, Precision, kv_transfer_config
 from vllm_cacheblend.backend import VLLMBackend
-from vllm_cacheblend.cards import card_of, quantization_of
+from vllm_cacheblend.cards import card_of, precision_of
 from vllm_cacheblend.client import VLLMClient
 from vllm_cacheblend.library import VLLMLibrary
 from vllm_cacheblend.process import VLLMProcess
@@ -61,11 +61,11 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
     # Opened first, so that the folder is a store before vLLM looks for one.
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_engine_store(wanted.store, config, Tuning(), None)))
-        quantization = quantization_of(folder, wanted.arguments)
-        card = card_of(folder, config, wanted.store, quantization)
+        precision = precision_of(folder, wanted.arguments)
+        card = card_of(folder, config, wanted.store, precision)
         spool = _spool(wanted.store)
         if wanted.url is None:
-            arguments = _arguments(wanted, folder, config, card, spool, quantization)
+            arguments = _arguments(wanted, folder, config, card, spool, precision)
             process = VLLMProcess(
                 arguments, _environment(config, wanted.arguments), lambda: os.kill(os.getpid(), signal.SIGTERM)
             )
@@ -76,7 +76,7 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
         windows = [each for each in (card.window, client.model().get("max_model_len")) if each is not None]
         card = replace(card, window=min(windows, default=None))
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
-        prove_by(client.probe, card, tokenizer, card.window, wanted.store, spool)
+        prove_by(client.probe, card, precision, tokenizer, card.window, wanted.store, spool)
         known = AutoConfig.from_pretrained(str(folder)).get_text_config().vocab_size
         library = stack.enter_context(
             VLLMLibrary(card, tokenizer, store, spool, client.warm, config=config, num_embeddings=known)
@@ -91,9 +91,9 @@ def command(wanted: Wanted) -> str:
         raise ConfigError(_NO_FOLDER)
     folder, config = model_folder(wanted.model), _config(wanted.config)
     with closing(open_engine_store(wanted.store, config, Tuning(), None)):
-        quantization = quantization_of(folder, wanted.arguments)
-        card = card_of(folder, config, wanted.store, quantization)
-    arguments = _arguments(wanted, folder, config, card, _spool(wanted.store), quantization)
+        precision = precision_of(folder, wanted.arguments)
+        card = card_of(folder, config, wanted.store, precision)
+    arguments = _arguments(wanted, folder, config, card, _spool(wanted.store), precision)
     return shlex.join(["python", "-m", "vllm.entrypoints.openai.api_server", *arguments])
 
 
@@ -103,12 +103,10 @@ def _config(config: EngineConfig) -> EngineConfig:
 
 
 def _arguments(
-    wanted: Wanted, folder: Path, config: EngineConfig, card: ModelCard, spool: Path, quantization: str | None = None
+    wanted: Wanted, folder: Path, config: EngineConfig, card: ModelCard, spool: Path, precision: Precision = FULL
 ) -> list[str]:
     assert wanted.store is not None
-    transfer = kv_transfer_config(
-        card, wanted.store, ram_bytes=config.ram_bytes, spool=spool, quantization=quantization
-    )
+    transfer = kv_transfer_config(card, wanted.store, ram_bytes=config.ram_bytes, spool=spool, precision=precision)
     return [
         *("--model", str(folder)),
         *("--served-model-name", wanted.model),

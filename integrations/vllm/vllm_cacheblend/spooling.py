@@ -20,8 +20,8 @@ from vllm_cacheblend.slots import BlockIds
 
 __all__ = ["BlockReader", "Spool", "own_folder", "read_spool", "remove_spool", "spool_path", "write_spool"]
 
-# Every dtype that KV has holds these exactly.
-_BASE = 128
+# Numbers below these are exact in every dtype of two bytes or more, and in every one of one byte.
+_BASE, _BASE_OF_BYTES = 128, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,15 @@ class BlockReader:
 
     The backend has a writer and no reader. Where its writer puts each number is found out by having it write numbered ones into
     a block of its own.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        The model's, in which KV is written and read; blocks may keep it in fewer bits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._orders: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def rows(self, layer: Any, slots: torch.Tensor) -> LayerKV:
@@ -73,9 +79,18 @@ class BlockReader:
         block_size = cache[0].numel() // (2 * heads * size)
         used, which = (slots // block_size).unique(return_inverse=True)
         numbers = cache.index_select(0, used.to(cache.device)).flatten(1)[:, self._order(layer, block_size)].cpu()
-        kv = numbers.view(-1, 2, block_size, heads, size)[which, :, slots % block_size]
-        keys, values = (kv[:, part].transpose(0, 1).contiguous() for part in (0, 1))
+        kv = numbers.view(-1, 2, block_size, heads, size)[which, :, slots % block_size].transpose(0, 1)
+        kind, scales = _kept_as(layer)
+        if kind.itemsize == 1:
+            kv = torch.stack([part.float() * scale for part, scale in zip(kv.view(kind), scales, strict=True)])
+        keys, values = (part.to(self._dtype).transpose(0, 1).contiguous() for part in kv)
         return LayerKV(keys, values)
+
+    def exact(self, layer: Any, numbers: torch.Tensor) -> LayerKV:
+        """Return KV made of whole numbers, ``(2, ...)``, such as a layer's blocks keep exactly."""
+        kind, scales = _kept_as(layer)
+        base = _BASE if kind.itemsize > 1 else _BASE_OF_BYTES
+        return LayerKV(*((part % base * scale).to(self._dtype) for part, scale in zip(numbers, scales, strict=True)))
 
     def _order(self, layer: Any, block_size: int) -> torch.Tensor:
         """Return at which place of a block, flattened, each number is: keys and then values, ``(2, tokens, heads, head_dim)``."""
@@ -86,15 +101,25 @@ class BlockReader:
             numbers = torch.arange(2 * block_size * layer.num_kv_heads * layer.head_size, device=cache.device)
             slots = torch.arange(block_size, device=cache.device)
             found = torch.zeros_like(cache[:1].flatten(), dtype=torch.int64)
-            place = 1
+            kind, _ = _kept_as(layer)
+            place, base = 1, _BASE if kind.itemsize > 1 else _BASE_OF_BYTES
             while place <= len(numbers):
                 scratch = torch.zeros_like(cache[:1])
-                keys, values = (numbers // place % _BASE).to(cache.dtype).view(shape)
+                keys, values = self.exact(layer, (numbers // place).view(shape))
                 layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), scratch, slots)
-                found += scratch.flatten().to(torch.int64) * place
-                place *= _BASE
+                found += scratch.flatten().view(kind).float().to(torch.int64) * place
+                place *= base
             self._orders[known] = found.argsort()
         return self._orders[known]
+
+
+def _kept_as(layer: Any) -> tuple[torch.dtype, tuple[float, float]]:
+    """Return the dtype in which a layer's blocks keep KV, and what keys and values are divided by for it."""
+    dtype: torch.dtype = layer.kv_cache.dtype
+    if dtype.itemsize > 1:
+        return dtype, (1, 1)
+    kind = torch.float8_e5m2 if "e5m2" in layer.kv_cache_dtype else torch.float8_e4m3fn
+    return kind, (layer._k_scale_float, layer._v_scale_float)
 
 
 def own_folder(path: Path) -> Path:
