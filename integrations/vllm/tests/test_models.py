@@ -48,25 +48,25 @@ THINKING = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_INT8: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                # The kernel for symmetric ones runs in bfloat16 alone.
-                "symmetric": False,
-                "strategy": "token",
-                "dynamic": True,
+# What a folder says of its weights, and the dtype that its kernels run in.
+_QUANTISED: dict[str, tuple[dict[str, Any], str]] = {
+    "compressed-tensors": (
+        {
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+                    # Symmetric ones run in bfloat16 alone.
+                    "input_activations": {"num_bits": 8, "symmetric": False, "strategy": "token", "dynamic": True},
+                }
             },
-        }
-    },
+        },
+        "float32",
+    ),
+    "awq": ({"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, "bfloat16"),
 }
 
 
@@ -88,17 +88,24 @@ def made(folder: Path, family: str, chat_template: str | None = None, **changes:
     return folder
 
 
-def quantised(folder: Path) -> Path:
-    """Return a model's folder once its weights are of int8, one scale for each row, and its activations one for each token."""
+def quantised(folder: Path, method: str) -> Path:
+    """Return a model's folder once its weights are of 8 bits, one scale for each row, or drawn of 4 bits."""
     weights = load_file(folder / "model.safetensors")
-    for name, weight in list(weights.items()):
-        if name.endswith(".weight") and name.split(".")[-2] in _LINEARS:
+    torch.manual_seed(0)
+    for name in [name for name in weights if name.endswith(".weight") and name.split(".")[-2] in _LINEARS]:
+        stem, weight = name.removesuffix(".weight"), weights.pop(name)
+        rows, columns = weight.shape
+        if method == "awq":
+            weights[f"{stem}.qweight"] = torch.randint(-(2**31), 2**31, (columns, rows // 8)).to(torch.int32)
+            weights[f"{stem}.qzeros"] = torch.full((columns // 32, rows // 8), 0x77777777, dtype=torch.int32)
+            weights[f"{stem}.scales"] = torch.full((columns // 32, rows), 0.05)
+        else:
             scale = weight.abs().amax(1, keepdim=True) / 127
-            weights[name] = (weight / scale).round().to(torch.int8)
-            weights[f"{name}_scale"] = scale
+            weights[name], weights[f"{name}_scale"] = (weight / scale).round().to(torch.int8), scale
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": _INT8}))
+    said = {"quant_method": method} | _QUANTISED[method][0]
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
     return folder
 
 
@@ -169,25 +176,27 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.sched_setaffinity(0, cores)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("method", "kv_cache_dtype"), [("compressed-tensors", "auto"), ("compressed-tensors", "fp8"), ("awq", "auto")]
+)
 def test_a_quantised_model_answers_as_after_its_own_full_prefill(
-    kv_cache_dtype: str, tmp_path: Path, in_process: None
+    method: str, kv_cache_dtype: str, tmp_path: Path, in_process: None
 ) -> None:
     if kv_cache_dtype == "fp8" and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM keeps KV in fp8 on processors with AVX-512")
-    folder, kv, spool = quantised(made(tmp_path / "model", "qwen3")), tmp_path / "kv", tmp_path / "spool"
+    folder, kv, spool = quantised(made(tmp_path / "model", "qwen3"), method), tmp_path / "kv", tmp_path / "spool"
     spool.mkdir()
+    dtype: Any = _QUANTISED[method][1]
     # Exact where a prompt begins as its chunks were encoded, and has the chunks of one document in order.
-    config = EngineConfig(separator=FORM.separator, dtype="float32", preamble=FORM.prefix())
+    config = EngineConfig(separator=FORM.separator, dtype=dtype, preamble=FORM.prefix())
     store = open_store(kv, 1 << 26)
-    options = ["--kv-cache-dtype", kv_cache_dtype]
-    precision = precision_of(folder, options)
-    assert precision == ("compressed-tensors", kv_cache_dtype)
+    precision = precision_of(folder, ["--kv-cache-dtype", kv_cache_dtype])
+    assert precision == (method, kv_cache_dtype)
     assert precision_of(folder, ["-q", "fp8"]) == ("fp8", "auto")
     card = card_of(folder, config, kv, precision)
     assert card.identity != card_of(folder, config, kv, precision._replace(kv_cache_dtype="fp8_e5m2")).identity
     transfer = kv_transfer_config(card, kv, ram_bytes=0, spool=spool, precision=precision)
-    llm = vllm_of(folder, transfer, 32, kv_cache_dtype=kv_cache_dtype)
+    llm = vllm_of(folder, transfer, 32, kv_cache_dtype=kv_cache_dtype, dtype=dtype)
     try:
         prove(llm)
         with library_of(llm, store, spool, card, load_tokenizer(), config) as library:
@@ -195,8 +204,8 @@ def test_a_quantised_model_answers_as_after_its_own_full_prefill(
             assert library.add(chunks).encoded == len(chunks)
             prefixes = [
                 stored_prefix(library, BlendPrompt(segments=segments(FORM, [f"{n}" for n in range(count)], "Who?")))
-                # Keys that are moved are rounded anew, which fp8 shows.
-                for count in ([1] if kv_cache_dtype == "fp8" else range(1, len(TEXTS) + 1))
+                # Behind the first, keys are moved and rounded anew, which few bits show.
+                for count in range(1, (len(TEXTS) if (dtype, kv_cache_dtype) == ("float32", "auto") else 1) + 1)
             ]
             outputs = asker(llm)(prefixes)
             assert [output.num_cached_tokens for output in outputs] == [prefix.num_stored for prefix in prefixes]
