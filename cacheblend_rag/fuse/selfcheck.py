@@ -140,17 +140,16 @@ def _noise(decoder: Decoder) -> list[float]:
     # In float32 so little that, without quantisation, all that comes of it is below what is allowed.
     jitter = max(1e-5, torch.finfo(decoder.model.dtype).eps)
 
-    def jittered(_module: object, _args: object, states: torch.Tensor) -> torch.Tensor:
-        # Kernels that round their inputs repeat themselves on equal inputs, and diverge once a last bit differs.
-        return states * (1 + jitter * torch.randn(states.shape, generator=generator).to(states))
-
     def run(rows: int) -> list[tuple[torch.Tensor, ...]]:
         cache = KVCache(decoder.num_layers)
         logits = decoder.model(input_ids=ids[:rows], past_key_values=cache, use_cache=True).logits[:1, None]
         return [logits.split(1, dim=2), *((keys[:1], values[:1]) for keys, values in cache.kv())]
 
-    alone = run(1)
-    with decoder.model.get_input_embeddings().register_forward_hook(jittered):
+    # Kernels that round their inputs repeat themselves on equal inputs, and diverge once a last bit differs.
+    alone, embedding = run(1), decoder.model.get_input_embeddings()
+    with embedding.register_forward_hook(
+        lambda _module, _args, states: states * (1 + jitter * torch.randn(states.shape, generator=generator).to(states))
+    ):
         return [max(map(_kv_difference, *parts)) for parts in zip(run(2), alone, strict=True)]
 
 

@@ -24,12 +24,8 @@ _ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters",
 
 def model_fingerprint(model: PreTrainedModel) -> str:
     """Return a digest of weights, buffers, dtype, configuration (how it is quantised, too) and active adapters; 1 s for 2 GB."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    # What quantisers keep beside a weight, as its scales, is no parameter and no buffer, but is in what they would save.
-    known = {id(tensor) for _, tensor in tensors}
-    saved = model.state_dict(keep_vars=True).items()
-    tensors += [(name, each) for name, each in saved if isinstance(each, torch.Tensor) and id(each) not in known]
-    tensors.sort(key=lambda item: item[0])
+    scales = [pair for path, module in model.named_modules() for pair in _scales(path, module)]
+    tensors = sorted([*model.named_parameters(), *model.named_buffers(), *scales], key=lambda item: item[0])
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(_tensor_digest, [tensor for _, tensor in tensors]))
     whole = hashlib.blake2b(digest_size=16)
@@ -90,6 +86,20 @@ def _adapter_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 def _adapter_state(module: nn.Module) -> str:
     state: dict[str, Any] = {name: getattr(module, name, None) for name in _ADAPTER_ATTRIBUTES}
     return json.dumps(state, sort_keys=True, default=str)
+
+
+def _scales(path: str, kept: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what bitsandbytes and HQQ keep beside a weight; their `state_dict` has it too, but may change the weight."""
+    if isinstance(kept, nn.Module):
+        weight, state, meta = kept._parameters.get("weight"), getattr(kept, "state", None), getattr(kept, "meta", None)
+        blocks = getattr(weight, "quant_state", None)
+        rows = [getattr(each, "SCB", None) for each in (weight, state)]
+        kept = {"meta": meta, "blocks": blocks and blocks.as_dict(), **dict(enumerate(rows))}
+    if isinstance(kept, torch.Tensor):
+        yield path, kept
+    elif isinstance(kept, dict):
+        for name, each in kept.items():
+            yield from _scales(f"{path}.{name}", each)
 
 
 def _tensor_digest(tensor: torch.Tensor) -> bytes:
