@@ -328,8 +328,7 @@ class BlendLLM(JSONAnswers):
         if prompt is None and (carried := carried_prompt(given)) is not None:
             prompt = carried.blend(self.engine)
         elif prompt is None:
-            write = self.messages_to_prompt
-            assert write is not None
+            write: Any = self.messages_to_prompt
             if variables and not isinstance(given, str) and getattr(write, "func", None) is render_messages:
                 write, variables = partial(write, asked=variables), {}
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else write(given)])
@@ -342,16 +341,14 @@ class BlendLLM(JSONAnswers):
         asked["max_new_tokens"] = others.pop("max_new_tokens", self.max_new_tokens)
         temperature, stop = others.pop("temperature", self.temperature), others.pop("stop", self.stop)
         options, stops = _decoding_options(temperature, stop, others)
-        lexer, thinking = lexer_of(self.engine.tokenizer), None
-        if lexer.thoughts is not None and not isinstance(given, str):
-            thinking = lexer.thinking(prompt.segments)
+        lexer = lexer_of(self.engine.tokenizer)
+        is_told = lexer.thoughts is not None and not isinstance(given, str)
+        thinking = lexer.thinking(prompt.segments) if is_told else None
         ending = Ending(tuple(stops), None, thinking)
         if thinking is not None and options.get("stop_strings") == stops:
             del options["stop_strings"]
-            options["stopping_criteria"] = [
-                *options.get("stopping_criteria", ()),
-                *ending.criteria(self.engine.tokenizer),
-            ]
+            criteria = ending.criteria(self.engine.tokenizer)
+            options["stopping_criteria"] = list(options.get("stopping_criteria", ())) + criteria
         watchers = watching.get()
         for each in watchers:
             each.made.append(ModelCall(self.engine, prompt, asked["blend"]))
