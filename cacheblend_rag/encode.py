@@ -190,9 +190,7 @@ class Encoder(ChunkEncoder):
                     yield index, self.cut_out(own, targets[index])
 
     def _begin(self, rows: int, length: int) -> tuple[tuple[int, ...], KVCache]:
-        """Return what each row begins with, and a cache with what stands before that and room for `length` tokens more:
-        nothing after the KV of a shared preamble, or else the preamble after nothing.
-        """
+        """Return what rows begin with, the preamble or nothing after its shared KV, and a cache with room for `length` tokens."""
         if not self._shares_preamble:
             return self.preamble, KVCache(self._decoder.num_layers)
         if self._preamble_kv is None:

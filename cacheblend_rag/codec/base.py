@@ -112,11 +112,7 @@ NATIVE = NativeCodec("native")
 
 @dataclass(frozen=True, slots=True)
 class CastCodec:
-    """KV in a narrower floating-point type.
-
-    A layer is kept native where the type is no narrower than its own, and where a number would not be finite in it: float16
-    ends at 65504.
-    """
+    """KV in a narrower floating-point type; native where that is not narrower, or would make a number infinite."""
 
     name: str
     dtype: torch.dtype

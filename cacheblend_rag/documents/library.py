@@ -52,10 +52,7 @@ _T = TypeVar("_T")
 
 
 def passage_config(config: EngineConfig | None = None) -> EngineConfig:
-    """Return settings, by default the environment's, with what `Library.prompt` puts between passages as the `separator`.
-
-    Where they name a separator of their own, it stays.
-    """
+    """Return settings, by default the environment's, with the `separator` of `Library.prompt` unless they name one."""
     config = EngineConfig.of(config)
     if "separator" in config.model_fields_set:
         return config
@@ -64,10 +61,7 @@ def passage_config(config: EngineConfig | None = None) -> EngineConfig:
 
 @contextmanager
 def open_chroma(folder: Path) -> Iterator[Client]:
-    """Open the Chroma of a library, making it if there is none.
-
-    `ConfigError` if Chroma is not installed, `StoreError` if it cannot be opened, or fails inside the block.
-    """
+    """Open the Chroma of a library, made if there is none; `ConfigError` if it is not installed, `StoreError` if it fails."""
     with needs_extra("documents", "a library of documents"):
         import chromadb
         from chromadb.config import Settings
@@ -221,10 +215,7 @@ class Library:
         return sorted(matches, key=attrgetter("passage.source", "passage.position"))
 
     def prompt(self, question: str, matches: Sequence[Match]) -> BlendPrompt:
-        """Return the prompt that asks `question` of what was found: instruction, passages one a line, question.
-
-        Where the tokenizer has a chat template, it is the user's message of a chat.
-        """
+        """Return the prompt that asks a question of what was found, as a user's message where there is a chat template."""
         tokenizer = self._engine.tokenizer
         prefix, suffix = _INSTRUCTION, f"\n\nQuestion: {lexer_of(tokenizer).said(question)}"
         if getattr(tokenizer, "chat_template", None):

@@ -50,10 +50,7 @@ class Passage:
 
 
 def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
-    """Read files, and folders as `read_texts` does, each file once.
-
-    Returns the texts by their absolute paths, and why a file was left out, by its path.
-    """
+    """Read files, and folders as `read_texts` does, each once; return texts by absolute paths, and why files were left out."""
     texts: dict[str, str] = {}
     left_out: dict[Path, str] = {}
     seen: set[Path] = set()

@@ -102,10 +102,7 @@ class Assembler:
         return self.tokenize(wanted or "", begins=wanted is None or isinstance(wanted, str))
 
     def tokenize(self, text: str | Sequence[int], *, begins: bool = False) -> tuple[int, ...]:
-        """Return the ids of a text that goes on, or, with the BOS, of one that begins a prompt; it may be given as ids.
-
-        `PromptError` if it holds half a character, or a token that the model has no embedding of.
-        """
+        """Return the ids of a text or ids that go on or, with the BOS, begin a prompt; `PromptError` if it cannot be read."""
         given = lexer_of(self.tokenizer).read(text, begins=begins)[0] if isinstance(text, str) else text
         try:
             ids = tuple(map(index, given))
@@ -124,22 +121,17 @@ class Assembler:
         return ids if not begins or ids[: len(self._bos)] == self._bos else self._bos + ids
 
     def places(self, chunk: Chunk) -> tuple[int, ...] | None:
-        """Return the positions of a chunk's tokens when they are encoded; None for right after the preamble, without gaps.
-
-        If KV can be moved, a chunk is encoded right after the preamble wherever it will be used, and only its gaps count.
-        """
+        """Return the positions of a chunk's tokens when they are encoded; None for right after the preamble, without gaps."""
         if chunk.positions is None:
             return None
         start = len(self.preamble)
+        # If KV can be moved, a chunk is encoded right after the preamble wherever it will be used, and only its gaps count.
         first = start - chunk.positions[0] if self._is_movable else 0
         places = tuple(place + first for place in chunk.positions)
         return None if places == tuple(range(start, start + len(places))) else places
 
     def record(self, chunk: Chunk) -> NodeRecord:
-        """Tokenise a chunk, or raise the `PromptError` that says why it cannot be served.
-
-        Of a piece of a document the key is the one it would have alone.
-        """
+        """Tokenise a chunk, or raise why it cannot be served; of a piece of a document the key is the one it would have alone."""
         place = None
         if chunk.token_ids is not None:
             ids = self.tokenize(chunk.token_ids)
@@ -268,10 +260,7 @@ class Assembler:
         return PromptHead(chunk_key(self.namespace, ids, is_head=True), ids, rows) if rows >= LEAST_HEAD else None
 
     def with_whole_documents(self, prompt: AssembledPrompt) -> tuple[int, ...] | None:
-        """Return the tokens of a prompt with the whole of each document in place of its chunks, where the first of them is.
-
-        None where that does not fit the model's window, or the prompt places its segments itself.
-        """
+        """Return a prompt's tokens with whole documents where their first chunks are; None if too long, or if it has places."""
         if prompt.places is not None:
             return None
         names = self._store.store.names
@@ -319,10 +308,7 @@ class Assembler:
         return pieces
 
     def _known(self, segments: Sequence[Any]) -> dict[str, NodeRecord] | None:
-        """Return what is recorded of the chunks that segments name, by their ids; None where it cannot be read.
-
-        That is a `StoreError` if they name a chunk without its text.
-        """
+        """Return what is recorded of the chunks that segments name; if it cannot be read, None, or `StoreError` for a bare id."""
         wanted = [segment.chunk if isinstance(segment, ChunkPart) else segment for segment in segments]
         ids = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
         # What is kept of prompts' heads is no chunk, and stands nowhere else.

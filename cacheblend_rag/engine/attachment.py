@@ -22,28 +22,17 @@ class RunningForward:
 
     An attachment keeps in the request's `notes` what it needs when the prompt is answered, puts into `figures` what the
     report is to say, and adds to `charge` the work that it does on chunk rows.
-
-    Attributes
-    ----------
-    request : Request
-        The prompt: its `request`, `plan` and `layout`.
-    decoder : Decoder
-        The model.
-    cache : BlendCache
-        The prompt's cache, empty.
-    steering : Steering or None
-        What blends the prefill; None where that is in full, or the model only goes on after stored KV.
-    headroom : int
-        Most tokens that follow within it; 0 for a prefill alone.
-    room : int
-        Tokens for which each layer of the cache is given room at once.
     """
 
     request: Request
     decoder: Decoder
+    # The prompt's, empty.
     cache: BlendCache
+    # What blends the prefill; None where that is in full, or the model only goes on after stored KV.
     steering: Steering | None
+    # Most tokens that follow within it; 0 for a prefill alone.
     headroom: int
+    # Tokens for which each layer of the cache is given room at once.
     room: int
 
 

@@ -137,10 +137,9 @@ def make_result(
     """Return the answer to a prompt, whose tokens a watch has timed, with its report."""
     report = make_report(request, num_decoder_layers(model), token_ids, watch.times)
     text = lexer_of(tokenizer).text(token_ids, skip_special_tokens=True)
-    options = request.options
-    strings = options.get("stop_strings")
-    stops = [*([StopStrings(tokenizer, strings)] if strings else []), *options.get("stopping_criteria", ())]
-    ends = {*end_ids(model, options), *(id for each in stops if isinstance(each, StopStrings) for id in each.ids)}
+    options = complete_options(model, tokenizer, request.options)
+    stops = (each for each in options.get("stopping_criteria", ()) if isinstance(each, StopStrings))
+    ends = {*end_ids(model, options), *(id for each in stops for id in each.ids)}
     reason = "stop" if token_ids and token_ids[-1] in ends else "length"
     return GenerationResult(text, token_ids, request.prompt.layout.token_ids, report, reason)
 
@@ -148,10 +147,7 @@ def make_result(
 def last_logits(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache | None, count: int = 1
 ) -> torch.Tensor:
-    """Prefill a prompt over a cache, which may hold its beginning; return its last logits, ``(count, vocab)``.
-
-    Without a cache the model has one of its own, if any. All of those tokens are computed.
-    """
+    """Prefill over a cache that may hold its beginning, or the model's own; return the last ``(count, vocab)`` logits."""
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
     if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
         options["logits_to_keep"] = count

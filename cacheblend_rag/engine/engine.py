@@ -306,11 +306,9 @@ def look_at_model(model: PreTrainedModel, *, strict: bool, self_check: bool) -> 
 
 
 def engine_identity(model: PreTrainedModel, tokenizer: Any, *, private: bool) -> str:
-    """Return a digest of a model's weights and a tokenizer's vocabulary and rules: 32 hexadecimal digits.
-
-    In a `private` store, seen by this engine alone, a random identity does as well, and no weights need to be read.
-    """
+    """Return a digest of a model's weights and a tokenizer's vocabulary and rules: 32 hexadecimal digits."""
     if private:
+        # In a store that this engine alone sees, a random one does as well, and no weights need be read.
         return uuid.uuid4().hex
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

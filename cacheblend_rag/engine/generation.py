@@ -96,26 +96,10 @@ class TokenWatch(StoppingCriteria):
 
 
 class StopStrings(StoppingCriteria):
-    """Ends a generation whose own text, not counting the prompt and thoughts, holds a stop string.
+    """Ends a generation whose own text, not counting the prompt and thoughts, holds one of the stop strings, none of them empty.
 
     The criterion of transformers counts the prompt's last characters too, so that an answer to a prompt that ends in a line break
-    would end at its first one where two of them are the stop string.
-
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer.
-    stop : str or sequence of str
-        The stop strings, of which none is empty.
-    thinking : Thinking, optional
-        How thoughts are told from the answer; by default they are searched too.
-
-    Attributes
-    ----------
-    stop : tuple of str
-        The stop strings.
-    ids : frozenset of int
-        The special tokens among them, which end an answer like its own end tokens, and are in no text.
+    would end at its first one where two of them are the stop string. Without `thinking` thoughts are searched too.
     """
 
     # Answers with such criteria alone are decoded together (`Many`).
@@ -124,6 +108,7 @@ class StopStrings(StoppingCriteria):
     def __init__(self, tokenizer: Any, stop: str | Sequence[str], thinking: Thinking | None = None) -> None:
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self.thinking = thinking
+        # Special tokens among them end an answer like its own end tokens, and are in no text.
         special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids = frozenset(special[each] for each in self.stop if each in special)
         self._spell = partial(Spelling, lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))

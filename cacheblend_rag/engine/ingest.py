@@ -41,11 +41,7 @@ _MANY_DENSE = 2000
 
 
 class _Text:
-    """A text to be encoded, and the chunks (one at least) that are this text after the same context.
-
-    `units` are what its chunks are named together with; `positions` those of its tokens when they are encoded, by default
-    right after the preamble.
-    """
+    """A text to be encoded, and the chunks (one at least) that are this text after the same context."""
 
     def __init__(self, names: list[NamedTarget], positions: tuple[int, ...] | None = None) -> None:
         record = names[0].record
@@ -164,10 +160,7 @@ class Ingest:
         return result
 
     def encode_later(self, ids: Sequence[str]) -> None:
-        """Have chunks that are named encoded in the background, as far as their KV is still missing then.
-
-        It does not matter if that fails: they are misses, as they were.
-        """
+        """Have named chunks encoded in the background, as far as their KV is missing then; where that fails they stay misses."""
         try:
             targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
             texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
@@ -182,7 +175,8 @@ class Ingest:
         targets, tokens = [text.target for text in todo.texts], sum(text.num_tokens for text in todo.texts)
         if not targets:
             return WarmEstimate(0, tokens)
-        supply, plan = self._supply, self._supply.plan(targets)
+        supply, encoder = self._supply, self._supply.encoder
+        plan = encoder.plan(targets)
         # Batches are ordered by length, so that texts of the usual length are in the middle.
         usual = [targets[index] for index in plan[len(plan) // 2]]
         tried_s, token_s, encoded = 0.0, 0.0, list[ChunkKV]()
@@ -193,8 +187,8 @@ class Ingest:
             elapsed = time.perf_counter() - started
             tried_s += elapsed
             # That of the most texts counts: a token takes less time among many, and more where much stands before it.
-            token_s = elapsed / supply.num_tokens(trial)
-        computing_s = token_s * supply.num_tokens(targets)
+            token_s = elapsed / encoder.num_tokens(trial)
+        computing_s = token_s * encoder.num_tokens(targets)
         written = encoded[-_WRITTEN:]
         started = time.perf_counter()
         # A full disk, most likely.
@@ -355,7 +349,7 @@ class Ingest:
 
     def _computed(self, todo: _Todo, given_up: Callable[[], bool] | None) -> Iterator[Batch]:
         """Compute the KV of texts batch by batch; see `_encode`."""
-        for planned in self._supply.plan([text.target for text in todo.texts]) if todo.texts else ():
+        for planned in self._supply.encoder.plan([text.target for text in todo.texts]) if todo.texts else ():
             texts = [todo.texts[index] for index in planned]
             if given_up is not None:
                 if given_up():
@@ -380,10 +374,7 @@ class Ingest:
         self._name(naming.ready(text for text, _ in batch), ttl_s, whole)
 
     def _store_late(self, batch: Batch, *, missed: bool = False) -> None:
-        """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now.
-
-        Where all lives have ended meanwhile, only what was missed by a prompt is stored, like any miss.
-        """
+        """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now."""
         ids = [target.record.id for text, _ in batch for target in text.names if target.document is not None]
         known = self._store.names.targets(self._namespace, ids) if ids else []
         left = {target.record.id: target.lives_s for target in known if target is not None}
@@ -392,6 +383,7 @@ class Ingest:
             for target in text.names:
                 now = left.get(target.record.id, target.lives_s)
                 if missed:
+                    # Like any miss, even where its life has ended meanwhile.
                     lives.append(earliest(now, self._ttl_s))
                 elif now is not None or target.lives_s is None:
                     lives.append(earliest(now, target.lives_s))

@@ -56,10 +56,7 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Reads chunks in its own threads, so that the tiers keep them where they are read fast.
-
-    From disk and remote tiers KV comes to RAM, and to the device, as far as these have room.
-    """
+    """Reads chunks in its own threads, so that RAM and the device keep them as far as they have room."""
 
     def __init__(self, store: AnsweringStore, threads: int) -> None:
         self._store = store

@@ -134,10 +134,7 @@ def make_report(
     output_ids: tuple[int, ...] = (),
     token_times: Sequence[float] = (),
 ) -> BlendReport:
-    """Return what an answered request cost and where its KV came from.
-
-    Moments are those of `time.perf_counter`: when each token was there; without one, the output is there now.
-    """
+    """Return what a request cost, and where its KV came from; without `token_times` the output is there now."""
     assert request.plan is not None
     first_output = token_times[0] if token_times else time.perf_counter()
     layout = request.prompt.layout

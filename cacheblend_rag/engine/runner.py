@@ -130,10 +130,7 @@ class Runner:
         return readers if request.resumed is None else {**readers, **request.resumed.readers}
 
     def _whole_plan(self, request: Request) -> tuple[float | None, Plan | None]:
-        """Return the ratio of a prompt, and its plan if it is prefilled in full, as far as that is known before its KV is opened.
-
-        The ratio is None where an attachment is to choose it then.
-        """
+        """Return a prompt's ratio, None where an attachment chooses it once KV is open, and its plan if that is known before."""
         blend, layout = request.blend, request.prompt.layout
         ratio = blend.recompute_ratio
         if not blend.enabled:
@@ -162,10 +159,7 @@ class Runner:
         ids: torch.Tensor,
         forward: Forward,
     ) -> torch.Tensor:
-        """Have the model's first forward over a prompt be its prefill, as it is planned, and what follows be decoding.
-
-        `ChunkReadError` comes out of the forward, if stored KV turns out damaged.
-        """
+        """Have the model's first forward be the prompt's prefill, as planned; `ChunkReadError` if stored KV turns out damaged."""
         assert request.plan is not None
         tuning, room = self._tuning, min(headroom, ROOM_FOR_OUTPUT)
         cache = BlendCache(self._num_layers)
@@ -224,10 +218,7 @@ class Runner:
         request.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
 
     def _resume(self, request: Request, ratio: float | None) -> None:
-        """Take over the fixed head, and what the conversation has computed if this is a turn of one, where blending is on.
-
-        `ratio` is that at which the prompt is blended; None where it is prefilled in full.
-        """
+        """Take over the fixed head, and what the conversation has, where blending is on; `ratio` is None for a full prefill."""
         blend, layout, head = request.blend, request.prompt.layout, request.prompt.head
         if not blend.enabled or self._refusal(layout) is not None:
             return

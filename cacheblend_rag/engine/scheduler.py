@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError
-from cacheblend_rag.model import Decoder, uncompiled, unwrapped
+from cacheblend_rag.model import Decoder, before_layers, uncompiled, unwrapped
 
 __all__ = ["GaveWayError", "Patience", "Scheduler", "aside", "scheduler_of"]
 
@@ -44,11 +44,9 @@ def _end_workers() -> None:
 
 @dataclass
 class Patience:
-    """How long a call waits for a model while others have it: until it has had it once, for then it is being answered.
+    """How long a call waits for a model while others have it: until it has had it once, for then it is being answered."""
 
-    `until` is when to give up, by `time.perf_counter`; None waits as long as it takes.
-    """
-
+    # When to give up, by `time.perf_counter`; None waits as long as it takes.
     until: float | None = None
 
     @classmethod
@@ -217,10 +215,5 @@ def aside(scheduler: Scheduler, decoder: Decoder, is_over: Callable[[], bool]) -
 
     with scheduler.after_others():
         check()
-        hooks = [layer.register_forward_pre_hook(check) for layer in decoder.layers]
-        try:
-            with uncompiled(decoder.model):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with before_layers(decoder.layers, check), uncompiled(decoder.model):
+            yield

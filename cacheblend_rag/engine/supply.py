@@ -58,15 +58,11 @@ class KVSupply:
         # Whether its engine was closed; set under `scheduler`.
         self.is_closed = False
 
-    def plan(self, targets: Sequence[Target]) -> list[list[int]]:
-        """Return the batches in which targets are encoded; see `Encoder.plan`."""
+    @property
+    def encoder(self) -> ChunkEncoder:
+        """What computes KV; only asked of a model that can be blended."""
         assert self._encoder is not None
-        return self._encoder.plan(targets)
-
-    def num_tokens(self, targets: Sequence[Target]) -> int:
-        """Return how many tokens are computed to encode targets; see `Encoder.num_tokens`."""
-        assert self._encoder is not None
-        return self._encoder.num_tokens(targets)
+        return self._encoder
 
     def encode(
         self, targets: Sequence[Target], *, patient: bool = False, patience: Patience | None = None
@@ -77,14 +73,13 @@ class KVSupply:
         as long as `patience` says. What fails together is halved until it is known which chunk's fault it is; once the others
         are encoded, the first such error is raised.
         """
-        assert self._encoder is not None
         patience = patience or Patience()
-        waiting = self._encoder.plan(targets)
+        waiting = self.encoder.plan(targets)
         failures: list[Exception] = []
         while waiting:
             planned = waiting.pop(0)
             left = dict(enumerate(planned))
-            batches = self._encoder.encode([targets[index] for index in planned])
+            batches = self.encoder.encode([targets[index] for index in planned])
             while left:
                 with self.scheduler.after_others() if patient else self.scheduler.within(patience):
                     try:
@@ -104,10 +99,7 @@ class KVSupply:
             raise failures[0]
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
-        """Encode in one go the missing chunks of prompts to be blended, each once, and hand the KV to those prompts.
-
-        What cannot be encoded stays a miss, so that it fails the prompts that have it, and no other.
-        """
+        """Encode the missing chunks of prompts to be blended in one go, each once; what cannot be encoded stays a miss."""
         missing: dict[str, list[tuple[Request, PromptChunk]]] = {}
         for request in requests:
             keys = [chunk.key for chunk in request.prompt.chunks]
@@ -156,7 +148,7 @@ class KVSupply:
                 documents.setdefault(target.document, []).append(key)
         room, late = self._miss_tokens, list[str]()
         for each in documents.values():
-            cost = self.num_tokens([missing[key].target(found[key].context) for key in each])
+            cost = self.encoder.num_tokens([missing[key].target(found[key].context) for key in each])
             if cost <= room:
                 room -= cost
             else:
@@ -219,10 +211,7 @@ class KVSupply:
                 yield key, kv
 
     def open_all(self, request: Request) -> dict[str, KVReader | None]:
-        """Open the stored KV of every chunk of a prompt that no conversation has; its hits, tiers and times are filled in.
-
-        Returns a reader of each chunk, by its key; None where there is no stored KV.
-        """
+        """Return a reader, or None, of each chunk that no conversation has, by its key; hits, tiers and times are filled in."""
         opening = time.perf_counter()
         found: dict[str, KVReader | None] = {}
         for chunk in {chunk.key: chunk for chunk in request.waiting}.values():
@@ -274,10 +263,7 @@ class KVSupply:
             request.fates |= {**dict.fromkeys(new), **self.store.fates(new)}
 
     def readers(self, request: Request, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
-        """Return a reader for every chunk that no conversation has, by its first row; encode those that `found` lacks.
-
-        Of a chunk that stands there in part, it is of that part.
-        """
+        """Return a reader of each chunk, or part, that no conversation has, by its first row; encode those that `found` lacks."""
         chunks = request.waiting
         missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
         if missing:
@@ -337,9 +323,8 @@ class KVSupply:
 
     def _make_head(self, head: PromptHead) -> ChunkKV:
         """Compute the KV of a prompt's head, and keep it."""
-        assert self._encoder is not None
         with self.scheduler:
-            kv = self._encoder.head(head.token_ids)
+            kv = self.encoder.head(head.token_ids)
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.
         exactly = pack_kv(kv, EXACT)
         self.store.put_later(head.key, exactly, self._namespace, [head.record], tenant=self._tenant, ttl_s=self.ttl_s)

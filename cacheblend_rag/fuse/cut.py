@@ -36,10 +36,7 @@ class RowCutter:
         rows: torch.Tensor | None,
         is_last: bool = False,
     ) -> dict[str, Any]:
-        """Return a layer's arguments with those that have a row axis cut to `rows`, None for all; states have the rows `before`.
-
-        With `is_last` no other layer will ask, so that what was cut is let go: masks above all, which are large.
-        """
+        """Return a layer's arguments, those with a row axis cut to `rows`, None for all; states have the rows `before`."""
         if rows is None:
             return arguments
         if rows is not self._rows:
@@ -62,6 +59,7 @@ class RowCutter:
                 self._known[known] = (value, made)
             cut[name] = self._known[known][1]
         if is_last:
+            # No other layer will ask, and masks are large.
             self._rows = None
             self._known.clear()
         return cut

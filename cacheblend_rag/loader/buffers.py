@@ -22,10 +22,7 @@ _HUGE_PAGE = 1 << 21
 
 
 class BufferPool:
-    """Lends memory until no tensor is in it any more, and keeps up to `kept_bytes` of what is not lent.
-
-    May be used from any thread. What a forked child gets back is its own copy.
-    """
+    """Lends memory to any thread until no tensor is in it any more, and keeps up to `kept_bytes` of what is not lent."""
 
     def __init__(self, kept_bytes: int) -> None:
         self.kept_bytes = kept_bytes
