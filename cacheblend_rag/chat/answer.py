@@ -62,14 +62,12 @@ class Deadline(StoppingCriteria):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, cut at the first stop string; `finish_reason` is "stop" at an end token or a stop string, else "length".
-
-    Of a model that thinks, its thoughts are not part of the text.
-    """
+    """An answer, cut at the first stop string; `finish_reason` is "stop" at an end token or a stop string, else "length"."""
 
     text: str
     finish_reason: str
     report: BlendReport
+    # What was thought before it, which is no part of the text.
     thoughts: str = ""
     reasoning_tokens: int = 0
 
