@@ -117,12 +117,6 @@ def test_words_that_the_template_has_too_are_not_taken_for_what_was_said() -> No
     assert "user\nuser<|im_end|>" in apply_template(tokenizer_of("Qwen3"), [{"role": "user", "content": "user"}])
 
 
-def test_thoughts_of_earlier_answers_may_be_left_out() -> None:
-    turns = [HELLO, {"role": "assistant", "content": "<think>Who is it?</think>Yes?"}, HELLO]
-    text = apply_template(tokenizer_of("Qwen3"), turns)
-    assert "Yes?" in text and "Who is it?" not in text
-
-
 @pytest.mark.parametrize("change", ["[:20]", ".split('!')[0]", " | upper", "[-4:]"])
 def test_a_template_that_changes_what_was_said_is_refused(change: str) -> None:
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}")
