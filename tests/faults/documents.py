@@ -34,7 +34,8 @@ SIZE, STEP = 7, 5
 class Scene:
     """Where a run takes place: the store and the log of what the processes did."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, disk_bytes: int | None) -> None:
+        self.disk_bytes = disk_bytes
         self.folder = place.with_name(place.name + ".store")
         self.log = place.with_name(place.name + ".log")
         # While it is there, whoever is alive looks at what there is, says so, and waits.
@@ -69,6 +70,7 @@ def open_engine(scene: Scene) -> BlendEngine:
     settings = engine_settings(
         context_tokens=30,
         ram_bytes=20_000,
+        disk_bytes=scene.disk_bytes,
         encode_batch_tokens=32,
         recompute_ratio=0.0,
         selector="none",
@@ -200,9 +202,9 @@ def fork(scene: Scene, work: Callable[[], None]) -> int:
     return apart(noted)
 
 
-def run(place: Path, kills: int) -> list[str]:
+def run(place: Path, kills: int, disk_bytes: int | None) -> list[str]:
     """Go on until there were so many kills, beside a place; return what was wrong."""
-    scene, done, chance = Scene(place), 0, random.Random(0)
+    scene, done, chance = Scene(place, disk_bytes), 0, random.Random(0)
     small_model()
     running: dict[int, int] = {}
 

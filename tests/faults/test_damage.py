@@ -102,9 +102,10 @@ def _run(run: Callable[..., list[str]], *arguments: object) -> None:
     assert found == [], found
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=WHOLE)])
-def test_documents_are_not_stale_after_kills(tmp_path: Path, kills: int) -> None:
-    nothing_is_wrong(documents.run, tmp_path / "run", kills)
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=WHOLE)])
+@pytest.mark.parametrize("disk_bytes", [None, 12_000], ids=["unbounded", "evicting"])
+def test_documents_are_not_stale_after_kills(tmp_path: Path, kills: int, disk_bytes: int | None) -> None:
+    nothing_is_wrong(documents.run, tmp_path / "run", kills, disk_bytes)
     # Something was there to go stale.
     looked = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("looked")]
     assert any(line != "looked 0" for line in looked)

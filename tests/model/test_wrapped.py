@@ -387,25 +387,3 @@ def test_without_the_check_a_patched_layer_gives_wrong_answers(make_engine: Make
     mixes_rows(model.model.layers[3])
     engine = make_engine(model=model, self_check=False, strict=True)
     assert engine.unsupported_reason is None
-
-
-def test_the_proof_of_a_patched_model_is_a_refusal_that_answers_as_the_model_does() -> None:
-    model = tiny_model("llama")
-    mixes_rows(model.model.layers[3])
-    proof = prove(model)
-    assert proof.refused is not None and not proof.is_exact and not proof.failed
-
-
-def test_a_model_that_keeps_states_instead_of_kv_answers_through_its_own_cache(make_engine: MakeEngine) -> None:
-    from cacheblend_lab.families import tiny_config
-    from cacheblend_lab.families import tiny_model as random_model
-
-    model = random_model(tiny_config("mamba"))
-    engine = make_engine(model=model)
-    engine.add([Chunk(words(20, 1), "n")])
-    prompt = BlendPrompt(words(4, 2), ["n"], words(5, 3))
-    ids = torch.tensor([engine.prompt_ids(prompt)])
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-    result = engine.generate(prompt, 6, do_sample=False)
-    assert result.token_ids == tuple(wanted[0, ids.shape[1] :].tolist())
-    assert result.report.fallback_reason is not None and "no KV for each token" in result.report.fallback_reason

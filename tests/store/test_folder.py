@@ -28,7 +28,6 @@ from tests.store.kit import (
     key_of,
     make_kv,
     open_store,
-    opened,
     put,
     read,
     record,
@@ -59,17 +58,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Give a disk of one megabyte."""
     with mounted_disk(tmp_path / "disk", 2**20) as disk:
         yield disk
-
-
-def put_until_full(store: KVStore, first: int, tokens: int) -> int:
-    """Put pinned chunks until there is an error; return the number of the one that was refused."""
-    store.name("pinned", [record(f"n{number}", number) for number in range(first, 200)])
-    store.pin("pinned", [f"n{number}" for number in range(first, 200)])
-    number = first
-    with pytest.raises(StoreFullError, match="no space left on the disk"):  # noqa: PT012 - which one is refused is the result
-        for number in range(first, 200):
-            store.put(key_of(number), make_kv(number, tokens))
-    return number
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -158,45 +146,6 @@ def test_a_store_half_made(tmp_path: Path) -> None:
     assert store.holds([key_of(1)]) == [True]
     store.close()
     assert check_store(tmp_path).is_clean
-
-
-def test_full_disk(small_disk: Path) -> None:
-    store = open_store(small_disk / "s", 0, 10**9)
-    store.name("ns", [record("n0", 0)])
-    number = put_until_full(store, 0, tokens=150)
-    assert number > 5
-    assert store.holds([key_of(n) for n in range(number + 1)]) == [True] * number + [False]
-    for n in range(number):
-        reader = opened(store, key_of(n))
-        assert same(read(reader), make_kv(n, tokens=150))
-    report = check_store(small_disk / "s")
-    assert (report.problems, report.entries) == ([], number)
-    assert not list((small_disk / "s" / "tmp").glob("*.part"))
-    store.discard(key_of(1))
-    assert store.forget("ns", ["n0"]) == 1
-    for n in range(2, 6):
-        store.discard(key_of(n))
-    store.put(key_of(number), make_kv(number, tokens=150))
-    store.close()
-    assert check_store(small_disk / "s").is_clean
-
-
-def test_disk_full_to_the_last_byte(small_disk: Path) -> None:
-    store = open_store(small_disk / "s", 0, 10**9)
-    put(store, *range(3))
-    store.name("ns", [record("n1", 1)])
-    store.pin("ns", ["n1"])
-    ballast = fill(small_disk)
-    put_until_full(store, 3, tokens=6)
-    assert is_held(store, 1)
-    ballast.unlink()
-    store.put(key_of(9), make_kv(9))
-    store.close()
-    open_store(small_disk / "s", 0, 10**9).close()
-    # Files go for room even where there is none to note it.
-    assert all(problem.endswith("is missing") for problem in check_store(small_disk / "s").problems)
-    check_store(small_disk / "s", repair=True)
-    assert check_store(small_disk / "s").is_clean
 
 
 def test_full_at_the_start(small_disk: Path) -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from cacheblend_rag import BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.store import KVStore, check_store
+from cacheblend_rag.store import KVStore
 from tests.engines import MakeEngine
 from tests.families import words
-from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, read, record, same
+from tests.store.kit import key_of, make_kv, open_store
 
 
 @dataclass
@@ -24,33 +24,6 @@ class Clock:
 
     def open(self, folder: Path | None, ram_bytes: int = 10**6, disk_bytes: int | None = None) -> KVStore:
         return open_store(folder, ram_bytes, disk_bytes, clock=lambda: self.now)
-
-
-@pytest.mark.parametrize("ram_bytes", [0, 10**6])
-def test_what_has_expired_is_a_miss(tmp_path: Path, ram_bytes: int) -> None:
-    clock = Clock()
-    store = clock.open(tmp_path, ram_bytes)
-    for number, ttl_s in ((1, 60), (2, None)):
-        store.put(key_of(number), make_kv(number), ttl_s=ttl_s)
-    store.name("ns", [record("n1", 1)])
-    clock.passes(59)
-    assert store.holds([key_of(1), key_of(2)]) == [True, True]
-    reader = store.open(key_of(1))
-    assert reader is not None
-    clock.passes(1)
-    assert store.holds([key_of(1), key_of(2)]) == [False, True]
-    assert store.open(key_of(1)) is None
-    assert store.names.lookup("ns", ["n1"]) == [record("n1", 1)]
-    # Who is reading goes on.
-    assert same(read(reader), make_kv(1))
-    assert store.holds([key_of(1)]) == [False]
-    # The next addition drops it.
-    store.put(key_of(3), make_kv(3), ttl_s=5)
-    assert len(files_of(tmp_path)) == 2
-    store.put(key_of(1), make_kv(1), ttl_s=60)
-    assert is_held(store, 1)
-    store.close()
-    assert check_store(tmp_path).is_clean
 
 
 @pytest.mark.parametrize("in_folder", [True, False])

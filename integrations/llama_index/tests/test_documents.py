@@ -126,31 +126,6 @@ def test_nodes_in_any_order(inner: Any, make_engine: MakeEngine, embedding: Word
     assert keys(engine, nodes) == expected
 
 
-@pytest.mark.parametrize("changed", ["front", "end"])
-def test_a_changed_document(inner: Any, make_engine: MakeEngine, embedding: WordEmbedding, changed: str) -> None:
-    new = f"Nobody was there. {text_of('Otto')}" if changed == "front" else f"{text_of('Otto')} Then he went home."
-    documents, engine = some_documents(d1=new), make_engine()
-    store = BlendVectorStore(inner, engine=engine)
-    context = StorageContext.from_defaults(vector_store=store)
-    index = VectorStoreIndex.from_documents(
-        some_documents(), storage_context=context, embed_model=embedding, transformations=[SPLITTER]
-    )
-    before = keys(engine, nodes_in(index))
-    assert index.refresh_ref_docs(documents) == [False, True, False, False, False]
-    after = keys(engine, nodes_in(index))
-    assert after == at_once(make_engine(), documents)
-    assert {name: key for name, key in after.items() if name[0] != "d1"} == {
-        name: key for name, key in before.items() if name[0] != "d1"
-    }
-    gone = set(before.values()) - set(after.values())
-    assert (len(gone) > 4) == (changed == "front") and not any(engine._store.holds(list(gone)))
-    index.delete_ref_doc("d1", delete_from_docstore=True)
-    assert engine.document("d1") == []
-    rest = {name: key for name, key in after.items() if name[0] != "d1"}
-    assert keys(engine, nodes_in(index)) == rest
-    assert engine._store.stats().entries == len(rest)
-
-
 # Forks of asynchronous pipelines: from Python 3.12 on they are warned of in a process with threads, which is LlamaIndex's choice.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -153,22 +153,6 @@ def test_a_model_that_is_not_there_is_told(cluster: None, shared: dict[str, Any]
 
 
 @pytest.mark.full
-def test_the_command_warms_a_folder(
-    cluster: None, model: str, shared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_one: Opener
-) -> None:
-    (tmp_path / "docs" / "deep").mkdir(parents=True)
-    for name in ("one.md", "deep/two.md"):
-        (tmp_path / "docs" / name).write_text(f"The gate of {name} is open.\n\nAnother is shut.")
-    for name, value in shared.items():
-        monkeypatch.setenv(f"CACHEBLEND_{name.upper()}", value)
-    command = ["warm-ray", str(tmp_path / "docs"), "--actors", "1", "--model", model]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert "2 chunks of 2 documents: 2 encoded, 0 there already" in done.output
-    assert len(open_one().document("deep/two.md")) == 1
-
-
-@pytest.mark.full
 def test_killed_workers_lose_nothing(cluster: None, model: str, shared: dict[str, Any], open_one: Opener) -> None:
     """Killed 20 times, always another one, in the middle of a batch."""
     kills = 20

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -281,40 +280,22 @@ def test_answers_of_a_schema_and_calls_of_tools(engine: BlendEngine, serve: Serv
     assert ask(client, tools=[tool], tool_choice="none")["choices"][0]["finish_reason"] == "length"
 
 
-def test_openais_own_client(engine: BlendEngine, serve: Serve) -> None:
-    engine.add(Chunk(text, id) for id, text in CHUNKS.items())
-    wanted = direct(engine, *(Chunk(text, id) for id, text in CHUNKS.items())).text
-    address = f"{serve(engine).base_url}/v1"
-    with openai.OpenAI(base_url=address, api_key="none") as client:
-        (model,) = client.models.list().data
-        body: Any = {"model": model.id, "messages": QUESTION, **GREEDY, "extra_body": {"documents": list(CHUNKS)}}
-        reply = client.chat.completions.create(**body)
-        assert reply.choices[0].message.content == wanted
-        with pytest.raises(openai.NotFoundError, match="is not served here"):
-            client.chat.completions.create(**(body | {"model": "other"}))
-        with pytest.raises(openai.BadRequestError, match="n: Input should be less than") as refused:
-            client.chat.completions.create(**body, n=2)
-        assert (refused.value.param, refused.value.code) == ("n", "invalid_option")
-        # As many clients say that they say nothing.
-        nothing = dict.fromkeys(("stream", "stream_options", "tools", "n", "guided_json", "ignore_eos"))
-        reply = client.chat.completions.create(**(body | {"extra_body": nothing | body["extra_body"]}))
-        assert reply.choices[0].message.content == wanted
-
-
 def test_openais_types_parse_every_reply(engine: BlendEngine, serve: Serve) -> None:
     engine.tokenizer.chat_template = TOOL_TEMPLATE
     client = serve(engine)
     [model] = client.get("/v1/models").json()["data"]
     assert Model.model_validate(model) == Model.model_validate(client.get(f"/v1/models/{model['id']}").json())
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-    for more in ({}, {"report": True}, {"tools": [tool], "tool_choice": "required", "max_tokens": 60}):
+    # As many clients say that they say nothing.
+    nothing = dict.fromkeys(("tools", "n", "guided_json", "ignore_eos"))
+    for more in (nothing, {"report": True}, {"tools": [tool], "tool_choice": "required", "max_tokens": 60}):
         reply = ChatCompletion.model_validate(ask(client, **more))
         body = {"messages": QUESTION, **GREEDY, **more, "stream_options": {"include_usage": True}}
         *pieces, end, usage = [ChatCompletionChunk.model_validate(event) for event in events(client, **body)]
         assert usage.usage == reply.usage
         assert end.choices[0].finish_reason == reply.choices[0].finish_reason
         calls = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or []]
-        assert [call.function and call.function.name for call in calls] == ["weather"] * ("tools" in more)
+        assert [call.function and call.function.name for call in calls] == ["weather"] * bool(more.get("tools"))
     body = {"prompt": ["Who?", "Where?"], **GREEDY}
     whole = Completion.model_validate(client.post("/v1/completions", json=body).json())
     ends = [event for event in events(client, "/v1/completions", **body) if event["choices"][0]["finish_reason"]]
