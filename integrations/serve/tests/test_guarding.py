@@ -108,7 +108,7 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
         (SHORT | {"top_p": 0}, 400, "top_p: Input should be greater than 0"),
         (SHORT | {"max_tokens": "3"}, 400, "max_tokens: Input should be a valid integer, not '3'"),
         (SHORT | {"tool_choice": "required"}, 400, "there are no tools"),
-        (FORCED | {"response_format": {"type": "json_object"}}, 400, "leave one out"),
+        (FORCED | {"response_format": {"type": "json_object"}}, 400, "leave one of them out"),
         (SHORT | {"continue_final_message": True, "add_generation_prompt": True}, 400, "exclude each other"),
     ],
 )

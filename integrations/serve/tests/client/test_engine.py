@@ -286,9 +286,9 @@ def test_a_key_is_its_tenants(tiny: LlamaForCausalLM, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("url", "kind", "why"),
     [
-        ("http://127.0.0.1:1", errors.BackendError, "cannot be asked"),
-        ("127.0.0.1:8000", errors.ConfigError, "is no address"),
-        ("http://user:word@127.0.0.1:8000", errors.ConfigError, "is no address"),
+        ("http://127.0.0.1:1", errors.BackendError, "cannot be reached"),
+        ("127.0.0.1:8000", errors.ConfigError, "is not a server address"),
+        ("http://user:word@127.0.0.1:8000", errors.ConfigError, "is not a server address"),
     ],
 )
 def test_an_address_where_nobody_is(url: str, kind: type[errors.CacheBlendError], why: str) -> None:
