@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVStore, open_store
-from vllm_cacheblend.asking import PROBE, Precision, proved_params, spool_params, transfer_params
+from vllm_cacheblend.asking import NAMES_VARIABLE, PROBE, Precision, proved_params, spool_params, transfer_params
 from vllm_cacheblend.fitting import OTHERWISE
 from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 from vllm_cacheblend.spooling import read_spool, remove_spool
@@ -33,7 +34,6 @@ NUM_LOGPROBS = 5
 
 # Half of the probe's tokens: all of them fill a block of any size in use, and begin another.
 _HALF = 72
-_CONTROL_NAMESPACE = f"{PROBE}/control"
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,15 @@ class Said:
     num_cached: int | None
 
     def far(self, other: Said) -> float:
-        """Return the largest difference of a log probability, infinite where the likeliest tokens are others."""
-        both = self.logprobs.keys() & other.logprobs.keys()
-        # The last ones of a list may be one or the other.
-        if len(both) < (len(self.logprobs) + 1) // 2:
-            return float("inf")
-        return max(abs(self.logprobs[token] - other.logprobs[token]) for token in both)
+        """Return the largest difference of a log probability; of a token that one does not list, the least that it can be."""
+        return max(_beyond(self.logprobs, other.logprobs), _beyond(other.logprobs, self.logprobs))
+
+
+def _beyond(these: Mapping[Any, float], those: Mapping[Any, float]) -> float:
+    least = min(those.values())
+    return max(
+        abs(value - those[token]) if token in those else max(0.0, value - least) for token, value in these.items()
+    )
 
 
 Probe = Callable[[Sequence[int], str, dict[str, Any]], Said]
@@ -84,7 +87,8 @@ def prove(llm: Any) -> None:
     window = llm.llm_engine.vllm_config.model_config.max_model_len
     card = ModelCard.from_dict(extra["card"])
     precision = Precision(*extra["precision"])
-    prove_by(probe, card, precision, llm.get_tokenizer(), window, Path(extra["store"]), Path(extra["spool"]))
+    with closing(open_store(extra["store"], 0, names=os.environ.get(NAMES_VARIABLE) or None)) as store:
+        prove_by(probe, card, precision, llm.get_tokenizer(), window, store, Path(extra["spool"]))
 
 
 def prove_by(
@@ -93,10 +97,13 @@ def prove_by(
     precision: Precision,
     tokenizer: Any,
     window: int | None,
-    folder: Path,
+    store: KVStore,
     spool: Path,
 ) -> None:
-    """See by requests that a vLLM answers behind KV as it should, and tell its connector so; see `prove`."""
+    """See by requests that a vLLM answers behind KV as it should, and tell its connector so; see `prove`.
+
+    `store` is vLLM's, opened with a codec that keeps KV exactly.
+    """
     half = min(_HALF, (window or 2 * _HALF) // 2 - 1)
     ids = _some_ids(tokenizer, 2 * half)
     turned = ids[half:] + ids[:half]
@@ -107,10 +114,7 @@ def prove_by(
     # After a prefix of its own vLLM computes other shapes, which round otherwise.
     noise = own.far(probe(ids, salt, {}))
     allowed = max(4 * noise, float(torch.finfo(card.dtype).eps) ** 0.5)
-    # Exact on disk, whatever the codec of the chunks there.
-    with closing(open_store(folder, 0)) as store:
-        behind = own.far(_behind(probe, store, ids, kv, PROBE))
-        control = own.far(_behind(probe, store, ids, other, _CONTROL_NAMESPACE))
+    behind, control = (own.far(_behind(probe, store, ids, layers)) for layers in (kv, other))
     if not behind <= allowed:
         raise ConfigError(
             f"after loading KV that this vLLM itself computed, its log probabilities differ by {behind:.2g} from those after "
@@ -173,8 +177,10 @@ def _check_rotation(
         )
 
 
-def _behind(probe: Probe, store: KVStore, ids: tuple[int, ...], layers: list[LayerKV], namespace: str) -> Said:
+def _behind(probe: Probe, store: KVStore, ids: tuple[int, ...], layers: list[LayerKV]) -> Said:
     """Return what vLLM says behind KV that it is brought."""
+    # Several servers over one store may be proved at once.
+    namespace = f"{PROBE}/{uuid.uuid4().hex}"
     key = chunk_key(namespace, ids, is_head=True)
     prefix = StoredPrefix(ids, (PrefixPiece(key, 0, len(ids)),), namespace, "")
     store.put(key, ChunkKV(ids, 0, layers))

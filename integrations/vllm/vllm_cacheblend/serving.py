@@ -21,6 +21,7 @@ from cacheblend_rag.engine.engine import open_engine_store
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.model.checkpoint import model_folder
+from cacheblend_rag.store import open_store
 from cacheblend_rag.tuning import Tuning
 from cacheblend_serve.backend import Wanted
 from vllm_cacheblend.asking import FULL, NAMES_VARIABLE, REMOTE_VARIABLE, Precision, kv_transfer_config
@@ -76,7 +77,8 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
         windows = [each for each in (card.window, client.model().get("max_model_len")) if each is not None]
         card = replace(card, window=min(windows, default=None))
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
-        prove_by(client.probe, card, precision, tokenizer, card.window, wanted.store, spool)
+        with closing(open_store(wanted.store, 0, names=config.names_url)) as exact:
+            prove_by(client.probe, card, precision, tokenizer, card.window, exact, spool)
         known = AutoConfig.from_pretrained(str(folder)).get_text_config().vocab_size
         library = stack.enter_context(
             VLLMLibrary(card, tokenizer, store, spool, client.warm, config=config, num_embeddings=known)
