@@ -27,11 +27,7 @@ def open_engine(
     blend: BlendConfig | None = None,
     **changes: Any,
 ) -> BlendEngine:
-    """Load a model by name for blending, quietly.
-
-    `config` and `blend` are the environment's by default. `changes` are settings of `blend`; those that are None are left as
-    they are.
-    """
+    """Load a model by name, quietly, with the environment's settings by default, and `changes` to `blend` that are not None."""
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
 

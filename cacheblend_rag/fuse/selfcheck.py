@@ -38,7 +38,7 @@ def check_blending(decoder: Decoder) -> None:
         drawn, tolerances = _random_ids(decoder, 1), _tolerances(decoder)
         own = _check_rows(decoder, name, drawn, tolerances[0])
         # KV that cannot be moved is checked where it is: some models do not count from 0 as they are told to (RoBERTa).
-        _check_move(decoder, name, drawn, own, _DISTANCE if decoder.is_movable else 0, tolerances[1:])
+        _check_move(decoder, drawn, own, _DISTANCE if decoder.is_movable else 0, tolerances[1:])
 
 
 def _check_rows(decoder: Decoder, name: str, drawn: torch.Tensor, tolerance: float) -> list[LayerKV]:
@@ -69,7 +69,7 @@ def _check_logits(name: str, what: str, logits: torch.Tensor, wanted: torch.Tens
 
 
 def _check_move(
-    decoder: Decoder, name: str, drawn: torch.Tensor, own: list[LayerKV], distance: int, tolerances: list[float]
+    decoder: Decoder, drawn: torch.Tensor, own: list[LayerKV], distance: int, tolerances: list[float]
 ) -> None:
     """Check that KV which is moved is the KV computed there."""
     distances = torch.full((_PROMPT_TOKENS,), distance)
@@ -80,15 +80,12 @@ def _check_move(
         if rotation is not None:
             shift_layer(turned, rotation.table(distances, turned.keys.device))
         difference = max(map(_kv_difference, turned, there))
-        if not difference <= tolerance and not distance:
-            raise UnsupportedModelError(
-                f"{name}, layer {layer}: with explicit positions from 0 on, it computes different KV than without"
-            )
         if not difference <= tolerance:
-            raise UnsupportedModelError(
-                f"{name}, layer {layer}: KV moved by {distance} positions is not the KV computed there (off by "
-                f"{difference:.2g} of its scale, {tolerance:.2g} allowed)"
-            )
+            off = f"(off by {difference:.2g} of its scale, {tolerance:.2g} allowed)"
+            why = f"KV moved by {distance} positions is not the KV computed there {off}"
+            if not distance:
+                why = "with explicit positions from 0 on, it computes different KV than without"
+            raise UnsupportedModelError(f"{type(decoder.model).__name__}, layer {layer}: {why}")
 
 
 @torch.no_grad()
