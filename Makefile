@@ -69,6 +69,9 @@ install: $(STAMP)  ## make the virtual environment and install all distributions
 .PHONY: install-vllm
 install-vllm: $(VLLM_STAMP)  ## make the virtual environment of the tests that need vLLM
 
+.PHONY: install-gguf
+install-gguf: $(GGUF_STAMP)  ## make the virtual environment of the tests of GGUF models, for which llama.cpp is built
+
 # ---------------------------------------------------------------------------------------------------------------------------
 # using it
 
