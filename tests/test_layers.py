@@ -287,65 +287,37 @@ def tree(folder: Path, files: dict[str, str]) -> dict[str, Path]:
     return modules_in(root)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from cacheblend_rag.engine import BlendEngine",
-        "from cacheblend_rag import engine",
-        "import cacheblend_rag.engine",
-        "from ..engine import BlendEngine",
-        "from .. import engine",
-        "def f():\n    from cacheblend_rag.engine import BlendEngine",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..engine import BlendEngine",
-        "import importlib\nimportlib.import_module('cacheblend_rag.engine')",
-        "from cacheblend_rag import BlendEngine",
-    ],
-)
-def test_an_upward_import_is_found_in_every_form(tmp_path: Path, statement: str) -> None:
-    known = tree(tmp_path, {"engine.py": "", "store/ram.py": statement})
-    assert len(upward(known)) == 1
-    assert not unlisted(known)
+UPWARD = [
+    "from cacheblend_rag.engine import BlendEngine",
+    "from cacheblend_rag import engine",
+    "import cacheblend_rag.engine",
+    "from ..engine import BlendEngine",
+    "from .. import engine",
+    "def f():\n    from cacheblend_rag.engine import BlendEngine",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..engine import BlendEngine",
+    "import importlib\nimportlib.import_module('cacheblend_rag.engine')",
+    "from cacheblend_rag import BlendEngine",
+]
+DOWNWARD = ["from ..kv import KV", "from .base import KVStore", "from .. import errors", "import torch"]
+FRAMEWORK = "import chromadb\nfrom llama_index.core import Document\nfrom langchain_core import documents"
 
 
-@pytest.mark.parametrize(
-    "statement", ["from ..kv import KV", "from .base import KVStore", "from .. import errors", "import torch"]
-)
-def test_a_downward_import_is_none_of_its_business(tmp_path: Path, statement: str) -> None:
-    known = tree(tmp_path, {"kv.py": "", "errors.py": "", "store/base.py": "", "store/ram.py": statement})
-    assert not upward(known)
-    assert not circles(known)
-
-
-def test_a_circle_is_found_within_a_package(tmp_path: Path) -> None:
-    files = {"store/__init__.py": "from .ram import R", "store/ram.py": "def f():\n from cacheblend_rag.store import R"}
-    known = tree(tmp_path, files)
+def test_the_rules_find_what_breaks_them(tmp_path: Path) -> None:
+    for number, statement in enumerate([*UPWARD, *DOWNWARD]):
+        files = {"kv.py": "", "errors.py": "", "engine.py": "", "store/base.py": "", "store/ram.py": statement}
+        known = tree(tmp_path / str(number), files)
+        assert len(upward(known)) == (statement in UPWARD), statement
+        assert unlisted(known) == circles(known) == []
+    # Each file breaks another rule.
+    init, ram = "from .ram import R", "def f():\n from cacheblend_rag.store import R"
+    files = {"store/__init__.py": init, "store/ram.py": ram, "engine/door.py": FRAMEWORK, "cli/run.py": FRAMEWORK}
+    known = tree(tmp_path, {**files, "helpers/strings.py": ""})
     assert circles(known) == ["cacheblend_rag.store -> cacheblend_rag.store.ram -> cacheblend_rag.store"]
-
-
-def test_a_module_without_a_floor_is_found(tmp_path: Path) -> None:
-    assert unlisted(tree(tmp_path, {"kv.py": "", "helpers/strings.py": ""})) == ["helpers"]
-
-
-def test_a_framework_in_the_engine_is_found(tmp_path: Path) -> None:
-    imports = ("import chromadb", "from llama_index.core import Document", "from langchain_core import documents")
-    lines = "\n    ".join(["def f():", *imports])
-    known = tree(tmp_path, {"engine/door.py": lines, "cli/run.py": lines})
+    assert unlisted(known) == ["helpers"]
     assert len(framework_imports(known)) == 3
-
-
-def test_a_reach_below_the_engine_is_found(tmp_path: Path) -> None:
-    core = tree(tmp_path, {"engine.py": "", "errors.py": "", "store/ram.py": ""})
-    outside = tmp_path / "llama_index_cacheblend"
-    outside.mkdir()
-    lines = [
-        "from cacheblend_rag import BlendEngine, errors",
-        "from cacheblend_rag.engine import BlendEngine",
-        "from cacheblend_rag.store.ram import RamStore",
-        "from cacheblend_rag import store",
-    ]
-    (outside / "llm.py").write_text("\n".join(lines), encoding="utf-8")
-    found = below_the_engine(modules_in(outside), core)
-    assert [line.split(":")[1].split()[0] for line in found] == ["3", "4"]
+    below = ["from cacheblend_rag.store.ram import R", "from cacheblend_rag import store"]
+    outside = tree(tmp_path / "outside", {"llm.py": "\n".join([*UPWARD[:2], *below])})
+    assert [line.split(":")[1].split()[0] for line in below_the_engine(outside, known)] == ["3", "4"]
 
 
 def test_a_module_can_be_the_first_to_be_imported() -> None:
