@@ -140,18 +140,14 @@ class Encoder(ChunkEncoder):
     """Computes the KV of chunks with the model of this process.
 
     Encoding after the preamble and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
-    chunks. A preamble that is long enough to be worth it, unless `share_preamble` says otherwise, is computed once, and its
-    KV handed to every row of every batch.
+    chunks. A preamble that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
     """
 
-    def __init__(
-        self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int, share_preamble: bool | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int) -> None:
         super().__init__(decoder, preamble, batch_tokens)
         self._decoder = decoder
         self._read = text_decoder(decoder.model)
-        wanted = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS if share_preamble is None else share_preamble
-        self._shares_preamble = wanted and bool(self.preamble)
+        self._shares_preamble = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS
         self._preamble_kv: list[LayerKV] | None = None
 
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:

@@ -21,7 +21,7 @@ from cacheblend_rag.fuse.plan import Plan, make_plan
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.selection import FixedSelection, Selection, make_selector
+from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
 from cacheblend_rag.tuning import Tuning
@@ -187,10 +187,18 @@ class Runner:
                     request.layers,
                 )
                 stack.enter_context(loader)
-                if _goes_on(request, selection) and self.alone_reason(request) is None:
+                text = request.layout.text_rows
+                # All that is computed stands after all that is stored.
+                goes_on = (
+                    isinstance(selection, FixedSelection)
+                    and not selection.rows().numel()
+                    and 0 < int(text[0]) == len(request.layout) - text.numel()
+                    and request.prompt.places is None
+                )
+                if goes_on and self.alone_reason(request) is None:
                     # Nothing has to be steered: the model goes on after its cache, as it does when it decodes.
                     request.recomputed = None if request.plan.selection is None else torch.empty(0, dtype=torch.int64)
-                    cache.expect(int(request.layout.text_rows[0]), decoder.num_kv_layers, loader.synchronize)
+                    cache.expect(int(text[0]), decoder.num_kv_layers, loader.synchronize)
                 else:
                     steering = Steering(decoder, cache, request.layout, selection, loader.synchronize)
                     stack.enter_context(steering())
@@ -255,14 +263,3 @@ class Runner:
                 "depend on the length of the prompt"
             )
         return self._unsupported
-
-
-def _goes_on(request: Request, selection: Selection) -> bool:
-    """Return whether all that is computed of a prompt stands after all that is stored."""
-    text = request.layout.text_rows
-    return (
-        isinstance(selection, FixedSelection)
-        and not selection.rows().numel()
-        and 0 < int(text[0]) == len(request.layout) - text.numel()
-        and request.prompt.places is None
-    )

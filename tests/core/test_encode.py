@@ -1,5 +1,6 @@
 """Encoding: a prefix computed once gives the KV of a prefix in every row, and batches waste little."""
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +15,7 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.encode import Encoder, Target, plan_batches
-from cacheblend_rag.model import KVCache, inspect_model
+from cacheblend_rag.model import Decoder, KVCache, inspect_model
 from cacheblend_rag.preamble import default_preamble
 from tests.engines import MakeEngine
 from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
@@ -25,6 +26,14 @@ LENGTHS = (40, 3, 17, 1, 40, 25)
 
 def some_ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _encoders(decoder: Decoder, prefix: list[int], batch_tokens: int) -> Iterator[Encoder]:
+    """Yield one that reads the prefix before each row, and one that reads it once."""
+    for shares in (False, True):
+        encoder = Encoder(decoder, prefix, batch_tokens)
+        encoder._shares_preamble = shares
+        yield encoder
 
 
 @pytest.mark.parametrize(("family", "attention"), sampled(CASES))
@@ -39,8 +48,7 @@ def test_a_shared_prefix_gives_each_chunk_the_kv_it_has_behind_its_own(family: s
             ids = torch.tensor([[*prefix, *chunk]])
             decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
             wanted.append(cache.kv())
-        for share in (False, True):
-            encoder = Encoder(decoder, prefix, 128, share_preamble=share)
+        for encoder in _encoders(decoder, prefix, 128):
             batches = list(encoder.encode([Target(tuple(chunk)) for chunk in chunks]))
             assert len(batches) > 1
             encoded = dict(pair for batch in batches for pair in batch)
@@ -77,13 +85,9 @@ def test_a_document_of_several_parts_is_read_behind_a_shared_prefix_as_its_own(f
     targets = [Target(first), Target(second, first), Target(third, first + second[:5])]
     [[reading]] = Encoder(decoder, some_ids(20, 9), 4096).batches(targets)
     assert len(reading) == 2
-    shared, own = (
-        dict(
-            pair
-            for batch in Encoder(decoder, some_ids(20, 9), 4096, share_preamble=share).encode(targets)
-            for pair in batch
-        )
-        for share in (True, False)
+    own, shared = (
+        dict(pair for batch in encoder.encode(targets) for pair in batch)
+        for encoder in _encoders(decoder, some_ids(20, 9), 4096)
     )
     for index, kv in own.items():
         for layer, there in zip(shared[index].layers, kv.layers, strict=True):
