@@ -14,9 +14,11 @@ from transformers import StoppingCriteria
 
 from cacheblend_attachments import SourceAttention
 from cacheblend_gguf import GGUFEngine
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig, FixedText
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
 from integrations.gguf.tests.kit import HARBOUR, QUESTION, ask, harbour, last_scores, read_in_full
+
+EXACT = EngineConfig(disk_codec="native")
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +169,10 @@ def test_callers_together_and_one_that_fails(filled: GGUFEngine) -> None:
 
 
 def test_what_was_added_survives_and_what_was_deleted_is_gone(path: Path, tmp_path: Path) -> None:
-    with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path) as engine:
+    with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path, config=EXACT) as engine:
         engine.add(harbour())
         answer = engine.generate(ask("h0", "h1", "h2"), 6)
-    with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path) as engine:
+    with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path, config=EXACT) as engine:
         again = engine.generate(ask("h0", "h1", "h2"), 6)
         assert again.report.hits == 3
         assert again.token_ids == answer.token_ids
@@ -229,7 +231,7 @@ def test_the_same_two_lines_open_it(path: Path) -> None:
 def test_other_forms_of_kv(path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     answers = []
     for _ in range(2):
-        with GGUFEngine.from_pretrained(path, n_ctx=512, store=tmp_path, **options) as engine:
+        with GGUFEngine.from_pretrained(path, n_ctx=512, store=tmp_path, config=EXACT, **options) as engine:
             engine.add(harbour())
             answers.append(engine.generate(ask("h2", "h0"), 6))
     assert answers[1].report.hits == 2

@@ -105,8 +105,10 @@ def test_damage_is_a_miss_and_the_answer_right(stored: tuple[GGUFEngine, Path]) 
 CHILD = """
 import sys
 from cacheblend_gguf import GGUFEngine
+from cacheblend_rag import EngineConfig
 from integrations.gguf.tests.kit import ask, harbour
-with GGUFEngine.from_pretrained(sys.argv[1], store=sys.argv[2], n_ctx=512, n_threads=1) as engine:
+exact = EngineConfig(disk_codec="native")
+with GGUFEngine.from_pretrained(sys.argv[1], store=sys.argv[2], config=exact, n_ctx=512, n_threads=1) as engine:
     engine.add(harbour(), progress=lambda done, total: print(done, flush=True))
     print(engine.generate(ask("h2", "h0"), 6).text.encode(), flush=True)
 """
