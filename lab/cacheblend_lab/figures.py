@@ -13,13 +13,7 @@ __all__ = ["needs_drawing", "new_figure", "save_figure"]
 
 
 def needs_drawing() -> None:
-    """See that what draws is installed, before a command measures what it is to draw.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib is not installed.
-    """
+    """See that what draws is installed, before a command measures what it is to draw."""
     with needs_extra("lab", "drawing"):
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
@@ -28,26 +22,9 @@ def needs_drawing() -> None:
 def new_figure(
     panels: int = 1, *, width: float = 5.5, height: float = 4.2, stacked: Sequence[float] = ()
 ) -> tuple[Any, list[Any]]:
-    """Return a figure with a number of axes side by side, or one below the other.
+    """Return a figure and its axes, side by side, or where `stacked` has shares of the height, one below the other.
 
-    Parameters
-    ----------
-    panels : int
-        How many axes.
-    width, height : float
-        Inches of each; of all of them where they are stacked.
-    stacked : sequence of float, optional
-        Shares of the height, one for each axes: they stand one below the other, over the same places.
-
-    Returns
-    -------
-    tuple of (matplotlib Figure, list of Axes)
-        The figure, and its axes from left to right, or from top to bottom.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib is not installed.
+    Width and height are inches of each; of all of them where they are stacked.
     """
     needs_drawing()
     import matplotlib.backends.backend_agg
@@ -63,20 +40,7 @@ def new_figure(
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write a figure to a file, whose ending says the format.
-
-    Parameters
-    ----------
-    figure : matplotlib Figure
-        The figure.
-    path : Path
-        The file; its folder is made where it is missing.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be written, or matplotlib does not know the format.
-    """
+    """Write a figure to a file, whose ending says the format; its folder is made where it is missing."""
     from matplotlib import rc_context
 
     try:

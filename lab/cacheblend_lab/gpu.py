@@ -35,6 +35,8 @@ _TESTS = "pytest"
 class Piece:
     """A command that is run on a GPU.
 
+
+
     Attributes
     ----------
     name : str
@@ -217,25 +219,9 @@ def _read(file: Path) -> dict[str, Any] | None:
 def run_pieces(
     pieces: Sequence[Piece], folder: Path, gpu: str | None, minutes: float, say: Callable[[str], None]
 ) -> list[Piece]:
-    """Run the pieces that are not there yet, one after the other.
+    """Run the pieces that are not there yet from this kind of GPU, one after the other; return those that failed.
 
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        What is run.
-    folder : Path
-        Where their files go; of a piece that fails, what it printed stays there, as ``gpu-NAME.log``.
-    gpu : str or None
-        The name of the device, as files have it.
-    minutes : float
-        How long all of it may take. What does not end by then is ended.
-    say : callable
-        Takes a line for people.
-
-    Returns
-    -------
-    list of Piece
-        Those that failed.
+    Of one that fails, what it printed stays in the folder, as ``gpu-NAME.log``. What does not end in the minutes is ended.
     """
     ends = time.monotonic() + 60 * minutes
     failed, left = [], []

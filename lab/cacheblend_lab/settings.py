@@ -46,19 +46,9 @@ def setting_names() -> list[str]:
 
 
 def engine_settings(base: EngineSettings | None = None, **values: Any) -> EngineSettings:
-    """Return the settings of an engine.
+    """Return the settings of an engine that differ in `values` from `base`, by default the environment's.
 
-    Parameters
-    ----------
-    base : EngineSettings, optional
-        What `values` differ from; by default the environment's settings.
-    **values : Any
-        Any of `setting_names`; options of selectors are those of the selector that is named, or that `base` has.
-
-    Raises
-    ------
-    ConfigError
-        If a name is unknown, or a value has no meaning.
+    Options of selectors are those of the selector that is named, or that `base` has.
     """
     base = base or EngineSettings(config=EngineConfig(), blend=BlendConfig(), tuning=Tuning())
     tuning = {name: value for name, value in values.items() if name in _TUNING}
@@ -72,13 +62,7 @@ def engine_settings(base: EngineSettings | None = None, **values: Any) -> Engine
 
 
 def blend_settings(blend: BlendConfig, **values: Any) -> BlendConfig:
-    """Return settings of blending that differ in some values, options of their selector among them.
-
-    Raises
-    ------
-    ConfigError
-        If a name is unknown, or a value has no meaning.
-    """
+    """Return settings of blending that differ in some values, options of their selector among them."""
     options = {name: value for name, value in values.items() if name in _OPTIONS}
     blend = blend.replace(**{name: value for name, value in values.items() if name not in options})
     if not options:

@@ -43,6 +43,8 @@ class AutoRun:
 class AutoRow:
     """One cell of the grid.
 
+
+
     Attributes
     ----------
     tier : str
@@ -75,6 +77,8 @@ class AutoRow:
 
 class AutoBench(Bench[AutoSetting, AutoRow]):
     """One model of random weights over each of the tiers in turn.
+
+
 
     Attributes
     ----------

@@ -31,6 +31,8 @@ _ALONE, _BATCH, _CALLERS = "one by one", "batch", "callers"
 class BatchRow:
     """One method's figures.
 
+
+
     Attributes
     ----------
     method : str

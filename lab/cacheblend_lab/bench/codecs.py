@@ -23,6 +23,8 @@ __all__ = ["CodecBench", "CodecRow"]
 class CodecRow:
     """One codec's figures.
 
+
+
     Attributes
     ----------
     codec : str

@@ -33,6 +33,8 @@ _FORWARD = "forward"
 class EncodeRow:
     """One method's figures.
 
+
+
     Attributes
     ----------
     method : str

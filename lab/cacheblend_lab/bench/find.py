@@ -34,6 +34,8 @@ _ROWS_AT_ONCE = 5000
 class FindRow:
     """The figures.
 
+
+
     Attributes
     ----------
     chunks : int

@@ -41,6 +41,8 @@ _MEMORY = Path("/proc/self/statm")
 class IndexRow:
     """Figures of one store.
 
+
+
     Attributes
     ----------
     entries : int
@@ -111,15 +113,7 @@ class IndexBench(Bench[IndexSetting, IndexRow]):
 
 
 def make_index(folder: Path, entries: int) -> None:
-    """Make a store whose index has a number of entries, each with a name of 32 tokens; their files are not written.
-
-    Parameters
-    ----------
-    folder : Path
-        The store's folder.
-    entries : int
-        How many.
-    """
+    """Make a store whose index has `entries` entries, each with a name of 32 tokens; their files are not written."""
     tier = DiskTier(folder)
     try:
         names = Names(tier.index, tier.clock)

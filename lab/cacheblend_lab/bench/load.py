@@ -31,6 +31,8 @@ _READ_BYTES = 1 << 20
 class LoadRow:
     """One method's figures.
 
+
+
     Attributes
     ----------
     method : str

@@ -16,24 +16,7 @@ __all__ = ["plot_profile", "plot_runs"]
 
 
 def plot_profile(profile: Profile, works: Mapping[str, Work], quality_ratio: float, folder: Path) -> Path:
-    """Draw Figure 10: seconds of recomputing and of loading one layer, against the ratio and for each device.
-
-    Parameters
-    ----------
-    profile : Profile
-        What was measured.
-    works : mapping of str to Work
-        One prompt, its KV in each of the devices that are to be drawn.
-    quality_ratio : float
-        The quality floor r*.
-    folder : Path
-        Where ``figure10.png`` is written.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw Figure 10: seconds of recomputing and of loading one layer of a prompt, against the ratio and by device (`works`)."""
     figure, (left, right) = new_figure(2)
     ratios = [number / 100 for number in range(101)]
     any_work = next(iter(works.values()))
@@ -69,24 +52,7 @@ def plot_profile(profile: Profile, works: Mapping[str, Work], quality_ratio: flo
 
 def plot_runs(runs: Sequence[AutoRun], folder: Path) -> tuple[list[Path], list[str]]:
     """Draw from measured runs Figures 15a and 15b (TTFT against number and length of chunks) and 17 (against the ratio, per
-    device).
-
-    Parameters
-    ----------
-    runs : sequence of AutoRun
-        What ``cacheblend-rag bench auto --json`` wrote under "runs".
-    folder : Path
-        Where ``figure15a.png``, ``figure15b.png`` and ``figure17.png`` are written.
-
-    Returns
-    -------
-    tuple of (list of Path, list of str)
-        The files, and for each figure that cannot be drawn what it lacks.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib is not installed, a file cannot be written, or there are no runs.
+    device); return the files, and for each figure that cannot be drawn what it lacks.
     """
     if not runs:
         raise ConfigError("there are no runs to draw; measure some with `cacheblend-rag bench auto --json FILE`")

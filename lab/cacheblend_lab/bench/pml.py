@@ -30,6 +30,8 @@ _Run = tuple[float, "BlendReport | None"]
 class PMLRow:
     """One method's figures.
 
+
+
     Attributes
     ----------
     method : str

@@ -24,6 +24,8 @@ __all__ = ["PrefetchBench", "PrefetchRow"]
 class PrefetchRow:
     """One method's figures.
 
+
+
     Attributes
     ----------
     method : str

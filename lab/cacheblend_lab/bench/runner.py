@@ -52,10 +52,9 @@ def say_nothing(what: str) -> None:
 class Bench(ABC, Generic[SettingT, Row]):
     """Measurement of one command, with its table and its JSON file; a context manager that closes what was opened for it.
 
-    Parameters
-    ----------
-    setting : BenchSetting
-        What is measured.
+
+
+
 
     Attributes
     ----------
@@ -63,13 +62,6 @@ class Bench(ABC, Generic[SettingT, Row]):
         Closes what was opened.
     disk : ColdFolder or None
         The folder of a store that is measured from disk.
-
-    Raises
-    ------
-    ConfigError
-        If a setting has no meaning.
-    PromptTooLongError
-        If a prompt does not fit the model's window.
     """
 
     text_columns: ClassVar[int] = 1
@@ -170,23 +162,8 @@ def in_rounds(
 ) -> dict[Method, list[Result]]:
     """Run methods in alternation, so that what disturbs the machine for a while disturbs all of them.
 
-    Parameters
-    ----------
-    methods : sequence
-        What is run; each round begins with another one, so that none always follows the same.
-    run : callable
-        Runs a method, and returns what is kept of a measured run.
-    rounds : int
-        Rounds that are measured.
-    unmeasured : int
-        Rounds before them, that warm up.
-    say : callable
-        Called with how far the measurement is.
-
-    Returns
-    -------
-    dict
-        For each method, in order, what its measured runs returned: one result for each round.
+    Each round begins with another method, so that none always follows the same. Returned are, for each method, the results of the
+    `rounds` that are measured, which follow `unmeasured` ones.
     """
     results: dict[Method, list[Result]] = {method: [] for method in methods}
     done = 0

@@ -40,15 +40,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to be.
-
-    Attributes
-    ----------
-    at_s : float
-        When it is sent, in seconds.
-    chunks : tuple of int
-        The chunks of its prompt, in order.
-    """
+    """A request to be: when it is sent, in seconds, and the chunks of its prompt, in order."""
 
     at_s: float
     chunks: tuple[int, ...]
@@ -67,6 +59,8 @@ class _Reply:
 @dataclass(frozen=True, slots=True)
 class ServeRow:
     """Figures of the server at one rate.
+
+
 
     Attributes
     ----------

@@ -63,6 +63,8 @@ _PREFILLS = ("full", "blend")
 class Written:
     """Form of an option on the command line, where that is not the value itself.
 
+
+
     Attributes
     ----------
     read : callable
@@ -89,13 +91,7 @@ def _item(item: Any) -> str:
 
 
 def parse_prompts(text: str) -> tuple[tuple[int, int], ...]:
-    """Return prompts written like ``"1x32,6x512"``: chunks x tokens.
-
-    Raises
-    ------
-    ConfigError
-        If one is written otherwise.
-    """
+    """Return prompts written like ``"1x32,6x512"``: chunks x tokens."""
     prompts = []
     for part in text.split(","):
         chunks, _, tokens = part.partition("x")
@@ -107,13 +103,7 @@ def parse_prompts(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Return the numbers of a comma-separated list.
-
-    Raises
-    ------
-    ConfigError
-        If one is none.
-    """
+    """Return the numbers of a comma-separated list."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
@@ -121,13 +111,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def device_rate(tier: str) -> float | None:
-    """Return the bytes per second of the device that a name such as "200MB/s" emulates, or None for "ram" and "disk".
-
-    Raises
-    ------
-    ConfigError
-        If it is neither.
-    """
+    """Return the bytes per second of the device that a name such as "200MB/s" emulates, or None for "ram" and "disk"."""
     if tier in ("ram", "disk"):
         return None
     try:
@@ -208,6 +192,8 @@ class RoundsSetting(BenchSetting):
 class ModelSetting(RoundsSetting):
     """Further settings of every bench of a model of random weights.
 
+
+
     Attributes
     ----------
     dtype : str
@@ -243,22 +229,8 @@ class ModelSetting(RoundsSetting):
         return f"{self.shape}, {self.dtype} on {self.device}"
 
     def engine_settings(self, **settings: Any) -> EngineSettings:
-        """Return an engine's settings under which every prompt is blended or refused, also where the environment says otherwise.
-
-        Parameters
-        ----------
-        **settings : Any
-            What the bench sets besides, or otherwise.
-
-        Returns
-        -------
-        EngineSettings
-            Without limits of RAM and disk, with KV as it was computed, and with no check of the model by itself.
-
-        Raises
-        ------
-        ConfigError
-            If a setting has no meaning.
+        """Return an engine's settings under which every prompt is blended or refused, also where the environment says otherwise:
+        without limits of RAM and disk, with KV as it was computed, and with no check of the model by itself.
         """
         from cacheblend_lab.settings import engine_settings
 

@@ -209,13 +209,7 @@ SHAPES: tuple[str, ...] = tuple(_SHAPES)
 
 
 def shape_config(name: str) -> PretrainedConfig:
-    """Return the configuration of a shape.
-
-    Raises
-    ------
-    ConfigError
-        If there is no shape of that name.
-    """
+    """Return the configuration of a shape."""
     if name not in _SHAPES:
         raise ConfigError(f"shape {name!r} is unknown; choose one of {', '.join(SHAPES)}")
     kind, values = _SHAPES[name]
@@ -223,24 +217,7 @@ def shape_config(name: str) -> PretrainedConfig:
 
 
 def random_model(config: PretrainedConfig, *, device: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """Return a model with random weights, made in place at its final dtype.
-
-    Parameters
-    ----------
-    config : PretrainedConfig
-        Its shape.
-    device : str
-        Where it is made.
-    dtype : torch.dtype
-        Its dtype.
-    seed : int
-        Seed of the weights.
-
-    Returns
-    -------
-    PreTrainedModel
-        In evaluation mode, with sdpa attention.
-    """
+    """Return a model with random weights, made in place at its final dtype, in evaluation mode, with sdpa attention."""
     with torch.device(device), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.tie_weights()
@@ -256,13 +233,7 @@ def random_model(config: PretrainedConfig, *, device: str, dtype: torch.dtype, s
 
 
 def make_model(setting: ModelSetting) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return the model that a bench measures, and a tokenizer with a word for each id of its vocabulary.
-
-    Raises
-    ------
-    ConfigError
-        If the shape is unknown.
-    """
+    """Return the model that a bench measures, and a tokenizer with a word for each id of its vocabulary."""
     shape = shape_config(setting.shape)
     model = random_model(shape, device=setting.device, dtype=getattr(torch, setting.dtype), seed=setting.seed)
     return model, word_tokenizer(int(shape.get_text_config().vocab_size))
@@ -277,15 +248,7 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 class RandomWords:
-    """Tokens and texts drawn one after the other from the vocabulary of a `word_tokenizer`, its BOS left out.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerFast
-        The tokenizer, which has a word for each id.
-    seed : int
-        What is drawn follows from it.
-    """
+    """Tokens and texts drawn one after the other from the vocabulary of a `word_tokenizer`, its BOS left out."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self._vocabulary = len(tokenizer)

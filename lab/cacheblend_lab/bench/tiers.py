@@ -30,20 +30,14 @@ __all__ = ["ColdFolder", "SlowStore", "cached_share", "drop_cached", "stored_fil
 class ColdFolder:
     """A folder for a store that is measured from disk, for the time of the measurement.
 
-    Parameters
-    ----------
-    parent : Path or None
-        Where it is made; by default where temporary files go.
+
+
+
 
     Attributes
     ----------
     path : Path
         The store's folder; it is not there yet.
-
-    Raises
-    ------
-    ConfigError
-        If no folder can be made there, or this system cannot empty the page cache of a file.
     """
 
     def __init__(self, parent: Path | None) -> None:
@@ -76,13 +70,7 @@ class ColdFolder:
 
 
 def temporary_folder(parent: Path | None) -> TemporaryDirectory[str]:
-    """Make a folder for the time of a measurement, by default where temporary files go.
-
-    Raises
-    ------
-    ConfigError
-        If none can be made there.
-    """
+    """Make a folder for the time of a measurement, by default where temporary files go."""
     try:
         return TemporaryDirectory(prefix="cacheblend-bench-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
@@ -97,31 +85,14 @@ def stored_files(folder: Path) -> list[Path]:
 
 
 def drop_cached(files: Iterable[Path]) -> None:
-    """Have the operating system forget what it keeps of these files in memory; they are synced first, or it could not.
-
-    Raises
-    ------
-    ConfigError
-        If this operating system has no call for it.
-    """
+    """Have the operating system forget what it keeps of these files in memory; they are synced first, or it could not."""
     _check_can_drop()
     for file in files:
         forget_pages(file)
 
 
 def cached_share(files: Iterable[Path]) -> float | None:
-    """Return which share of these files' pages is in memory, or None where the system does not say.
-
-    Parameters
-    ----------
-    files : iterable of Path
-        Files of ours.
-
-    Returns
-    -------
-    float or None
-        From 0, all on the disk alone, to 1.
-    """
+    """Return which share of these files' pages is in memory, or None where the system does not say."""
     mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
     if mincore is None:
         return None
@@ -166,17 +137,7 @@ class _Line:
 
 
 class _SlowReader(KVReader):
-    """Reads another reader's KV no faster than the device.
-
-    Parameters
-    ----------
-    reader : KVReader
-        What is read.
-    tier : str
-        The name of the device.
-    line : _Line
-        The way from it.
-    """
+    """Reads another reader's KV no faster than the device that `line` comes from."""
 
     def __init__(self, reader: KVReader, tier: str, line: _Line) -> None:
         super().__init__(
@@ -193,17 +154,7 @@ class _SlowReader(KVReader):
 
 
 class SlowStore(KVStore):
-    """A store in RAM whose KV comes from an emulated device.
-
-    Parameters
-    ----------
-    tier : str
-        The name of the device.
-    bytes_per_s : float
-        How fast it is.
-    ram_bytes : int
-        Most bytes of KV held.
-    """
+    """A store in RAM whose KV comes from an emulated device."""
 
     def __init__(self, tier: str, bytes_per_s: float, ram_bytes: int = 2**62) -> None:
         super().__init__(Tiers(time.time, DeviceTier(0), RamTier(ram_bytes)))

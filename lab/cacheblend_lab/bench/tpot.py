@@ -24,6 +24,8 @@ __all__ = ["TPOTBench", "TPOTRow"]
 class TPOTRow:
     """One method's figures.
 
+
+
     Attributes
     ----------
     method : str

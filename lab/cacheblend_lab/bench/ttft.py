@@ -37,6 +37,8 @@ _GAPLESS = "gapless"
 class TTFTRow:
     """One method's figures.
 
+
+
     Attributes
     ----------
     method : str

@@ -33,24 +33,7 @@ def show_result(result: EvalResult, title: str) -> None:
 
 
 def write_markdown(path: Path | None, result: EvalResult, title: str, facts: Sequence[str]) -> None:
-    """Write the tables as Markdown, if a file was asked for.
-
-    Parameters
-    ----------
-    path : Path or None
-        The file.
-    result : EvalResult
-        The figures.
-    title : str
-        The heading.
-    facts : sequence of str
-        Sentences below the heading.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be written.
-    """
+    """Write the tables as Markdown, if a file was asked for; `facts` are sentences below the heading."""
     if path is None:
         return
     rows = [row for row in result.rows if row.kind == _ALL]
@@ -70,22 +53,7 @@ def write_markdown(path: Path | None, result: EvalResult, title: str, facts: Seq
 
 
 def draw_result(folder: Path, result: EvalResult, title: str) -> list[Path]:
-    """Draw quality against time to first token (CacheBlend, Figures 12, 13 and 16), and for `needle` a heat map.
-
-    Parameters
-    ----------
-    folder : Path
-        Where the files go; it is made where it is missing.
-    result : EvalResult
-        The figures.
-    title : str
-        What stands above.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib is not installed, or a file cannot be written.
-    """
+    """Draw quality against time to first token (CacheBlend, Figures 12, 13 and 16), and for `needle` a heat map."""
     from cacheblend_lab.eval.plots import Quality, draw_needle_heat_map, draw_quality_against_ttft
     from cacheblend_lab.figures import save_figure
 

@@ -22,6 +22,8 @@ __all__ = ["TASKS", "TaskMaker", "TaskRequest"]
 class TaskRequest:
     """Shared options of the tasks.
 
+
+
     Attributes
     ----------
     questions : int or None

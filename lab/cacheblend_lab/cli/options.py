@@ -58,13 +58,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_counts(text: str, example: str = "10000,100000") -> tuple[int, ...]:
-    """Return whole numbers written like the example.
-
-    Raises
-    ------
-    ConfigError
-        If one is not a whole number.
-    """
+    """Return whole numbers written like the example."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -73,13 +67,7 @@ def parse_counts(text: str, example: str = "10000,100000") -> tuple[int, ...]:
 
 
 def parse_capacities(text: str) -> tuple[int | float, ...]:
-    """Return capacities written like ``"0.25,512"``: shares of the context, and whole numbers of tokens.
-
-    Raises
-    ------
-    ConfigError
-        If one is not a number.
-    """
+    """Return capacities written like ``"0.25,512"``: shares of the context, and whole numbers of tokens."""
     capacities: list[int | float] = []
     for part in text.split(","):
         try:

@@ -28,6 +28,8 @@ _TIMEOUT_S = 120.0
 class Answered:
     """One answer.
 
+
+
     Attributes
     ----------
     ended_at : float
@@ -49,13 +51,7 @@ class Answered:
 
 
 def store_corpus(urls: Sequence[str], workload: Workload, words: int) -> None:
-    """Have the servers store a corpus of chunks of `words` words, one after the other: the first computes it.
-
-    Raises
-    ------
-    ConfigError
-        If one refuses.
-    """
+    """Have the servers store a corpus of chunks of `words` words, one after the other: the first computes it."""
     rng = random.Random("cluster")
     texts = []
     for number in range(workload.corpus_chunks):
@@ -79,17 +75,7 @@ def store_corpus(urls: Sequence[str], workload: Workload, words: int) -> None:
 
 
 class Asker:
-    """Asks servers, each client one request after the other.
-
-    Parameters
-    ----------
-    urls : sequence of str
-        The servers.
-    output_tokens : int
-        Most tokens of an answer.
-    question_words : int
-        Words of a question.
-    """
+    """Asks servers, each client one request after the other."""
 
     def __init__(self, urls: Sequence[str], output_tokens: int, question_words: int) -> None:
         self._urls = list(urls)

@@ -60,16 +60,7 @@ class _Lru:
 class LruCaches:
     """Every chunk in every tier, as the store does it: what is used is in RAM and on disk from then on.
 
-    Parameters
-    ----------
-    replicas : int
-        How many there are.
-    capacities : Capacities
-        Their room.
-    chunk_bytes : float
-        Bytes of a chunk.
-    holds_all : bool
-        Whether the remote tier has the corpus at the start.
+    With `holds_all`, the remote tier has the corpus at the start.
     """
 
     def __init__(self, replicas: int, capacities: Capacities, chunk_bytes: float, *, holds_all: bool = True) -> None:

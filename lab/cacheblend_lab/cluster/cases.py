@@ -49,13 +49,7 @@ CASES = {"qwen2-0.5b-cpu": _qwen_on_cpu()}
 
 
 def costs_of(text: str) -> Costs:
-    """Return the costs of a case by its name, or those in a file.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither, or the file holds something else.
-    """
+    """Return the costs of a case by its name, or those in a file."""
     if text in CASES:
         return CASES[text]
     if not Path(text).is_file():

@@ -26,6 +26,8 @@ _QUESTION_WORDS = 12
 class Trial:
     """Requests that real servers get.
 
+
+
     Attributes
     ----------
     workload : Workload
@@ -56,6 +58,8 @@ class Trial:
 class Counted:
     """Outcome of a trial, its first fifth and its end left out.
 
+
+
     Attributes
     ----------
     requests_per_s : float
@@ -81,6 +85,8 @@ class Counted:
 @dataclass(frozen=True)
 class Comparison:
     """Both, for one number of replicas and one router.
+
+
 
     Attributes
     ----------
@@ -118,23 +124,7 @@ def compare_servers(
 ) -> Comparison:
     """Ask real servers, which have the corpus, and simulate them.
 
-    Parameters
-    ----------
-    urls : sequence of str
-        Where they answer.
-    trial : Trial
-        What they are asked.
-    costs : Costs
-        Of a replica.
-    cores : Cores
-        That they share.
-    process_ids : sequence of int
-        The servers' and the remote tier's, to tell what others take; none if they are not known.
-
-    Raises
-    ------
-    ConfigError
-        If there are too few requests for the number of clients.
+    With the process ids of the servers and of the remote tier, what others take of the cores is told too.
     """
     clients = trial.clients_per_replica * len(urls)
     if trial.requests < 4 * clients:

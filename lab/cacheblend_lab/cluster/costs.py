@@ -23,6 +23,8 @@ Rate = Annotated[float, Field(gt=0)]
 class TierCost:
     """Reading chunks' KV from a tier.
 
+
+
     Attributes
     ----------
     read_s : float
@@ -69,6 +71,8 @@ class Reads:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Costs of one replica, a model on its device.
+
+
 
     Attributes
     ----------
@@ -119,14 +123,7 @@ class Costs:
     def prefill_s(self, reads: Reads, chunk_tokens: int, question_tokens: int, miss_tokens: float) -> float:
         """Return the seconds from when the replica takes a request up to its first token.
 
-        Parameters
-        ----------
-        reads : Reads
-            Where its chunks are.
-        chunk_tokens, question_tokens : int
-            Tokens of each chunk, and of what is computed in any case.
-        miss_tokens : float
-            Tokens that are computed for a missing chunk: its own and those before it in its document.
+        `miss_tokens` are computed for a missing chunk: its own and those before it in its document.
         """
         chunk_bytes = chunk_tokens * self.stored_bytes_per_token
         load_s = (
@@ -162,13 +159,7 @@ class Costs:
 
 
 def read_costs(path: Path) -> Costs:
-    """Return the costs in a JSON file, as `bench cluster measure` and `bench cluster assume` write them.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read, or holds something else.
-    """
+    """Return the costs in a JSON file, as `bench cluster measure` and `bench cluster assume` write them."""
     try:
         return TypeAdapter(Costs).validate_json(path.read_bytes())
     except OSError as error:

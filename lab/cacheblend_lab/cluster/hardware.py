@@ -14,6 +14,8 @@ __all__ = ["Hardware", "assume_costs"]
 class Hardware:
     """A model on a device, as data sheets say, and what share of that is believed.
 
+
+
     Attributes
     ----------
     name : str

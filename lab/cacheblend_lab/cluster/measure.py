@@ -33,6 +33,8 @@ _PLENTY_BYTES = 10**10
 class Scan:
     """One run of requests against one server.
 
+
+
     Attributes
     ----------
     requests, batches, answer_steps, batch_steps : float
@@ -65,18 +67,7 @@ def measure_cores(urls: Sequence[str], workload: Workload, in_ram: int, clients:
     """Return what this machine's cores do for one of the servers on it, for two, and so on, asked for chunks in their RAM.
 
     Processes share more than cores, and how much they have of that depends on what they do: so it is the servers' own work that
-    is measured. Cores beyond the servers are taken to be whole ones.
-
-    Parameters
-    ----------
-    urls : sequence of str
-        The servers, of one thread each, which have the workload's corpus.
-    workload : Workload
-        The corpus, and the chunks of a prompt.
-    in_ram : int
-        Chunks that the RAM of each holds.
-    clients, requests : int
-        Of each server: clients that ask when they are answered, and requests in all.
+    is measured, each of one thread and asked by `clients`. Cores beyond the servers are taken to be whole ones.
     """
     rates = []
     for servers in range(1, len(urls) + 1):
@@ -102,22 +93,8 @@ def scan_server(
     """Ask one server, which has the workload's corpus, again and again for chunks of which the tier is known.
 
     Chunks that are asked for in a circle are never in a tier that holds fewer: a circle that fits into RAM is read from RAM, one
-    that only fits on disk from there, and one that fits on neither from the remote tier.
-
-    Parameters
-    ----------
-    url : str
-        The server.
-    process_ids : sequence of int
-        Its process and the remote tier's, whose CPU time counts.
-    workload : Workload
-        The corpus.
-    in_ram, on_disk : int
-        Chunks that fit there.
-    requests : int
-        Of each scan.
-    say : callable
-        Takes what is asked.
+    that only fits on disk from there, and one that fits on neither from the remote tier. The CPU time of `process_ids`, the
+    server's and the remote tier's, counts.
     """
     circles = {
         "ram": in_ram // 2,
@@ -187,26 +164,7 @@ def measure_costs(
 ) -> tuple[Costs, list[Scan]]:
     """Start one server, scan it, and return a replica's costs and what they were fitted to.
 
-    Parameters
-    ----------
-    folder : Path
-        An empty folder for its store.
-    model : str
-        The model.
-    remote : str
-        URL of a remote tier that nothing else uses.
-    workload : Workload
-        The corpus that it gets, and the chunks of a prompt.
-    words : int
-        Words of a chunk.
-    in_ram, on_disk : int
-        Chunks that its RAM and disk are to hold.
-    requests : int
-        Of each scan.
-    remote_process_ids : sequence of int
-        The remote tier's processes, if they are on this machine.
-    say : callable
-        Takes what is done now.
+    The folder is empty, nothing else uses the remote tier, whose processes are named where they are on this machine.
     """
     say("measuring the size of chunks")
     chunk_bytes = stored_chunk_bytes(folder / "size", model, remote, workload, words)

@@ -24,6 +24,8 @@ _GUESS_OVER = 1.15
 class Goal:
     """Goal for a cluster.
 
+
+
     Attributes
     ----------
     requests_per_s : float
@@ -47,6 +49,8 @@ class Goal:
 @dataclass(frozen=True)
 class PlanRow:
     """One size of a cluster, with one router.
+
+
 
     Attributes
     ----------

@@ -20,6 +20,8 @@ _MOST_EXPONENT = 4.0
 class Popularity:
     """Documents by rank, from 0; the n-th, counted from 1, is asked for with a probability proportional to ``n ** -exponent``.
 
+
+
     Attributes
     ----------
     size : int
@@ -70,11 +72,6 @@ def zipf_of_share(part: float, share: float, size: int) -> float:
     """Return the exponent with which the first `part` of `size` documents gets a share of the requests.
 
     It is how skew is mostly published: "3 % of the documents get 60 % of the requests".
-
-    Raises
-    ------
-    ConfigError
-        If no exponent up to 4 does that.
     """
     low, high = 0.0, _MOST_EXPONENT
     if not 0 < part <= share < 1 or Popularity(size, high).share_of_first(part) < share:
@@ -92,11 +89,6 @@ def fit_zipf(counts: Sequence[int]) -> float:
     """Return the exponent of the most likely Zipf law of how often each document was asked for.
 
     Documents that were never asked for must stand there with 0, or the corpus looks smaller than it is.
-
-    Raises
-    ------
-    ConfigError
-        If there are no requests, or fewer than two documents.
     """
     ordered = np.sort(np.asarray(counts, dtype=np.float64))[::-1]
     total = float(ordered.sum())

@@ -41,17 +41,8 @@ def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class Router:
     """Chooses replicas.
 
-    Parameters
-    ----------
-    kind : {"affinity", "random"}
-        "affinity" prefers the replica at which most of a request's chunks are at home, unless its queue is longer than the
-        shortest by more than `queue_bound`: then, and with "random" always, it is the less busy of two at random.
-    replicas : int
-        How many there are.
-    queue_bound : int
-        The bound.
-    rng : numpy.random.Generator
-        What is drawn.
+    "affinity" prefers the replica at which most of a request's chunks are at home, unless its queue is longer than the shortest
+    by more than `queue_bound`: then, and with "random" always, it is the less busy of two at random.
     """
 
     def __init__(self, kind: str, replicas: int, queue_bound: int, rng: np.random.Generator) -> None:
@@ -64,15 +55,7 @@ class Router:
         self._pairs: list[list[int]] = []
 
     def choose(self, homes: Sequence[int], queues: Sequence[int]) -> int:
-        """Return a request's replica.
-
-        Parameters
-        ----------
-        homes : sequence of int
-            Where each of its chunks is at home.
-        queues : sequence of int
-            Requests that each replica has.
-        """
+        """Return a request's replica, by where each of its chunks is at home and the requests that each replica has."""
         if self._replicas == 1:
             return 0
         if self._near:

@@ -26,27 +26,8 @@ _ENDS_S = 30
 class Servers:
     """Servers of one model, each with RAM and a disk folder of its own, over one remote tier; a context manager.
 
-    Each computes in one thread, so that what it takes of the machine's cores is known.
-
-    Parameters
-    ----------
-    folder : Path
-        Where their stores and logs go.
-    model : str
-        The model.
-    count : int
-        How many there are.
-    capacities : Capacities
-        Room of each; the remote tier's is its own business.
-    remote : str
-        URL of the remote tier.
-
-    Attributes
-    ----------
-    urls : list of str
-        Where they answer.
-    process_ids : list of int
-        Their processes.
+    Each computes in one thread, so that what it takes of the machine's cores is known. `urls` say where they answer, and
+    `process_ids` which they are.
     """
 
     def __init__(self, folder: Path, model: str, count: int, capacities: Capacities, remote: str) -> None:

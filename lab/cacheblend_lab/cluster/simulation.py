@@ -32,6 +32,8 @@ _LEFT_OUT = 0.2
 class Cluster:
     """Replicas that answer.
 
+
+
     Attributes
     ----------
     costs : Costs
@@ -71,6 +73,8 @@ class Cluster:
 class Load:
     """Arrival of requests: at random moments with an average rate, or from clients that each ask when they are answered.
 
+
+
     Attributes
     ----------
     requests : int
@@ -98,6 +102,8 @@ class Load:
 @dataclass(frozen=True)
 class Outcome:
     """Outcome of a load.
+
+
 
     Attributes
     ----------
@@ -243,12 +249,7 @@ class _Run:
 def simulate(cluster: Cluster, workload: Workload, load: Load, *, holds_all: bool = True) -> Outcome:
     """Play a load with every chunk in its caches, which are empty at the start; for corpora of up to a million chunks.
 
-    Parameters
-    ----------
-    cluster, workload, load : Cluster, Workload, Load
-        What answers, what is asked, and how it comes.
-    holds_all : bool
-        Whether a remote tier without limit has the whole corpus at the start.
+    With `holds_all`, a remote tier without limit has the whole corpus at the start.
     """
     chunk_bytes = workload.chunk_tokens * cluster.costs.stored_bytes_per_token
     return _Run(

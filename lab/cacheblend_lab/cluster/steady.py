@@ -26,25 +26,7 @@ _STEPS = 200
 class SteadyCaches:
     """Draws where chunks are from how likely that is in the long run; times are counted in requests of the whole cluster.
 
-    Parameters
-    ----------
-    workload : Workload
-        What is asked.
-    replicas : int
-        How many there are.
-    capacities : Capacities
-        Their room.
-    chunk_bytes : float
-        Bytes of a chunk.
-    home_share : float
-        Share of the chunks of requests that are asked for at their home.
-    rng : numpy.random.Generator
-        What is drawn.
-
-    Attributes
-    ----------
-    near_share, ram_share, missing_share : float
-        Of all chunks of requests, those that are near, in RAM, and in no tier.
+    `home_share` of the chunks are asked for at their home.
     """
 
     def __init__(

@@ -34,15 +34,7 @@ _PAGES = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about the pages.
-
-    Attributes
-    ----------
-    text : str
-        What is asked.
-    answers : tuple of str
-        Words that a right answer holds, any of them.
-    """
+    """A question about the pages, and words of which a right answer holds any."""
 
     text: str
     answers: tuple[str, ...]

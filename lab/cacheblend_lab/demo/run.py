@@ -42,6 +42,8 @@ Ask = Callable[[str, BlendConfig], "tuple[str, Mapping[str, Any]]"]
 class Answered:
     """One question, answered through one framework by one method.
 
+
+
     Attributes
     ----------
     framework, method : str
@@ -87,6 +89,8 @@ class Answered:
 class Score:
     """Figures of one method.
 
+
+
     Attributes
     ----------
     method : str
@@ -109,25 +113,7 @@ def run_demo(
 ) -> tuple[int, list[Answered]]:
     """Put the documents into Chroma through both frameworks, and ask the questions, each through one of them, by both methods.
 
-    Parameters
-    ----------
-    folder : Path
-        Where Chroma is kept.
-    engine : BlendEngine
-        The engine.
-    questions : int
-        How many questions.
-    retrieved : int
-        How many chunks to retrieve for each question.
-    progress : callable
-        Called with how much is done, and of how much.
-
-    Returns
-    -------
-    int
-        How many chunks were put in; 0 where all were there.
-    list of Answered
-        Two for each question.
+    Returned are how many chunks were put in, 0 where all were there, and two answers for each question.
     """
     documents, chosen = pages(), QUESTIONS[:questions]
     total, done = 2 * len(documents) + 2 * len(chosen), 0

@@ -15,18 +15,7 @@ __all__ = ["show_demo"]
 def show_demo(answered: Sequence[Answered], chunks: int, added: int, retrieved: int, model: str, verbose: bool) -> None:
     """Show how often each method was right and how soon, and the question at which most was gained, or all of them.
 
-    Parameters
-    ----------
-    answered : sequence of Answered
-        Two for each question, in the order of `METHODS`.
-    chunks, added : int
-        How many chunks there are, and how many were put in now.
-    retrieved : int
-        How many each question was answered from.
-    model : str
-        The model's name.
-    verbose : bool
-        Whether all answers are shown.
+    `answered` has two for each question, in the order of `METHODS`; `added` of the chunks were put in now.
     """
     screen = console()
     there = chunks - added

@@ -62,21 +62,7 @@ class EvalSetting:
 class Asker:
     """Asks questions by every method, on engines over one model whose stores hold the chunks of the context in question.
 
-    Parameters
-    ----------
-    engine : BlendEngine
-        The engine; its store should be in RAM.
-    task : EvalTask
-        What stands around chunks and questions; its contexts, metrics and `extract` are not used.
-    setting : EvalSetting
-        How it is evaluated.
-
-    Raises
-    ------
-    ConfigError
-        If a method has a setting without meaning.
-    UnsupportedModelError
-        If a method blends and the model cannot be blended.
+    Of the task what stands around chunks and questions is used; not its contexts, metrics and `extract`.
     """
 
     def __init__(self, engine: BlendEngine, task: EvalTask, setting: EvalSetting) -> None:
@@ -105,19 +91,9 @@ class Asker:
                 engine.close()
 
     def ask(self, context: EvalContext, wanted: Collection[str] | None = None) -> Iterator[Asked]:
-        """Ask questions of one context by every method, and forget its chunks.
+        """Ask questions of one context by every method, all or the wanted ones, and forget its chunks.
 
-        Parameters
-        ----------
-        context : EvalContext
-            The context.
-        wanted : collection of str, optional
-            Ids of the questions to ask; by default all of them.
-
-        Yields
-        ------
-        Asked
-            Each question with its answers; one whose prompt does not fit the model's window is skipped.
+        A question whose prompt does not fit the model's window is skipped.
         """
         with inquire(
             self._task, context, self._retriever, self._reads, self._max_new_tokens, wanted, self._losses

@@ -22,18 +22,9 @@ __all__ = ["Inquiry", "Pieces", "inquire"]
 class Pieces:
     """Names the chunks of a context by what a method reads, and knows which of them have to be stored for that.
 
-    Parameters
-    ----------
-    texts : sequence of str
-        The texts of the chunks.
-    lengths : sequence of int
-        How many chunks each document has (`EvalContext.documents`); none where they are of no document.
-    separator : str
-        What stands between two chunks of a document.
-    limit : int, optional
-        Most tokens of whole documents; at least one document is read.
-    count : callable
-        Returns how many tokens a text has.
+
+
+
 
     Attributes
     ----------
@@ -59,15 +50,7 @@ class Pieces:
         self.stored: dict[str, dict[str, Chunk]] = {reads: {} for reads in ("", BEHIND_OTHER, BEHIND_SHUFFLED)}
 
     def read(self, reads: str, numbers: Sequence[int]) -> list[Chunk]:
-        """Return the chunks of a prompt.
-
-        Parameters
-        ----------
-        reads : str
-            What the method reads (`EvalMethod.reads`).
-        numbers : sequence of int
-            The numbers of the retrieved chunks, in the order of the prompt.
-        """
+        """Return the chunks of a prompt: what the method reads (`EvalMethod.reads`) for the retrieved chunks, in order."""
         if reads == BEHIND_OTHER:
             return [self._after(reads, number, self._other(number)) for number in numbers]
         if reads == BEHIND_SHUFFLED:
@@ -130,6 +113,8 @@ class Pieces:
 @dataclass(frozen=True)
 class Inquiry:
     """One question with the chunks that it is answered from.
+
+
 
     Attributes
     ----------
@@ -194,28 +179,8 @@ def inquire(
 ) -> Iterator[list[tuple[EvalQuestion, Inquiry | str]]]:
     """Store the chunks of one context for the duration of a ``with`` block, in which its questions can be asked.
 
-    Parameters
-    ----------
-    task : EvalTask
-        What stands around chunks and questions; its contexts, metrics and `extract` are not used.
-    context : EvalContext
-        The context.
-    retriever : Retriever
-        Cuts and searches texts that are not chunks yet.
-    engines : mapping of BlendEngine to collection of str
-        In whose stores the chunks are meanwhile, and what the methods on each read beside the retrieved chunks
-        (`EvalMethod.reads`).
-    max_new_tokens : int, optional
-        Most tokens of an answer, instead of the task's.
-    wanted : collection of str, optional
-        Ids of the questions that are asked; by default all of them.
-    losses : bool
-        Whether methods are to say how likely they find the right answer.
-
-    Yields
-    ------
-    list of tuple of (EvalQuestion, Inquiry or str)
-        Each question with its chunks, or with the reason why it cannot be asked.
+    `engines` say in whose stores, and what the methods on each read beside the retrieved chunks (`EvalMethod.reads`). Each
+    question, all or the wanted ones, comes with its chunks, or with the reason why it cannot be asked.
     """
     if task.chunked:
         texts, documents = list(context.texts), list(context.documents)

@@ -27,6 +27,8 @@ __all__ = ["ORACLES", "InsidePass", "PromptInside", "TokenOverlap"]
 class TokenOverlap:
     """Tokens that a question attends to, and those that methods recompute.
 
+
+
     Attributes
     ----------
     attention : array of float, (question_tokens, chunk_tokens)
@@ -75,6 +77,8 @@ _REUSE: dict[str, Any] = {"enabled": True, "selector": "none", "recompute_ratio"
 class InsidePass:
     """One blended prefill beside full prefill.
 
+
+
     Attributes
     ----------
     charged_ratio : float
@@ -97,12 +101,9 @@ class PromptInside:
     It keeps the KV of full prefill and of plain reuse, and of full prefill's attention the queries of the question: attention
     matrices are computed layer by layer when they are compared, and dropped.
 
-    Parameters
-    ----------
-    engine : BlendEngine
-        The engine; the prompt's chunks should be stored.
-    prompt : BlendPrompt
-        The prompt; it has text after its last chunk.
+
+
+
 
     Attributes
     ----------
@@ -120,15 +121,6 @@ class PromptInside:
         is rounding.
     reuse : InsidePass
         Plain reuse of the stored KV.
-
-    Raises
-    ------
-    PromptError
-        If the prompt cannot be served.
-    ConfigError
-        If blending changes nothing in it, since no chunk is served from stored KV.
-    UnsupportedModelError
-        If the model cannot be blended, or its attention cannot be watched.
     """
 
     def __init__(self, engine: BlendEngine, prompt: BlendPrompt) -> None:

@@ -24,24 +24,7 @@ _DRAWN_LAYERS = 5
 
 
 def draw_inside(result: InsideResult, label: str, folder: Path, ending: str = "svg") -> list[Path]:
-    """Draw CacheBlend's Figures 6, 7 and 8 and A3's Figures 2 and 3.
-
-    Parameters
-    ----------
-    result : InsideResult
-        The data.
-    label : str
-        The model's name.
-    folder : Path
-        Where the files go; it is made where it is missing.
-    ending : str
-        The format: svg, png or pdf.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib is not installed, or a file cannot be written.
-    """
+    """Draw CacheBlend's Figures 6, 7 and 8 and A3's Figures 2 and 3."""
     by_ratio: dict[str, dict[float, float | Spread]] = {}
     by_charge: dict[str, dict[float, float | Spread]] = {}
     loss: dict[str, tuple[float, ...]] = {}
@@ -71,16 +54,8 @@ def draw_inside(result: InsideResult, label: str, folder: Path, ending: str = "s
 def draw_overlap(overlap: TokenOverlap) -> Any:
     """Draw the question's attention, and which of the tokens it attends to are recomputed (A3, Figure 2).
 
-    Parameters
-    ----------
-    overlap : TokenOverlap
-        One prompt.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure: attention above; below it a row of high-attention tokens, then a row for each method with the tokens that
-        it recomputes, dark where they are high-attention tokens.
+    Attention stands above; below it a row of high-attention tokens, then a row for each method with the tokens that it
+    recomputes, dark where they are high-attention tokens.
     """
     heights = (2.6, 0.3 * (1 + len(overlap.recomputed)))
     figure, [above, below] = new_figure(2, width=11, height=1.2 + sum(heights), stacked=heights)

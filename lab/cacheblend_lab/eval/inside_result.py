@@ -29,6 +29,8 @@ _PERCENTILES = np.arange(101)
 class InsideSetting:
     """Settings of the analysis.
 
+
+
     Attributes
     ----------
     selectors : tuple of str
@@ -39,11 +41,6 @@ class InsideSetting:
         The one of them whose overlap is kept and whose attention loss is drawn layer by layer.
     retrieval : RetrievalSetting
         How contexts that are not chunks yet are cut and searched.
-
-    Raises
-    ------
-    ConfigError
-        If a selector is unknown, or `shown_ratio` is not among the ratios.
     """
 
     selectors: tuple[str, ...] = ("hkvd", "query", "random")
@@ -73,6 +70,8 @@ class InsideSetting:
 @dataclass(frozen=True)
 class InsideRow:
     """One selector at one ratio, over all questions.
+
+
 
     Attributes
     ----------
@@ -108,6 +107,8 @@ class InsideRow:
 @dataclass(frozen=True)
 class InsideResult:
     """Findings of the analysis.
+
+
 
     Attributes
     ----------
@@ -149,26 +150,7 @@ def look_inside(
     setting: InsideSetting,
     progress: Callable[[int, int], None] | None = None,
 ) -> InsideResult:
-    """Prefill every question of a task in full, by plain reuse, and by each selector at each ratio, and compare.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        The engine; its store should be in RAM.
-    task : EvalTask
-        The task; its metrics are not used.
-    setting : InsideSetting
-        What is looked at.
-    progress : callable, optional
-        Called with the number of questions done and of all.
-
-    Raises
-    ------
-    ConfigError
-        If a setting does not fit the model, or no question can be looked at.
-    UnsupportedModelError
-        If the model cannot be blended, or its attention cannot be watched.
-    """
+    """Prefill every question of a task in full, by plain reuse, and by each selector at each ratio, and compare."""
     methods = setting.methods()
     sums = _Sums([(REUSE, 0.0), *((name, ratio) for name, ratios in methods.items() for ratio in ratios)])
     retriever = Retriever(engine.tokenizer, setting.retrieval)

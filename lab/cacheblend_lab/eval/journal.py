@@ -21,6 +21,8 @@ _VERSION = 2
 class Answer:
     """One method's answer to one question.
 
+
+
     Attributes
     ----------
     text : str
@@ -54,6 +56,8 @@ class Answer:
 class Asked:
     """One question, asked by every method.
 
+
+
     Attributes
     ----------
     question : str
@@ -75,16 +79,9 @@ class Journal:
     A context manager. A line is written when all methods have answered; a torn or damaged line is dropped and its question asked
     again.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    header : mapping
-        What is evaluated, as plain values. Only a file with an equal header is gone on with.
-    expected : callable, optional
-        Whether a question with its answers can be of this evaluation; by default any can.
-    fresh : bool
-        Whether to begin anew if the file is there.
+
+
+
 
     Attributes
     ----------
@@ -92,11 +89,6 @@ class Journal:
         What the file held, by question.
     damaged : int
         How many lines could not be read.
-
-    Raises
-    ------
-    ConfigError
-        If the file belongs to another evaluation, is not a journal, or cannot be written.
     """
 
     def __init__(
@@ -135,13 +127,7 @@ class Journal:
             self._file.close()
 
     def append(self, asked: Asked) -> None:
-        """Write the answers to one question.
-
-        Raises
-        ------
-        ConfigError
-            If the file cannot be written.
-        """
+        """Write the answers to one question."""
         assert self._file is not None
         self.asked[asked.question] = asked
         try:
@@ -183,13 +169,7 @@ class Journal:
 
 
 def parse_asked(line: bytes) -> Asked | None:
-    """Return the question and answers that a line holds, or None if it is torn or damaged.
-
-    Parameters
-    ----------
-    line : bytes
-        The line without its end.
-    """
+    """Return the question and answers that a line holds, or None if it is torn or damaged."""
     record = _object(line)
     if record is None or record.keys() != {"question", "answers", "skipped"}:
         return None

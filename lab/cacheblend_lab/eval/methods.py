@@ -63,6 +63,8 @@ _RANDOM = "random"
 class EvalMethod:
     """A way to answer questions.
 
+
+
     Attributes
     ----------
     name : str
@@ -155,13 +157,7 @@ def parse_method(text: str) -> EvalMethod:
 
 
 def parse_methods(text: str) -> tuple[EvalMethod, ...]:
-    """Return the methods of a list that is separated by commas; commas inside brackets separate nothing.
-
-    Raises
-    ------
-    ConfigError
-        If one is unknown.
-    """
+    """Return the methods of a list that is separated by commas; commas inside brackets separate nothing."""
     return tuple(parse_method(part) for part in split_names(text))
 
 
@@ -183,28 +179,10 @@ def grid_methods(
     charges: Sequence[float] = (),
     codecs: Sequence[str] = (),
 ) -> tuple[EvalMethod, ...]:
-    """Return selectors at ratios and charges, each beside random.
+    """Return selectors at ratios, then at charges, each beside random.
 
-    Parameters
-    ----------
-    selectors : sequence of str
-        The selectors.
-    ratios : sequence of float
-        At each, random and every selector, and random at the charge of that selector on that question.
-    charges : sequence of float
-        At each, random and every selector at that charge.
-    codecs : sequence of str
-        Each adds a row for each selector and ratio, whose stored KV is packed by it.
-
-    Returns
-    -------
-    tuple of EvalMethod
-        The methods, by ratio and then by charge.
-
-    Raises
-    ------
-    ConfigError
-        If a selector is unknown.
+    At each ratio, random stands at the charge of each selector on that question too. Each codec adds a row for each selector and
+    ratio, whose stored KV is packed by it.
     """
     names = []
     others = [name for name in dict.fromkeys(selectors) if name != _RANDOM]
@@ -219,13 +197,7 @@ def grid_methods(
 
 
 def order_methods(methods: Sequence[EvalMethod]) -> tuple[EvalMethod, ...]:
-    """Return the methods as they are asked: each once, full prefill first, and none before the one whose charge it takes.
-
-    Raises
-    ------
-    ConfigError
-        If a method takes the charge of one that is not there, or two share a name.
-    """
+    """Return the methods as they are asked: each once, full prefill first, and none before the one whose charge it takes."""
     chosen: dict[str, EvalMethod] = {FULL: parse_method(FULL)}
     waiting: list[EvalMethod] = []
     for method in methods:

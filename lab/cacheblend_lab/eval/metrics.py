@@ -55,11 +55,6 @@ def rouge_l(answer: str, answers: tuple[str, ...]) -> float:
     """Return the F-measure of Rouge-L with Porter stemming, by the package rouge-score (CacheBlend, section 7.1, for summaries).
 
     Only words of ASCII letters and digits count, as that package has it.
-
-    Raises
-    ------
-    ConfigError
-        If rouge-score is not installed.
     """
     return _best(lambda text, gold: _rouge_scorer().score(gold, text)["rougeL"].fmeasure, answer, answers)
 
@@ -68,11 +63,6 @@ def edit_similarity(answer: str, answers: tuple[str, ...]) -> float:
     """Return how alike two lines of code are: twice the longest common subsequence of characters over both lengths.
 
     This is `rapidfuzz.fuzz.ratio`, which LongBench's ``fuzz.ratio`` comes to before it rounds to a hundredth.
-
-    Raises
-    ------
-    ConfigError
-        If rapidfuzz is not installed.
     """
     return _best(lambda text, gold: _ratio()(text, gold) / 100, answer, answers)
 
@@ -110,6 +100,8 @@ class ClassificationAccuracy:
 
     A class counts as named if its name stands in the answer, unless it is only a part of the right class's name. With n classes
     named, the right one among them, the answer is worth 1/n.
+
+
 
     Attributes
     ----------

@@ -37,6 +37,8 @@ _MARKERS = "osD^vP*Xph<>"
 class Quality:
     """Quality of a method's answers, and, where it is drawn, how soon they begin.
 
+
+
     Attributes
     ----------
     quality : float
@@ -57,15 +59,7 @@ class Quality:
 
 
 def draw_quality_over_chunks(quality: Mapping[str, Mapping[int, Quality]], metric: str = "F1") -> Any:
-    """Draw quality over the number of chunks (CacheBlend, Figure 2).
-
-    Parameters
-    ----------
-    quality : mapping of str to mapping of int to Quality
-        For each method, by the number of chunks.
-    metric : str
-        The metric's name.
-    """
+    """Draw each method's quality over the number of chunks (CacheBlend, Figure 2)."""
     _check(quality)
     figure, [axes] = new_figure()
     for number, (method, points) in enumerate(quality.items()):
@@ -89,30 +83,14 @@ def draw_quality_over_chunks(quality: Mapping[str, Mapping[int, Quality]], metri
 def draw_attention_deviation(
     deviation: Mapping[str, Mapping[float, float | Spread]], xlabel: str = "recompute ratio"
 ) -> Any:
-    """Draw how far attention is from full prefill, over the recompute ratio (CacheBlend, Figure 6).
-
-    Parameters
-    ----------
-    deviation : mapping of str to mapping of float to (float or Spread)
-        For each selector or model, the attention deviation by ratio.
-    xlabel : str
-        What it is drawn over, where that is not the ratio.
-    """
+    """Draw how far attention of each selector or model is from full prefill, over the recompute ratio (CacheBlend, Figure 6)."""
     return _lines(deviation, xlabel=xlabel, ylabel="attention deviation")
 
 
 def draw_kv_deviation(
     deviation: Mapping[str, Sequence[float] | NDArray[np.floating[Any]]], xlabel: str = "KV deviation"
 ) -> Any:
-    """Draw the distribution of the tokens' KV deviation (CacheBlend, Figure 7).
-
-    Parameters
-    ----------
-    deviation : mapping of str to sequence of float
-        For each layer, or model, the KV deviation of every token, or as many of its percentiles.
-    xlabel : str
-        What the deviation is measured in.
-    """
+    """Draw the distribution of the tokens' KV deviation, or of its percentiles, by layer or model (CacheBlend, Figure 7)."""
     _check(deviation)
     figure, [axes] = new_figure()
     for label, values in deviation.items():
@@ -123,13 +101,7 @@ def draw_kv_deviation(
 
 
 def draw_rank_correlation(correlation: Mapping[str, Mapping[int, float | Spread]]) -> Any:
-    """Draw how alike neighbouring layers rank the tokens by KV deviation (CacheBlend, Figure 8).
-
-    Parameters
-    ----------
-    correlation : mapping of str to mapping of int to (float or Spread)
-        For each model, Spearman's rank correlation of a layer and the next, by the first of the two.
-    """
+    """Draw how alike each layer and the next rank the tokens by KV deviation, by Spearman's correlation (Figure 8)."""
     figure = _lines(correlation, xlabel="layer, and the next", ylabel="rank correlation of KV deviation")
     figure.axes[0].set_ylim(top=1)
     _whole_numbers(figure.axes[0])
@@ -139,17 +111,7 @@ def draw_rank_correlation(correlation: Mapping[str, Mapping[int, float | Spread]
 def draw_quality_against_ttft(panels: Mapping[str, Mapping[str, Sequence[Quality]]], metric: str = "F1") -> Any:
     """Draw quality against TTFT (CacheBlend, Figure 12; with MapReduce and MapRerank, 13; over ratios, 16).
 
-    Parameters
-    ----------
-    panels : mapping of str to mapping of str to sequence of Quality
-        For each data set, and each method, its points; those of one method are joined. Every point has its `ttft_s`.
-    metric : str
-        The metric's name.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure, one panel for each data set.
+    Each data set is a panel; the points of a method, which have their `ttft_s`, are joined.
     """
     _check(panels)
     for methods in panels.values():
@@ -179,13 +141,7 @@ def draw_quality_against_ttft(panels: Mapping[str, Mapping[str, Sequence[Quality
 
 
 def draw_attention_loss(loss: Mapping[str, Sequence[float] | NDArray[np.floating[Any]]]) -> Any:
-    """Draw the L2 distance of attention from that of full prefill, layer by layer (A3, Figure 3).
-
-    Parameters
-    ----------
-    loss : mapping of str to sequence of float
-        For each method, one value for each layer.
-    """
+    """Draw the L2 distance of attention from that of full prefill, layer by layer (A3, Figure 3)."""
     layers = {method: dict(enumerate(values)) for method, values in loss.items()}
     figure = _lines(layers, xlabel="layer", ylabel="attention loss (L2)")
     _whole_numbers(figure.axes[0])
@@ -193,13 +149,7 @@ def draw_attention_loss(loss: Mapping[str, Sequence[float] | NDArray[np.floating
 
 
 def draw_ttft_over_length(ttft_s: Mapping[str, Mapping[int, float]]) -> Any:
-    """Draw TTFT over the length of the prompt (Prompt Cache, Figure 5).
-
-    Parameters
-    ----------
-    ttft_s : mapping of str to mapping of int to float
-        For each method, seconds by tokens.
-    """
+    """Draw TTFT over the length of the prompt (Prompt Cache, Figure 5)."""
     figure = _lines(ttft_s, xlabel="prompt tokens", ylabel="TTFT (s)")
     figure.axes[0].set_xlim(left=0)
     return figure

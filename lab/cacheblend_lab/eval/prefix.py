@@ -21,6 +21,8 @@ __all__ = ["PrefixAnswer", "PrefixCache"]
 class PrefixAnswer:
     """An answer after a cached prefix.
 
+
+
     Attributes
     ----------
     token_ids : tuple of int
@@ -40,15 +42,7 @@ class PrefixAnswer:
 
 
 class PrefixCache:
-    """The exact KV of a prompt's first tokens, computed once; every use gets a copy, unless it takes none.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    token_ids : sequence of int
-        The tokens, at least one.
-    """
+    """The exact KV of a prompt's first tokens, computed once; every use gets a copy, unless it takes none."""
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, token_ids: Sequence[int]) -> None:
@@ -60,15 +54,7 @@ class PrefixCache:
 
     @torch.no_grad()
     def logits(self, rest: torch.Tensor, copies: bool = True) -> torch.Tensor:
-        """Return the logits after the prefix and `rest`, ``(vocab,)``.
-
-        Parameters
-        ----------
-        rest : torch.Tensor
-            Token ids of the rest of the prompt, ``(1, rest_len)``, on the model's device.
-        copies : bool
-            Whether the cache is copied first; otherwise what is after the prefix is cut off again.
-        """
+        """Return the logits after the prefix and `rest`, ``(vocab,)``; without a copy, the cache is cut back to the prefix."""
         cache = copy.deepcopy(self._cache) if copies else self._cache
         logits: torch.Tensor = self._model(
             input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1
@@ -79,17 +65,7 @@ class PrefixCache:
 
     @torch.no_grad()
     def answer(self, token_ids: Sequence[int], max_new_tokens: int, pad_token_id: int | None) -> PrefixAnswer:
-        """Decode greedily after a prompt.
-
-        Parameters
-        ----------
-        token_ids : sequence of int
-            The whole prompt; it begins with the prefix and goes on after it.
-        max_new_tokens : int
-            Most tokens to generate.
-        pad_token_id : int or None
-            The padding token, where the model names none.
-        """
+        """Decode greedily after a prompt that begins with the prefix and goes on after it."""
         assert tuple(token_ids[: len(self.token_ids)]) == self.token_ids and len(token_ids) > len(self.token_ids)
         started = time.perf_counter()
         watch = TokenWatch(threading.Event())

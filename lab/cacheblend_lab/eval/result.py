@@ -27,6 +27,8 @@ _UNREACHED_SHARE = 0.01
 class EvalRow:
     """One method's figures on one kind of question, or on ``all``.
 
+
+
     Attributes
     ----------
     kind : str
@@ -94,6 +96,8 @@ class EvalRow:
 class EvalResult:
     """Result of an evaluation.
 
+
+
     Attributes
     ----------
     rows : tuple of EvalRow
@@ -137,22 +141,6 @@ def tabulate(
     """Judge answers and sum them up.
 
     An answer of zero length is wrong, whatever the metric.
-
-    Parameters
-    ----------
-    task : EvalTask
-        The task.
-    setting : EvalSetting
-        The methods and the bootstrap.
-    asked : sequence of Asked
-        Every question of the task, in its order.
-    resumed, damaged_lines : int
-        Handed on to the result.
-
-    Raises
-    ------
-    ConfigError
-        If all questions were skipped.
     """
     skipped: dict[str, int] = {}
     for each in asked:

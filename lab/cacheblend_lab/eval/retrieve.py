@@ -29,6 +29,8 @@ __all__ = ["RetrievalSetting", "Retriever", "draw_corpora", "found_chunks", "nea
 class RetrievalSetting:
     """Settings of how contexts that are not chunks yet are cut and searched.
 
+
+
     Attributes
     ----------
     chunk_tokens : int
@@ -51,15 +53,7 @@ class RetrievalSetting:
 
 
 class Retriever:
-    """Cuts the documents of a context into chunks and finds the nearest to each question.
-
-    Parameters
-    ----------
-    tokenizer : Any
-        The language model's tokenizer, which chunks are measured by.
-    setting : RetrievalSetting
-        How.
-    """
+    """Cuts the documents of a context into chunks and finds the nearest to each question."""
 
     def __init__(self, tokenizer: Any, setting: RetrievalSetting) -> None:
         self._tokenizer = tokenizer
@@ -76,11 +70,6 @@ class Retriever:
 
         These come nearest first, by the L2 distance of the embeddings. A question without text is answered from the first chunks,
         in their order: there is nothing to be near to.
-
-        Raises
-        ------
-        ConfigError
-            If the embedding model cannot be loaded.
         """
         cut = [self.cut(text) for text in context.texts]
         chunks, lengths = [chunk for document in cut for chunk in document], [len(document) for document in cut]
@@ -99,15 +88,7 @@ class Retriever:
 
 
 def nearest(chunks: np.ndarray, questions: np.ndarray, top_k: int) -> list[list[int]]:
-    """Return for each question the numbers of the nearest chunks, nearest first; of equally near ones the earlier.
-
-    Parameters
-    ----------
-    chunks, questions : numpy.ndarray
-        Embeddings, ``(num_chunks, width)`` and ``(num_questions, width)``.
-    top_k : int
-        Most chunks of a question.
-    """
+    """Return for each question the numbers of the nearest chunks, nearest first; of equally near ones the earlier."""
     distances = np.linalg.norm(questions[:, None, :] - chunks[None, :, :], axis=2)
     return [[int(number) for number in row] for row in distances.argsort(axis=1, kind="stable")[:, :top_k]]
 
@@ -121,20 +102,7 @@ def draw_corpora(
 ) -> Iterator[list[Example]]:
     """Yield corpora of at least `documents` held-out documents, no two about the same subject, until there are enough questions.
 
-    Parameters
-    ----------
-    num_questions : int
-        How many questions all corpora together have; of the last, examples after these have none.
-    seed : int
-        The corpora follow from it.
-    documents : int
-        Least documents of a corpus.
-    style : Style
-        How rich the examples are that a corpus is made of.
-    min_chunks : int
-        Least chunks of an example.
-    per_context : int
-        Most questions about one example.
+    Of the last corpus, examples after these have none.
     """
     rng = random.Random(f"corpora:{seed}")
     missing = num_questions
@@ -160,24 +128,6 @@ def found_chunks(
 
     Chunks are embedded after the title of their document, as frameworks embed metadata with the text: the sentence "She keeps a
     goose." alone is found by no name.
-
-    Parameters
-    ----------
-    documents : sequence of Document
-        The corpus.
-    questions : sequence of str
-        What is asked.
-    top_k : int
-        Most chunks of a question.
-    embedding : Embedding
-        What they are compared by.
-
-    Raises
-    ------
-    ConfigError
-        If the embedding model cannot be loaded.
-    StoreError
-        If Chroma fails.
     """
     places = [(number, chunk) for number, document in enumerate(documents) for chunk in range(len(document.chunks))]
     texts = [f"{documents[number].title}\n{documents[number].chunks[chunk]}" for number, chunk in places]

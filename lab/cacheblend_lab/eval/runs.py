@@ -18,6 +18,8 @@ __all__ = ["Runs", "read_runs"]
 class Runs:
     """Findings of several runs.
 
+
+
     Attributes
     ----------
     metric : str
@@ -34,20 +36,9 @@ class Runs:
 
 
 def read_runs(files: Sequence[Path], methods: Sequence[str] = ()) -> Runs:
-    """Read the JSON files of ``eval`` and ``bench ttft``.
+    """Read the JSON files of ``eval`` and ``bench ttft``, of all methods or of those named, in this order.
 
-    Parameters
-    ----------
-    files : sequence of Path
-        The files.
-    methods : sequence of str
-        The methods to keep, in this order: those of evaluations by their names, those of ``bench ttft`` as "full",
-        "prefix_cache", "reuse" and "hkvd 0.15"; by default all.
-
-    Raises
-    ------
-    ConfigError
-        If a file is neither, two stand for the same number of chunks or tokens, or nothing is left to be drawn.
+    Methods of evaluations have their names, those of ``bench ttft`` are "full", "prefix_cache", "reuse" and "hkvd 0.15".
     """
     runs = Runs()
     quality: dict[int, dict[str, Quality]] = {}

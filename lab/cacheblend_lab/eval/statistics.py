@@ -33,23 +33,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def rank_correlation(one: Sequence[float] | NDArray[np.float64], other: Sequence[float] | NDArray[np.float64]) -> float:
-    """Return Spearman's rank correlation: Pearson's correlation of the ranks, equal values sharing their mean rank.
-
-    Parameters
-    ----------
-    one, other : sequence of float
-        Values of the same things.
-
-    Returns
-    -------
-    float
-        From -1 to 1; NaN where all values of one are equal.
-
-    Raises
-    ------
-    ConfigError
-        If they are not equally many.
-    """
+    """Return Spearman's rank correlation: Pearson's of the ranks, of equal values their mean; NaN where all of one are equal."""
     first, second = (_ranks(np.asarray(values, dtype=np.float64)) for values in (one, other))
     if first.shape != second.shape:
         raise ConfigError(f"{first.size} values cannot be ranked against {second.size}; give as many of each")

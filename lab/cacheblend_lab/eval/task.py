@@ -110,13 +110,7 @@ class EvalTask:
         return replace(self, head=head, tail=tail, chat=False)
 
     def mean_chunks(self, top_k: int) -> float:
-        """Return how many chunks a question's prompt has, on average: those retrieved, where texts are cut, and else all.
-
-        Parameters
-        ----------
-        top_k : int
-            How many are retrieved where texts are cut.
-        """
+        """Return how many chunks a question's prompt has, on average: `top_k`, where texts are cut, and else all."""
         if not self.chunked:
             return float(top_k)
         counts = [

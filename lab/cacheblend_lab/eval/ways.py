@@ -28,22 +28,8 @@ def budget_for_charge(charge: float, tokens: int, measure: Callable[[int], float
 
     A selector's own work is part of what it charges, and each selector's is different, so the charge is measured. It grows
     with the number of tokens, nearly in proportion, so that a few measurements are enough: a search that goes on between the
-    two nearest ones in proportion, or in the middle where that does not get on.
-
-    Parameters
-    ----------
-    charge : float
-        The charge aimed at.
-    tokens : int
-        Chunk tokens of the prompt, at least 1.
-    measure : callable
-        Returns the charge of recomputing that many tokens; not falling.
-
-    Returns
-    -------
-    int or None
-        The number whose charge is nearest to `charge`, from 1 to `tokens`; None if the charge of a single token is more than one
-        token's work above it.
+    two nearest ones in proportion, or in the middle where that does not get on. The number whose charge is nearest is returned;
+    None if the charge of a single token is more than one token's work above it.
     """
     token = 1 / tokens
     low, low_charge = 1, measure(1)
@@ -76,36 +62,15 @@ class Way(Protocol):
     def answer(
         self, inquiries: Sequence[Inquiry], before: Sequence[Mapping[str, Answer | None]]
     ) -> Sequence[Answer | None]:
-        """Answer questions.
+        """Answer questions, several in one batch by a method that is a call of the engine; None where it is dearer than asked.
 
-        Parameters
-        ----------
-        inquiries : sequence of Inquiry
-            The questions. Several are answered in one batch by methods that are a call of the engine.
-        before : sequence of mapping of str to (Answer or None)
-            What the methods before this one answered to each.
-
-        Returns
-        -------
-        sequence of (Answer or None)
-            The answer to each; None where the method cannot be as cheap as it was asked to be.
-
-        Raises
-        ------
-        PromptTooLongError
-            If the model's window cannot hold the prompt.
+        `before` has what the methods before this one answered to each.
         """
         ...
 
 
 def make_way(method: EvalMethod, engine: BlendEngine) -> Way:
-    """Return what a method does on an engine that holds the settings which no call can change.
-
-    Raises
-    ------
-    ConfigError
-        If a setting of the method has no meaning, or does not fit the model.
-    """
+    """Return what a method does on an engine that holds the settings which no call can change."""
     return _WAYS[method.way](method, engine)
 
 

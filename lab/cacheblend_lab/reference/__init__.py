@@ -26,13 +26,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Return the reference model in evaluation mode, on the CPU.
-
-    Parameters
-    ----------
-    dtype
-        The weights' type; float32 is what it was measured in.
-    """
+    """Return the reference model in evaluation mode, on the CPU; float32 is what it was measured in."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(WEIGHTS_DIR, dtype=dtype, local_files_only=True)
     model.eval()
     return model

@@ -42,6 +42,8 @@ _BLOCK = 512
 class Row:
     """One context with its questions, as parallel lists over its tokens.
 
+
+
     Attributes
     ----------
     ids, positions
@@ -95,10 +97,7 @@ class Batch:
     def mask(self, reuse: bool = False) -> torch.Tensor:
         """Return which token sees which, as a boolean tensor ``(batch, 1, seq_len, seq_len)``.
 
-        Parameters
-        ----------
-        reuse
-            Let chunk tokens see only BOS and their own chunk: what plain reuse of chunk KV amounts to.
+        With `reuse`, chunk tokens see only BOS and their own chunk: what plain reuse of chunk KV amounts to.
         """
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
@@ -122,16 +121,7 @@ class Batch:
 def encode_example(tokenizer: PreTrainedTokenizerFast, example: Example, form: PromptFormat, gap: int = 0) -> Row:
     """Encode an example the way the engine assembles a prompt: piece by piece, each chunk on its own.
 
-    Parameters
-    ----------
-    tokenizer
-        The reference tokenizer.
-    example
-        A context and its questions.
-    form
-        The prompt format.
-    gap
-        Positions to leave out after the head, so that the model does not get used to one length.
+    A `gap` of positions after the head keeps the model from getting used to one length.
     """
     # What stands before the question's own line is the same for all questions, and is computed once.
     shared, line, opening = form.middle.rpartition("\n")
@@ -246,27 +236,8 @@ def branched_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend within the context causally, and from each question to the context and itself.
 
-    Parameters
-    ----------
-    module
-        The attention module (unused).
-    query, key, value
-        ``(batch, heads, context_length + questions * question_length, head_dim)``.
-    attention_mask
-        Where `context_length` is None, a mask over all tokens.
-    scaling
-        What scores are multiplied by.
-    context_length, question_length
-        The grid's measures; None asks for ordinary attention.
-    context_lengths
-        :meth:`Batch.context_lengths`: what questions see of the context.
-    **kwargs
-        What transformers passes besides (unused).
-
-    Returns
-    -------
-    tuple
-        The output ``(batch, tokens, heads, head_dim)``, and no weights.
+    Query, key and value are ``(batch, heads, context_length + questions * question_length, head_dim)``; `context_lengths` is what
+    questions see of the context. Without `context_length`, attention is ordinary, by the mask.
     """
     # Rotary embedding may have widened the queries and keys.
     query, key = query.to(value.dtype), key.to(value.dtype)

@@ -41,18 +41,7 @@ def make_example(
 ) -> Example:
     """Draw one context and up to `max_questions` questions about it, of all kinds in turn as far as they go.
 
-    Parameters
-    ----------
-    rng
-        The source of chance.
-    style
-        How rich the context is.
-    split
-        Which half of the world to draw from.
-    max_questions
-        Most questions.
-    order
-        One of :data:`ORDERS`. Of chunks that were retrieved, only what a reader can know is asked (:mod:`.sight`).
+    Of chunks that were retrieved (`order`), only what a reader can know is asked (:mod:`.sight`).
     """
     while True:
         world = build_world(rng, style, split) if isinstance(style, Style) else build_paragraphs(rng, style, split)
@@ -91,21 +80,6 @@ def eval_examples(
     """Return held-out examples with exactly `num_questions` questions in all.
 
     Names, values and templates of both statements and questions are none that training has seen.
-
-    Parameters
-    ----------
-    num_questions
-        How many questions the examples have together.
-    seed
-        The examples follow from it.
-    min_chunks
-        Contexts with fewer chunks are not used.
-    style
-        How rich the contexts are; by default :data:`EVAL_STYLE`.
-    per_context
-        Most questions of one example.
-    order
-        One of :data:`ORDERS`.
     """
     rng = random.Random(f"eval:{seed}")
     examples: list[Example] = []

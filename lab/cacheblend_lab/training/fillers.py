@@ -117,19 +117,9 @@ _TIMED = 0.4
 
 
 def filler(rng: random.Random, of: str) -> tuple[str, str]:
-    """Draw a sentence that carries no fact, without its full stop.
+    """Draw a sentence about a person or a firm that carries no fact, without its full stop: how it opens, and the rest.
 
-    Parameters
-    ----------
-    rng
-        The source of chance.
-    of
-        What the paragraph is about: ``person`` or ``firm``.
-
-    Returns
-    -------
-    tuple of (str, str)
-        How it opens, and the rest, in which ``{S}`` stands for the subject where it speaks of it.
+    In the rest, ``{S}`` stands for the subject where it speaks of it.
     """
     if rng.random() < _ABOUT_SUBJECT:
         opener = f"{rng.choice(_TIMES)}, " if rng.random() < _TIMED else ""

@@ -21,26 +21,9 @@ MADE_SUBTASKS = ("hotpotqa", "qmsum")
 
 
 def longbench_records(subtask: str, num_questions: int, seed: int = 7) -> Iterator[dict[str, Any]]:
-    """Yield held-out questions as records of a subtask of LongBench.
+    """Yield held-out questions as records of one of :data:`MADE_SUBTASKS`.
 
-    Parameters
-    ----------
-    subtask : str
-        One of :data:`MADE_SUBTASKS`. Every chunk is a passage of "hotpotqa", and a line of the text of "qmsum".
-    num_questions : int
-        How many.
-    seed : int
-        The questions follow from it.
-
-    Yields
-    ------
-    dict
-        A record with LongBench's fields.
-
-    Raises
-    ------
-    ConfigError
-        If records cannot be made for the subtask.
+    Every chunk is a passage of "hotpotqa", and a line of the text of "qmsum".
     """
     if subtask not in MADE_SUBTASKS:
         raise ConfigError(f"records of subtask {subtask!r} cannot be made; choose one of {', '.join(MADE_SUBTASKS)}")

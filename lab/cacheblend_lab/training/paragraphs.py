@@ -21,6 +21,8 @@ ORDERS = ("reading", "retrieved")
 class Paragraphs:
     """Settings of drawn contexts of paragraphs; the defaults are those of the last stage of training and of the evaluation.
 
+
+
     Attributes
     ----------
     people, firms

@@ -27,6 +27,8 @@ __all__ = ["Sight", "look"]
 class Sight:
     """Knowledge from a prompt's chunks.
 
+
+
     Attributes
     ----------
     chunks

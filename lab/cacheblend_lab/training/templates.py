@@ -30,6 +30,8 @@ __all__ = [
 class Attribute:
     """One thing that can be said of a person or a company.
 
+
+
     Attributes
     ----------
     name

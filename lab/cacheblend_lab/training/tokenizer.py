@@ -37,10 +37,7 @@ _SYLLABLE_COUNT = 1000
 def build_tokenizer(paragraphs: bool = True) -> PreTrainedTokenizerFast:
     """Train the tokenizer on the words of the corpus and wrap it for transformers.
 
-    Parameters
-    ----------
-    paragraphs
-        Whether it knows the words that only paragraphs have. The weights that are shipped are of a corpus without.
+    The weights that are shipped are of a corpus without the words that only paragraphs have.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

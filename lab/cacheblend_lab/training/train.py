@@ -31,19 +31,7 @@ _SAVE_S = 300.0
 
 
 def run(trainer: Trainer, out: Path, export_to: Path | None = None, export_questions: int = 500) -> None:
-    """Train until the last step, writing ``log.jsonl`` and ``checkpoint.pt`` into `out`.
-
-    Parameters
-    ----------
-    trainer
-        The loop's state.
-    out
-        Folder of log and checkpoint.
-    export_to
-        Folder that gets the weights after the last step.
-    export_questions
-        Questions that the exported scores are measured on.
-    """
+    """Train until the last step, writing ``log.jsonl`` and ``checkpoint.pt`` into `out`."""
     began = saved = time.perf_counter()
     losses: list[float] = []
     while trainer.end_step is None or trainer.step < trainer.end_step:

@@ -54,6 +54,8 @@ _PART_TOKENS = 3072
 class Options:
     """Settings of a run; the command line's arguments.
 
+
+
     Attributes
     ----------
     layers, hidden, heads, intermediate
@@ -107,17 +109,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: Options) -> LlamaFo
 
 
 class Trainer:
-    """The training loop and its state.
-
-    Parameters
-    ----------
-    options
-        See :class:`Options`.
-    stages
-        The curriculum; tests pass a short one.
-    device
-        Where to compute.
-    """
+    """The training loop and its state."""
 
     def __init__(self, options: Options, stages: Sequence[Stage] = STAGES, device: torch.device | None = None) -> None:
         self.options = options
@@ -217,11 +209,8 @@ class Trainer:
     def check(self) -> dict[str, dict[str, float]]:
         """Score the current stage on what is held out, and go to the next stage if its goal is reached.
 
-        Returns
-        -------
-        dict
-            The scores by kind, for each order that the stage has (of :data:`ORDERS`), whose mean is to reach the goal; and those
-            of ``short`` contexts in reading order, where a stage of paragraphs has such.
+        Returned are the scores by kind, for each order that the stage has (of :data:`ORDERS`), whose mean is to reach the goal;
+        and those of ``short`` contexts in reading order, where a stage of paragraphs has such.
         """
         stage = self.stages[self.stage]
         if stage.style is None:

@@ -58,15 +58,7 @@ def is_held_out(head: int, tail: int) -> bool:
 
 
 class Maker:
-    """Draws names and values of one split, never the same one twice in a context.
-
-    Parameters
-    ----------
-    rng
-        The source of chance.
-    split
-        Which half of the world to draw from.
-    """
+    """Draws names and values of one split, never the same one twice in a context."""
 
     def __init__(self, rng: random.Random, split: Split) -> None:
         self._rng = rng

@@ -15,29 +15,10 @@ __all__ = ["load_longbench"]
 
 
 def load_longbench(path: Path, limit: int | None, subtask: str | None, whole: bool = False) -> EvalTask:
-    """Load one subtask of LongBench, or of LongBench-E, whose names end in ``_e``.
+    """Load one subtask of LongBench, or of LongBench-E, whose names end in ``_e``: a file, or a folder of ``SUBTASK.jsonl``.
 
-    Parameters
-    ----------
-    path : Path
-        The subtask's file; or the folder of all, from which `subtask` picks ``SUBTASK.jsonl``.
-    limit : int or None
-        Most questions.
-    subtask : str or None
-        The subtask's name; by default that of the first record.
-    whole : bool
-        Whether each document of a context is one text, and all are given; instead of being cut and searched.
-
-    Returns
-    -------
-    EvalTask
-        Named ``longbench/SUBTASK``, which says so if documents are whole; the subtask is the kind of every question too. A name
-        is given without ``_e``.
-
-    Raises
-    ------
-    DatasetError
-        If the subtask is unknown, the file or a record is not of this form, or records of another subtask are among them.
+    The task is named ``longbench/SUBTASK``, without ``_e``, and says so if documents are `whole`: each one text, and all given,
+    instead of being cut and searched. The subtask is the kind of every question too.
     """
     if subtask is not None and _plain(subtask) is None:
         raise DatasetError(f"LongBench's subtask {subtask!r} is unknown; {_known()}")

@@ -26,18 +26,6 @@ def load_multinews(path: Path, limit: int | None) -> EvalTask:
 
     There is no question, so nothing is retrieved: all chunks are given, in order. An article is cut into chunks of about 512
     tokens (`CHUNK_CHARS`), and no chunk holds two articles. Records without an article are left out and counted in the log.
-
-    Parameters
-    ----------
-    path : Path
-        ``val.src.cleaned`` or ``val.src``, to which ``val.tgt`` belongs, line by line; or a ``.json`` or ``.jsonl`` file.
-    limit : int or None
-        Most questions.
-
-    Raises
-    ------
-    DatasetError
-        If a file or a record is not of this form.
     """
     found = Collector("multinews", path, limit)
     for source, target in _pairs(path):

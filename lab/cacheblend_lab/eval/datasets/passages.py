@@ -20,11 +20,6 @@ def load_musique(path: Path, limit: int | None) -> EvalTask:
     """Load MuSiQue's JSON Lines, or records of ready passages (see `passages_of`).
 
     Records whose field ``answerable`` is false have no right answer; they are left out, and counted in the log.
-
-    Raises
-    ------
-    DatasetError
-        If the file or a record is not of this form.
     """
 
     def read(found: Collector, record: Record) -> None:
@@ -46,13 +41,7 @@ def load_musique(path: Path, limit: int | None) -> EvalTask:
 
 
 def load_wikimqa(path: Path, limit: int | None) -> EvalTask:
-    """Load the JSON list of 2WikiMultihopQA, which is HotpotQA's too, or records of ready passages (see `passages_of`).
-
-    Raises
-    ------
-    DatasetError
-        If the file or a record is not of this form.
-    """
+    """Load the JSON list of 2WikiMultihopQA, which is HotpotQA's too, or records of ready passages (see `passages_of`)."""
 
     def read(found: Collector, record: Record) -> None:
         texts = [_titled(record, index, each) for index, each in enumerate(record.list("context"))]

@@ -22,11 +22,6 @@ def load_qa(path: Path, limit: int | None) -> EvalTask:
     ``id`` and a ``kind``. Each document is a text, which is cut into chunks that are retrieved, or a list of texts, which are its
     chunks: a question is then answered from all of them in order, or from those that its ``chunks`` name, by their numbers
     through all documents of the record, from 0. L-Eval's ``{"input", "instructions", "outputs"}`` is taken as well.
-
-    Raises
-    ------
-    DatasetError
-        If the file or a record is not of this form, or some documents are cut and others are not.
     """
     found = Collector("qa", path, limit)
     chunked: bool | None = None

@@ -26,16 +26,8 @@ _NAMES = {dict: "an object", list: "a list", str: "a text", bool: "true or false
 class Record:
     """One record, or an object within one.
 
-    Attributes
-    ----------
-    path : Path
-        The file.
-    number, line : int
-        Which record it is and the line on which it begins, both from 1.
-    fields : mapping of str to object
-        What JSON gave.
-    prefix : str
-        What stands before the names of its fields in messages, for an object within a record.
+    The number and the line on which it begins are counted from 1; `prefix` stands before the names of its fields in messages, for
+    an object within a record.
     """
 
     path: Path
@@ -132,13 +124,7 @@ class Record:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text, which must be UTF-8; a byte order mark is left out.
-
-    Raises
-    ------
-    DatasetError
-        If the file cannot be read or is not UTF-8.
-    """
+    """Return a file's text, which must be UTF-8; a byte order mark is left out."""
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -153,11 +139,7 @@ def read_text(path: Path) -> str:
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a JSON file, which is one list of objects, or of a JSON Lines file with an object on each line.
 
-    Raises
-    ------
-    DatasetError
-        If the file cannot be read, is not UTF-8 or not JSON, or a record is not an object. What stands after the records
-        that are taken is not looked at.
+    What stands after the records that are taken is not looked at.
     """
     text = read_text(path)
     start = _skip(text, 0)
@@ -232,17 +214,7 @@ logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """Takes questions until there are enough, sees that their ids differ, and counts the records that are left out.
-
-    Parameters
-    ----------
-    name : str
-        The task's name.
-    path : Path
-        Where it is read from, for messages.
-    limit : int or None
-        Most questions.
-    """
+    """Takes questions until there are enough, sees that their ids differ, and counts the records that are left out."""
 
     def __init__(self, name: str, path: Path, limit: int | None) -> None:
         self._name = name
@@ -260,13 +232,7 @@ class Collector:
     def add(
         self, record: Record, questions: Sequence[EvalQuestion], texts: Sequence[str], documents: Sequence[int] = ()
     ) -> None:
-        """Take a record's questions, as far as they are wanted; `texts` and `documents` are those of `EvalContext`.
-
-        Raises
-        ------
-        DatasetError
-            If a question has the id of another, or names a chunk that is not there, or there are no texts.
-        """
+        """Take a record's questions, as far as they are wanted; `texts` and `documents` are those of `EvalContext`."""
         if not texts:
             raise record.error("there is no text to answer from")
         taken: list[EvalQuestion] = []
@@ -286,15 +252,7 @@ class Collector:
         self._left_out[reason] += 1
 
     def task(self, metrics: Mapping[str, Metric], **frame: Any) -> EvalTask:
-        """Return the task, and log how many records were left out and why; `frame` are other attributes of `EvalTask`.
-
-        Raises
-        ------
-        DatasetError
-            If there is no question.
-        ConfigError
-            If a metric needs a package that is not installed.
-        """
+        """Return the task, and log how many records were left out and why; `frame` are other attributes of `EvalTask`."""
         said = "; ".join(f"{count} with {reason}" for reason, count in self._left_out.items())
         if not self._contexts:
             raise DatasetError(f"{self._path} holds no question" + (f" (left out: {said})" if said else ""))

@@ -32,27 +32,12 @@ class _Pair:
 
 
 def load_samsum(path: Path, limit: int | None, examples: Path | None) -> EvalTask:
-    """Load SAMSum's records (id, dialogue, summary), or records of ready passages (see `passages_of`).
+    """Load SAMSum's records (id, dialogue, summary), records of ready passages (see `passages_of`), or a folder's ``test.json``.
 
     Every question gets `EXAMPLES` examples, or all if there are fewer, drawn by its id: the same in every run. They are
-    packed into chunks of whole examples. Records without a dialogue, of which the published training set is known to hold one,
-    are left out and counted in the log.
-
-    Parameters
-    ----------
-    path : Path
-        The file of the questions; or a folder with ``test.json`` and ``train.json``, or both as ``.jsonl``.
-    limit : int or None
-        Most questions.
-    examples : Path or None
-        The file that the examples are drawn from; by default the folder's training set, or the other records of the file itself.
-
-    Raises
-    ------
-    DatasetError
-        If a file or a record is not of this form.
-    ConfigError
-        If `examples` is given for records that bring their own.
+    packed into chunks of whole examples, and come from the file `examples`, by default the folder's training set, or the other
+    records of the file itself. Records without a dialogue, of which the published training set is known to hold one, are left out
+    and counted in the log.
     """
     if path.is_dir():
         path, examples = _split(path, "test"), examples or _split(path, "train")

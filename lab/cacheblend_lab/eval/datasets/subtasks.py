@@ -27,6 +27,8 @@ Texts = tuple[list[str], str]
 class Subtask:
     """One subtask; what is not said here is as in `EvalTask`.
 
+
+
     Attributes
     ----------
     head, tail : str

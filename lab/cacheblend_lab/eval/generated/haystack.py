@@ -26,13 +26,7 @@ _STYLE = Style(people=(2, 4), firms=(0, 2), fillers=0.25)
 
 
 class Haystack:
-    """Sentences without end, of which any number can be taken; always the same ones.
-
-    Parameters
-    ----------
-    sentences : iterator of str
-        The sentences.
-    """
+    """Sentences without end, of which any number can be taken; always the same ones."""
 
     def __init__(self, sentences: Iterator[str]) -> None:
         self._sentences = sentences
@@ -57,17 +51,7 @@ def stories(rng: random.Random) -> Iterator[str]:
 
 
 def place(haystack: Sequence[Unit], needles: Sequence[Sequence[Unit]], depths: Sequence[float]) -> list[Unit]:
-    """Put groups of units into a text.
-
-    Parameters
-    ----------
-    haystack : sequence of Unit
-        The text.
-    needles : sequence of sequence of Unit
-        The groups; one stays together.
-    depths : sequence of float
-        Where each goes, from 0 (before the text) to 1 (after it), as a share of the text's characters.
-    """
+    """Put groups of units, each of which stays together, at depths from 0 (before the text) to 1 (after it) of its characters."""
     ends = [0]
     for unit in haystack:
         ends.append(ends[-1] + len(unit.text) + 1)
@@ -86,13 +70,7 @@ def random_depths(rng: random.Random, number: int) -> list[float]:
 
 
 class Names:
-    """Draws keys and values, none of them twice.
-
-    Parameters
-    ----------
-    rng
-        The source of chance.
-    """
+    """Draws keys and values, none of them twice."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -16,6 +16,8 @@ __all__ = ["Puzzle", "TokenCounter", "Unit", "fit", "pack"]
 class Unit:
     """A piece of text that no chunk border divides: a sentence, or an item of a list.
 
+
+
     Attributes
     ----------
     text : str
@@ -31,6 +33,8 @@ class Unit:
 @dataclass(frozen=True, slots=True)
 class Puzzle:
     """A question, and the text of any length that answers it.
+
+
 
     Attributes
     ----------
@@ -51,13 +55,7 @@ class Puzzle:
 
 
 class TokenCounter:
-    """Counts the tokens of texts, special tokens apart.
-
-    Parameters
-    ----------
-    tokenizer
-        Any Hugging Face tokenizer.
-    """
+    """Counts the tokens of texts, special tokens apart."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -77,27 +75,7 @@ class TokenCounter:
 
 
 def pack(units: Sequence[Unit], count: TokenCounter, chunk_tokens: int) -> tuple[list[str], int]:
-    """Fill chunks with units, in order, each chunk as far as it goes.
-
-    Parameters
-    ----------
-    units : sequence of Unit
-        The text.
-    count : TokenCounter
-        Counts tokens.
-    chunk_tokens : int
-        Most tokens of a chunk.
-
-    Returns
-    -------
-    tuple of (list of str, int)
-        The chunks, and their tokens together.
-
-    Raises
-    ------
-    ConfigError
-        If one unit alone has more tokens.
-    """
+    """Fill chunks with units, in order, each chunk as far as it goes; return them, and their tokens together."""
     sizes = count.sizes(units)
     chunks: list[str] = []
     total = start = 0
@@ -123,24 +101,7 @@ def pack(units: Sequence[Unit], count: TokenCounter, chunk_tokens: int) -> tuple
 
 
 def fit(puzzle: Puzzle, count: TokenCounter, context_tokens: int, chunk_tokens: int) -> tuple[str, ...]:
-    """Return a puzzle's text as chunks, with as much filling as the context holds.
-
-    Parameters
-    ----------
-    puzzle : Puzzle
-        What is asked.
-    count : TokenCounter
-        Counts tokens.
-    context_tokens : int
-        Most tokens of all chunks together; what is left free is less than about one unit.
-    chunk_tokens : int
-        Most tokens of a chunk.
-
-    Raises
-    ------
-    ConfigError
-        If a unit does not fit into a chunk, or the puzzle's shortest text into the context.
-    """
+    """Return a puzzle's text as chunks, with as much filling as the context holds, up to about one unit."""
     fits = puzzle.least
     chunks, tokens = pack(puzzle.build(fits), count, chunk_tokens)
     if tokens > context_tokens:

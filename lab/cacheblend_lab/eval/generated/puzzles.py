@@ -43,6 +43,8 @@ _NUMBER_DIGITS = 7
 class NeedleSetting:
     """One variant of RULER's needle in a haystack.
 
+
+
     Attributes
     ----------
     haystack : str
@@ -79,17 +81,7 @@ NEEDLES: dict[str, NeedleSetting] = {
 
 
 def needle_puzzle(rng: random.Random, setting: NeedleSetting, depths: Sequence[float] | None = None) -> Puzzle:
-    """Draw one question about needles.
-
-    Parameters
-    ----------
-    rng
-        The source of chance.
-    setting : NeedleSetting
-        Which variant.
-    depths : sequence of float, optional
-        Where each needle stands, from 0 to 1; by default at different ones of 40 depths, drawn by chance.
-    """
+    """Draw one question about needles, at depths from 0 to 1; by default at different ones of 40, drawn by chance."""
     names = Names(rng)
     key = names.uuid if setting.uuid_keys else names.pair
     value = names.uuid if setting.uuid_values else lambda: names.number(_NUMBER_DIGITS)
@@ -113,14 +105,7 @@ def across_puzzle(rng: random.Random, depths: Sequence[float] | None = None) -> 
     """Draw a question whose key ends one chunk and whose value begins the next, after "It".
 
     Three other keys stand in the same way, so only what "It" refers to tells the values apart: KV of a chunk that was encoded
-    alone does not know it.
-
-    Parameters
-    ----------
-    rng
-        The source of chance.
-    depths : sequence of float, optional
-        Where the asked key stands, from 0 to 1, then each other one; by default as in `needle_puzzle`.
+    alone does not know it. The first depth is the asked key's; by default they are as in `needle_puzzle`.
     """
     names = Names(rng)
     hidden = [(names.pair(), names.number(_NUMBER_DIGITS)) for _ in range(4)]
@@ -168,14 +153,7 @@ def _question(what: str, keys: Sequence[str], several: bool) -> str:
 def fact_puzzle(rng: random.Random, depth: float, across: bool) -> Puzzle:
     """Draw a person of whom two sentences tell, in the fictional world's own words; the second is asked for.
 
-    Parameters
-    ----------
-    rng
-        The source of chance.
-    depth : float
-        Where the two sentences stand, from 0 to 1.
-    across : bool
-        Whether a chunk border stands between them and the second says only "She" or "He".
+    With `across`, a chunk border stands between them and the second says only "She" or "He".
     """
     maker = Maker(rng, "held_out")
     person = maker.person()

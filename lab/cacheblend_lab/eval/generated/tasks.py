@@ -125,20 +125,9 @@ def generated_task(
     puzzles: Iterable[tuple[str, str, int, Puzzle]],
     max_new_tokens: int,
 ) -> EvalTask:
-    """Return puzzles as a task.
+    """Return puzzles as a task, each with its question's id and kind, and the most tokens of its text.
 
-    Parameters
-    ----------
-    name : str
-        The task's name.
-    count : TokenCounter
-        Counts tokens.
-    chunk_tokens : int
-        Most tokens of a chunk.
-    puzzles : iterable of tuple of (str, str, int, Puzzle)
-        Each with its question's id and kind, and the most tokens of its text.
-    max_new_tokens : int
-        Most tokens of an answer; more where this tokenizer needs more for the longest one.
+    Answers get more than `max_new_tokens` where this tokenizer needs more for the longest one.
     """
     contexts = []
     for identifier, kind, context_tokens, puzzle in puzzles:
