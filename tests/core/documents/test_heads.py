@@ -437,7 +437,7 @@ def test_where_nothing_can_be_written_it_is_kept_in_memory(
     monkeypatch.setattr(engine._store._names, "record_met", refuse)
     for taken in (0, HEAD_TOKENS, HEAD_TOKENS):
         assert engine.prefill(asking()).report.head_tokens == taken
-    assert sum("kept in memory" in record.message for record in caplog.records) == 1
+    assert sum("kept in the memory of this process" in record.message for record in caplog.records) == 1
 
 
 def test_nothing_of_a_question_or_history_is_kept(make_engine: MakeEngine, tmp_path: Path) -> None:
