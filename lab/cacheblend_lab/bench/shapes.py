@@ -56,153 +56,36 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-_Shape = tuple[type[LlamaConfig] | type[Qwen2Config] | type[Gemma3TextConfig] | type[Phi3Config], dict[str, Any]]
-
-# From each model's config.json.
+# From each model's config.json: the class, what `_SIZES` names, the rotary embedding, and the rest.
+_Shape = tuple[type[PretrainedConfig], tuple[int, ...], dict[str, Any] | None, dict[str, Any]]
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+_TIED, _OWN_HEAD = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+_GEMMA3 = {"head_dim": 256, "sliding_window": 512, "query_pre_attn_scalar": 256}
+_PHI3_ROPE = _rope(10000.0) | {"partial_rotary_factor": 1.0}
+# fmt: off
 _SHAPES: dict[str, _Shape] = {
-    "tiny": (
-        LlamaConfig,
-        dict(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-        ),
-    ),
+    "tiny": (LlamaConfig, (512, 64, 128, 4, 4, 2, 4096), None, {}),
     # The shipped model's.
-    "reference": (
-        LlamaConfig,
-        dict(
-            vocab_size=1908,
-            hidden_size=128,
-            intermediate_size=320,
-            num_hidden_layers=16,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=4096,
-        ),
-    ),
-    "smollm2-360m": (
-        LlamaConfig,
-        dict(
-            vocab_size=49152,
-            hidden_size=960,
-            intermediate_size=2560,
-            num_hidden_layers=32,
-            num_attention_heads=15,
-            num_key_value_heads=5,
-            max_position_embeddings=8192,
-            rope_parameters=_rope(100000.0),
-            tie_word_embeddings=True,
-        ),
-    ),
-    "qwen2-0.5b": (
-        Qwen2Config,
-        dict(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            max_position_embeddings=131072,
-            rope_parameters=_rope(1000000.0),
-            tie_word_embeddings=True,
-        ),
-    ),
-    "gemma-3-1b": (
-        Gemma3TextConfig,
-        dict(
-            vocab_size=262144,
-            hidden_size=1152,
-            intermediate_size=6912,
-            num_hidden_layers=26,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=256,
-            max_position_embeddings=32768,
-            sliding_window=512,
-            query_pre_attn_scalar=256,
-            tie_word_embeddings=True,
-        ),
-    ),
+    "reference": (LlamaConfig, (1908, 128, 320, 16, 4, 4, 4096), None, {}),
+    "smollm2-360m": (LlamaConfig, (49152, 960, 2560, 32, 15, 5, 8192), _rope(100000.0), _TIED),
+    "qwen2-0.5b": (Qwen2Config, (151936, 896, 4864, 24, 14, 2, 131072), _rope(1000000.0), _TIED),
+    "gemma-3-1b": (Gemma3TextConfig, (262144, 1152, 6912, 26, 4, 1, 32768), None, _GEMMA3 | _TIED),
     # The first quarter of its layers.
-    "phi-3-mini-8-layers": (
-        Phi3Config,
-        dict(
-            vocab_size=32064,
-            hidden_size=3072,
-            intermediate_size=8192,
-            num_hidden_layers=8,
-            num_attention_heads=32,
-            num_key_value_heads=32,
-            max_position_embeddings=4096,
-            rope_parameters=_rope(10000.0) | {"partial_rotary_factor": 1.0},
-            tie_word_embeddings=False,
-        ),
-    ),
-    "llama-3.2-1b": (
-        LlamaConfig,
-        dict(
-            vocab_size=128256,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=64,
-            max_position_embeddings=131072,
-            rope_parameters=_llama3_rope(32.0),
-            tie_word_embeddings=True,
-        ),
-    ),
-    "llama-3.2-3b": (
-        LlamaConfig,
-        dict(
-            vocab_size=128256,
-            hidden_size=3072,
-            intermediate_size=8192,
-            num_hidden_layers=28,
-            num_attention_heads=24,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=131072,
-            rope_parameters=_llama3_rope(32.0),
-            tie_word_embeddings=True,
-        ),
-    ),
-    "qwen2.5-7b": (
-        Qwen2Config,
-        dict(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            max_position_embeddings=32768,
-            rope_parameters=_rope(1000000.0),
-            tie_word_embeddings=False,
-        ),
-    ),
-    "llama-3.1-8b": (
-        LlamaConfig,
-        dict(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rope_parameters=_llama3_rope(8.0),
-            tie_word_embeddings=False,
-        ),
-    ),
+    "phi-3-mini-8-layers": (Phi3Config, (32064, 3072, 8192, 8, 32, 32, 4096), _PHI3_ROPE, _OWN_HEAD),
+    "llama-3.2-1b": (LlamaConfig, (128256, 2048, 8192, 16, 32, 8, 131072), _llama3_rope(32.0), {"head_dim": 64} | _TIED),
+    "llama-3.2-3b": (LlamaConfig, (128256, 3072, 8192, 28, 24, 8, 131072), _llama3_rope(32.0), {"head_dim": 128} | _TIED),
+    "qwen2.5-7b": (Qwen2Config, (152064, 3584, 18944, 28, 28, 4, 32768), _rope(1000000.0), _OWN_HEAD),
+    "llama-3.1-8b": (LlamaConfig, (128256, 4096, 14336, 32, 32, 8, 131072), _llama3_rope(8.0), _OWN_HEAD),
 }
+# fmt: on
 
 SHAPES: tuple[str, ...] = tuple(_SHAPES)
 """The names of the shapes, about from the smallest on."""
@@ -212,7 +95,8 @@ def shape_config(name: str) -> PretrainedConfig:
     """Return the configuration of a shape."""
     if name not in _SHAPES:
         raise ConfigError(f"shape {name!r} is unknown; choose one of {', '.join(SHAPES)}")
-    kind, values = _SHAPES[name]
+    kind, sizes, rope, others = _SHAPES[name]
+    values = dict(zip(_SIZES, sizes, strict=True)) | others | ({} if rope is None else {"rope_parameters": rope})
     return kind(bos_token_id=0, eos_token_id=None, pad_token_id=None, **values)
 
 
