@@ -10,10 +10,9 @@ import pytest
 
 from cacheblend_lab.cluster.asking import store_corpus
 from cacheblend_lab.cluster.caches import Capacities, LruCaches
-from cacheblend_lab.cluster.cases import CASES
 from cacheblend_lab.cluster.comparison import Trial, compare_servers
 from cacheblend_lab.cluster.cores import Cores
-from cacheblend_lab.cluster.costs import Costs, TierCost, read_costs
+from cacheblend_lab.cluster.costs import CASES, Costs, TierCost, read_costs
 from cacheblend_lab.cluster.measure import Scan, fit, measure_cores, stored_chunk_bytes
 from cacheblend_lab.cluster.plan import Goal, plan, replicas_wanted
 from cacheblend_lab.cluster.router import Router, homes_of

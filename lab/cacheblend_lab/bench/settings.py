@@ -424,9 +424,6 @@ class PrefetchSetting(ModelSetting):
     ratio: Ratio = 0.15
     selector: Annotated[str, typer.Option(help="The selector.")] = "hkvd"
     folder: Folder = None
-    seed: Annotated[int, typer.Option(help="Seed of weights, tokens and the reranker's choice.")] = field(
-        default=0, kw_only=True
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -92,7 +92,7 @@ def plan(
     json_file: JsonOption = None,
 ) -> None:
     """Show the load that clusters of several sizes sustain, with affinity and without, and the fewest replicas for a rate."""
-    from cacheblend_lab.cluster.cases import costs_of
+    from cacheblend_lab.cluster.costs import costs_of
     from cacheblend_lab.cluster.plan import Goal, replicas_wanted
     from cacheblend_lab.cluster.plan import plan as plan_sizes
     from cacheblend_lab.cluster.router import ROUTERS
@@ -172,7 +172,7 @@ def near(
     json_file: JsonOption = None,
 ) -> None:
     """Show how much KV is near, by disk per replica, and the load on the remote tier; queues are left out."""
-    from cacheblend_lab.cluster.cases import costs_of
+    from cacheblend_lab.cluster.costs import costs_of
     from cacheblend_lab.cluster.router import ROUTERS
     from cacheblend_lab.cluster.simulation import Cluster, nearness
     from cacheblend_lab.cluster.workload import Workload
@@ -335,8 +335,8 @@ def compare(
 ) -> None:
     """Send requests to real servers as fast as they answer, and compare with the simulator on the same requests."""
     from cacheblend_lab.cluster.asking import store_corpus
-    from cacheblend_lab.cluster.cases import costs_of
     from cacheblend_lab.cluster.comparison import Trial, compare_servers
+    from cacheblend_lab.cluster.costs import costs_of
     from cacheblend_lab.cluster.measure import measure_cores
     from cacheblend_lab.cluster.workload import Workload
 

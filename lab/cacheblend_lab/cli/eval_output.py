@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cacheblend_rag.cli.output import say_seconds, show_table
 from cacheblend_rag.errors import ConfigError
@@ -14,7 +13,7 @@ from cacheblend_rag.errors import ConfigError
 if TYPE_CHECKING:
     from cacheblend_lab.eval import EvalResult, EvalRow, Interval
 
-__all__ = ["draw_result", "json_rows", "show_result", "write_markdown"]
+__all__ = ["draw_result", "show_result", "write_markdown"]
 
 _ALL = "all"
 _AMOUNT = re.compile(r"@?[0-9.]+")
@@ -79,11 +78,6 @@ def draw_result(folder: Path, result: EvalResult, title: str) -> list[Path]:
     if any(" @ " in kind for kinds in cells.values() for kind in kinds):
         files.append(save_figure(draw_needle_heat_map(cells), folder / "needle.png"))
     return files
-
-
-def json_rows(result: EvalResult) -> list[dict[str, Any]]:
-    """Return the rows as plain values."""
-    return [asdict(row) for row in result.rows]
 
 
 def _overview(

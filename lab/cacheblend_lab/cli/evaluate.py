@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from cacheblend_attachments.cli.calibrate import parse_ratios
-from cacheblend_lab.cli.eval_output import draw_result, json_rows, show_result, write_markdown
+from cacheblend_lab.cli.eval_output import draw_result, show_result, write_markdown
 from cacheblend_lab.cli.eval_tasks import TASKS, TaskMaker, TaskRequest
 from cacheblend_lab.cli.figures import draw, figures
 from cacheblend_lab.cli.options import CutTokensOption, DrawnSeedOption, FinderOption, command_of, plain_values
@@ -113,7 +114,9 @@ def _shared(
 
 def _command(name: str, maker: TaskMaker) -> None:
     """Add a task's command: its own options, then the shared ones."""
-    signature, hints = inspect.signature(maker), get_type_hints(maker, include_extras=True, localns=_later_names())
+    # What makers return is imported when one runs.
+    later = {"EvalTask": object}
+    signature, hints = inspect.signature(maker), get_type_hints(maker, include_extras=True, localns=later)
     own = [each.replace(annotation=hints[each.name]) for each in list(signature.parameters.values())[1:]]
     hints = get_type_hints(_shared, include_extras=True)
     shared = [each.replace(annotation=hints[each.name]) for each in inspect.signature(_shared).parameters.values()]
@@ -123,11 +126,6 @@ def _command(name: str, maker: TaskMaker) -> None:
         _run(name, maker, mine, given)
 
     eval_app.command(name)(command_of([*own, *shared], run, maker.__doc__))
-
-
-def _later_names() -> dict[str, Any]:
-    # What makers return is imported when one runs.
-    return {"EvalTask": object}
 
 
 for _name, _maker in TASKS.items():
@@ -212,7 +210,7 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
     write_json(
         json_file,
         f"eval {name}",
-        json_rows(result),
+        [asdict(row) for row in result.rows],
         model=model,
         task=task.name,
         setting=plain_values(own | {key: value for key, value in shared.items() if key not in _PLACES}),
@@ -234,12 +232,13 @@ _PLACES = ("json_file", "markdown", "plot", "fresh", "workers", "model")
 
 def _setting(shared: dict[str, Any]) -> EvalSetting:
     from cacheblend_lab.eval import EvalSetting, RetrievalSetting, grid_methods, parse_methods
+    from cacheblend_lab.eval.methods import split_names
 
     grid = grid_methods(
-        _names(shared["selectors"]),
+        split_names(shared["selectors"]),
         parse_ratios(shared["ratios"]) if shared["ratios"].strip() else (),
         parse_ratios(shared["charges"]) if shared["charges"].strip() else (),
-        [codec for codec in _names(shared["codecs"]) if codec != "native"],
+        [codec for codec in split_names(shared["codecs"]) if codec != "native"],
     )
     return EvalSetting(
         methods=(*parse_methods(shared["methods"]), *grid),
@@ -249,7 +248,3 @@ def _setting(shared: dict[str, Any]) -> EvalSetting:
         together=shared["together"],
         losses=shared["losses"],
     )
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]

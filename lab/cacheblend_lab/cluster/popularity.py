@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Popularity", "fit_zipf", "zipf_of_share"]
+__all__ = ["Popularity", "fit_zipf"]
 
 # Documents that are a group of their own, and by how much further groups grow: rates within one differ by as little.
 _SINGLE = 2048
@@ -48,41 +48,17 @@ class Popularity:
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Return `count` ranks, each drawn alone."""
-        groups = self.groups_by_chance(rng.random(count))
+        chances = np.searchsorted(self._cumulative, rng.random(count), side="right")
+        groups = np.minimum(chances, len(self.counts) - 1)
         places: NDArray[np.int64] = self.edges[groups] + (rng.random(count) * self.counts[groups]).astype(np.int64)
         return places
-
-    def groups_by_chance(self, chances: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the group at each point of the distribution, 0 to 1."""
-        return np.minimum(np.searchsorted(self._cumulative, chances, side="right"), len(self.counts) - 1)
-
-    def group_of(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each rank's group."""
-        return np.searchsorted(self.edges, ranks, side="right") - 1
 
     def share_of_first(self, part: float) -> float:
         """Return which share of requests goes to the first `part` of the documents."""
         first = max(round(part * self.size), 1)
-        group = int(self.group_of(np.array([first - 1]))[0])
+        group = int(np.searchsorted(self.edges, first - 1, side="right")) - 1
         before = float(self._cumulative[group - 1]) if group else 0.0
         return before + float((first - self.edges[group]) * self.shares[group])
-
-
-def zipf_of_share(part: float, share: float, size: int) -> float:
-    """Return the exponent with which the first `part` of `size` documents gets a share of the requests.
-
-    It is how skew is mostly published: "3 % of the documents get 60 % of the requests".
-    """
-    low, high = 0.0, _MOST_EXPONENT
-    if not 0 < part <= share < 1 or Popularity(size, high).share_of_first(part) < share:
-        raise ConfigError(f"no Zipf law gives {part:.2%} of {size} documents {share:.0%} of the requests")
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        if Popularity(size, middle).share_of_first(part) < share:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
 
 def fit_zipf(counts: Sequence[int]) -> float:
