@@ -12,7 +12,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import quantiles
@@ -22,7 +22,8 @@ import httpx
 
 from cacheblend_lab.bench.runner import Bench, Say, say_nothing
 from cacheblend_lab.bench.settings import ServeSetting
-from cacheblend_lab.training.fillers import filler
+from cacheblend_lab.cluster.asking import chunk_id, store_texts
+from cacheblend_lab.training.fillers import notes
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.cli.output import say_seconds
 from cacheblend_rag.errors import ConfigError
@@ -129,11 +130,11 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
         # As OpenAI's own client finds it; a setting is written into the file of figures.
         key = os.environ.get("OPENAI_API_KEY")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._chunks = list(_texts(setting))
+        self._chunks = notes(random.Random(f"texts:{setting.seed}"), setting.corpus, setting.chunk_words)
         with self._client() as client:
             self._model = setting.model or self._named(client)
             if setting.prompts == "documents":
-                self._store(client)
+                store_texts(client, self._chunks, _CHUNKS_OF_A_DOCUMENT)
 
     def measure(self, say: Say = say_nothing) -> list[ServeRow]:
         """Return the row of requests one after the other, then one for each rate."""
@@ -190,21 +191,6 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
                 "OpenAI-compatible server without /v1, and a key if it wants one"
             ) from error
 
-    def _store(self, client: httpx.Client) -> None:
-        """Have the server encode the corpus."""
-        for first in range(0, len(self._chunks), _CHUNKS_OF_A_DOCUMENT):
-            numbers = range(first, min(first + _CHUNKS_OF_A_DOCUMENT, len(self._chunks)))
-            starts = accumulate((len(self._chunks[number]) + 1 for number in numbers), initial=0)
-            chunks = [
-                {"id": _id(number), "text": self._chunks[number], "document": f"bench-{first}", "start": start}
-                for number, start in zip(numbers, starts, strict=False)
-            ]
-            reply = client.post("/v1/chunks", json={"chunks": chunks})
-            if reply.is_error:
-                raise ConfigError(
-                    f"{self.setting.url} did not store the corpus: {reply.text:.300}; ask other servers with --prompts text"
-                )
-
     async def _one_by_one(self, sent: Sequence[Arrival], seconds: float = math.inf) -> list[_Reply]:
         """Send each when the one before it is answered, and none once `seconds` have passed."""
         until = time.perf_counter() + seconds
@@ -254,26 +240,11 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
             "stream_options": {"include_usage": True},
         }
         if setting.prompts == "documents":
-            body["documents"] = [{"id": _id(number)} for number in arrival.chunks]
+            body["documents"] = [{"id": chunk_id(number)} for number in arrival.chunks]
         else:
             texts = [self._chunks[number] for number in arrival.chunks]
             body["prompt"] = BLANK_LINE.join([*texts, body["prompt"]])
         return body
-
-
-def _id(number: int) -> str:
-    return f"bench-{number}"
-
-
-def _texts(setting: ServeSetting) -> Iterator[str]:
-    """Yield the chunks of the corpus."""
-    rng = random.Random(f"texts:{setting.seed}")
-    for number in range(setting.corpus):
-        words = [f"Note {number}."]
-        while len(words) < setting.chunk_words:
-            opener, rest = filler(rng, "person")
-            words += f"{opener}{rest}.".format(S=f"Person {number}").split()
-        yield " ".join(words[: setting.chunk_words])
 
 
 def _row(rate: float | None, replies: Sequence[_Reply], took_s: float, limit_s: float) -> ServeRow:

@@ -16,10 +16,10 @@ import numpy as np
 from cacheblend_lab.cluster.costs import Reads
 from cacheblend_lab.cluster.router import Router, homes_of
 from cacheblend_lab.cluster.workload import Workload
-from cacheblend_lab.training.fillers import filler
+from cacheblend_lab.training.fillers import notes
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 
-__all__ = ["Answered", "Asker", "store_corpus"]
+__all__ = ["Answered", "Asker", "chunk_id", "store_corpus", "store_texts"]
 
 _TIMEOUT_S = 120.0
 
@@ -52,26 +52,32 @@ class Answered:
 
 def store_corpus(urls: Sequence[str], workload: Workload, words: int) -> None:
     """Have the servers store a corpus of chunks of `words` words, one after the other: the first computes it."""
-    rng = random.Random("cluster")
-    texts = []
-    for number in range(workload.corpus_chunks):
-        said = [f"Note {number}."]
-        while len(said) < words:
-            opener, rest = filler(rng, "person")
-            said += f"{opener}{rest}.".format(S=f"Person {number}").split()
-        texts.append(" ".join(said[:words]))
+    texts = notes(random.Random("cluster"), workload.corpus_chunks, words)
     for url in urls:
         with httpx.Client(base_url=url, timeout=_TIMEOUT_S) as client:
-            for first in range(0, workload.corpus_chunks, workload.chunks_per_document):
-                part = texts[first : first + workload.chunks_per_document]
-                starts = accumulate((len(text) + 1 for text in part[:-1]), initial=0)
-                chunks = [
-                    {"id": _id(first + place), "text": text, "document": f"document-{first}", "start": start}
-                    for place, (text, start) in enumerate(zip(part, starts, strict=True))
-                ]
-                reply = client.post("/v1/chunks", json={"chunks": chunks})
-                if reply.is_error:
-                    raise ConfigError(f"{url} did not store the corpus: {reply.text:.300}")
+            store_texts(client, texts, workload.chunks_per_document)
+
+
+def store_texts(client: httpx.Client, texts: Sequence[str], chunks_per_document: int) -> None:
+    """Have a server store texts as the chunks of documents, by the names that `chunk_id` gives them."""
+    for first in range(0, len(texts), chunks_per_document):
+        part = texts[first : first + chunks_per_document]
+        starts = accumulate((len(text) + 1 for text in part[:-1]), initial=0)
+        chunks = [
+            {"id": chunk_id(first + place), "text": text, "document": f"bench-document-{first}", "start": start}
+            for place, (text, start) in enumerate(zip(part, starts, strict=True))
+        ]
+        reply = client.post("/v1/chunks", json={"chunks": chunks})
+        if reply.is_error:
+            raise ConfigError(
+                f"{client.base_url} did not store the corpus: {reply.text:.300}; only a server of this package does, and "
+                "`bench serve --prompts text` asks others"
+            )
+
+
+def chunk_id(number: int) -> str:
+    """Return the name of a chunk of the corpus."""
+    return f"bench-chunk-{number}"
 
 
 class Asker:
@@ -126,7 +132,7 @@ class Asker:
         body = {
             "model": self._model,
             "prompt": f"Question {sum(chunks)}: {question}?\nAnswer:",
-            "documents": [{"id": _id(number)} for number in chunks],
+            "documents": [{"id": chunk_id(number)} for number in chunks],
             "max_tokens": self._output_tokens,
             "temperature": 0,
             "report": True,
@@ -152,7 +158,3 @@ def _answered(ended_at: float, report: dict[str, Any]) -> Answered:
         report["output_tokens"],
         report["batch_size"],
     )
-
-
-def _id(number: int) -> str:
-    return f"chunk-{number}"

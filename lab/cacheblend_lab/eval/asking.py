@@ -9,11 +9,11 @@ from cacheblend_lab.eval.inquiry import Inquiry, inquire
 from cacheblend_lab.eval.journal import Answer, Asked
 from cacheblend_lab.eval.methods import NO_CONTEXT, WHOLE_WAYS, EvalMethod, order_methods, parse_method
 from cacheblend_lab.eval.retrieve import RetrievalSetting, Retriever
-from cacheblend_lab.eval.task import EvalContext, EvalTask
+from cacheblend_lab.eval.task import EvalContext, EvalTask, at_least_one
 from cacheblend_lab.eval.ways import make_way
 from cacheblend_lab.settings import another_engine, engine_settings, settings_of
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from cacheblend_rag.errors import PromptTooLongError, UnsupportedModelError
 
 __all__ = ["Asker", "EvalSetting"]
 
@@ -53,10 +53,7 @@ class EvalSetting:
     def __post_init__(self) -> None:
         bare = (parse_method(NO_CONTEXT),) if self.losses else ()
         object.__setattr__(self, "methods", order_methods((*bare, *self.methods)))
-        for name in ("max_new_tokens", "resamples"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ConfigError(f"{name}={number} must be at least 1")
+        at_least_one(max_new_tokens=self.max_new_tokens, resamples=self.resamples)
 
 
 class Asker:

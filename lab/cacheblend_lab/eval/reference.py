@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cacheblend_lab.eval.metrics import best_exact_match, best_f1
 from cacheblend_lab.eval.retrieve import draw_corpora, found_chunks
-from cacheblend_lab.eval.task import EvalContext, EvalQuestion, EvalTask
+from cacheblend_lab.eval.task import EvalContext, EvalQuestion, EvalTask, at_least_one
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS, TRAINED_TOKENS, value_of
 from cacheblend_lab.training.corpus import (
     EVAL_STYLE,
@@ -91,16 +91,8 @@ def reference_task(
         If a number is below 1, no context has that many chunks, there is no such format or retrieval, or the embedding
         model cannot be loaded.
     """
-    for name, number in (
-        ("num_questions", num_questions),
-        ("min_chunks", min_chunks),
-        ("people", people),
-        ("per_context", per_context),
-        ("documents", documents),
-        ("top_k", top_k),
-    ):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name}={number} must be at least 1")
+    at_least_one(num_questions=num_questions, min_chunks=min_chunks, people=people)
+    at_least_one(per_context=per_context, documents=documents, top_k=top_k)
     if format not in FORMATS:
         raise ConfigError(f"prompt format {format!r} is unknown; choose one of {', '.join(FORMATS)}")
     if retrieval not in RETRIEVALS:

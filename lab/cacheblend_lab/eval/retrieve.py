@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend_lab.eval.task import EvalContext
+from cacheblend_lab.eval.task import EvalContext, at_least_one
 from cacheblend_lab.training.corpus import Document, Example, make_example
 from cacheblend_lab.training.questions import ContextStyle
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.library import open_chroma
 from cacheblend_rag.documents.splitter import split_text
-from cacheblend_rag.errors import ConfigError
 
 __all__ = ["RetrievalSetting", "Retriever", "draw_corpora", "found_chunks", "nearest"]
 
@@ -47,9 +46,7 @@ class RetrievalSetting:
     embedding: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        at_least_one(chunk_tokens=self.chunk_tokens, top_k=self.top_k)
 
 
 class Retriever:

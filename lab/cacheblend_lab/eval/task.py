@@ -7,11 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_rag.chat.render import around_context
+from cacheblend_rag.errors import ConfigError
 
-__all__ = ["EvalContext", "EvalQuestion", "EvalTask", "Metric"]
+__all__ = ["EvalContext", "EvalQuestion", "EvalTask", "Metric", "at_least_one"]
 
 Metric = Callable[[str, tuple[str, ...]], float]
 """Judges an answer against all answers that are right; from 0 to 1."""
+
+
+def at_least_one(**numbers: int | None) -> None:
+    """Raise ConfigError if a number, given by its setting's name, is less than 1."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name}={number} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

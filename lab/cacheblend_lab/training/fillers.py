@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["filler", "filler_parts"]
+__all__ = ["filler", "filler_parts", "notes"]
 
 _TIMES = (
     "In the winter",
@@ -128,6 +128,18 @@ def filler(rng: random.Random, of: str) -> tuple[str, str]:
     if rng.random() < 0.5:
         return f"{rng.choice(_TIMES)}, ", f"the {rng.choice(_PLACES)} {rng.choice(_STATES)}"
     return f"{rng.choice(_TIMES)}, ", rng.choice(_SCENES)
+
+
+def notes(rng: random.Random, count: int, words: int) -> list[str]:
+    """Draw numbered texts of `words` words, each of fillers about a person of its own."""
+    texts = []
+    for number in range(count):
+        said = [f"Note {number}."]
+        while len(said) < words:
+            opener, rest = filler(rng, "person")
+            said += f"{opener}{rest}.".format(S=f"Person {number}").split()
+        texts.append(" ".join(said[:words]))
+    return texts
 
 
 def filler_parts() -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from cacheblend_lab.eval.generated.puzzles import (
     tracking_puzzle,
 )
 from cacheblend_lab.eval.metrics import needle_recall
-from cacheblend_lab.eval.task import EvalContext, EvalQuestion, EvalTask
+from cacheblend_lab.eval.task import EvalContext, EvalQuestion, EvalTask, at_least_one
 from cacheblend_lab.reference.prompt import FORMATS
 from cacheblend_rag.errors import ConfigError
 
@@ -31,7 +31,6 @@ __all__ = [
     "LENGTHS",
     "NEEDLE_ACROSS",
     "RULER_SUBTASKS",
-    "at_least_one",
     "generated_task",
     "needle_task",
     "ruler_task",
@@ -147,13 +146,6 @@ def generated_task(
         chunked=True,
         max_new_tokens=max_new_tokens,
     )
-
-
-def at_least_one(**numbers: int) -> None:
-    """Raise ConfigError if a number, given by its setting's name, is less than 1."""
-    for name, number in numbers.items():
-        if number < 1:
-            raise ConfigError(f"{name}={number} must be at least 1")
 
 
 DEPTHS: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
