@@ -96,7 +96,9 @@ def shape_config(name: str) -> PretrainedConfig:
     if name not in _SHAPES:
         raise ConfigError(f"shape {name!r} is unknown; choose one of {', '.join(SHAPES)}")
     kind, sizes, rope, others = _SHAPES[name]
-    values = dict(zip(_SIZES, sizes, strict=True)) | others | ({} if rope is None else {"rope_parameters": rope})
+    values: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | others
+    if rope is not None:
+        values["rope_parameters"] = rope
     return kind(bos_token_id=0, eos_token_id=None, pad_token_id=None, **values)
 
 
