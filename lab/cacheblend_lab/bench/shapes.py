@@ -57,7 +57,8 @@ def _rope(theta: float) -> dict[str, Any]:
 
 
 # From each model's config.json: the class, what `_SIZES` names, the rotary embedding, and the rest.
-_Shape = tuple[type[PretrainedConfig], tuple[int, ...], dict[str, Any] | None, dict[str, Any]]
+_Config = type[LlamaConfig] | type[Qwen2Config] | type[Gemma3TextConfig] | type[Phi3Config]
+_Shape = tuple[_Config, tuple[int, ...], dict[str, Any] | None, dict[str, Any]]
 _SIZES = (
     "vocab_size",
     "hidden_size",
