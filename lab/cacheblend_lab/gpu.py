@@ -35,8 +35,6 @@ _TESTS = "pytest"
 class Piece:
     """A command that is run on a GPU.
 
-
-
     Attributes
     ----------
     name : str

@@ -43,8 +43,6 @@ class AutoRun:
 class AutoRow:
     """One cell of the grid.
 
-
-
     Attributes
     ----------
     tier : str
@@ -77,8 +75,6 @@ class AutoRow:
 
 class AutoBench(Bench[AutoSetting, AutoRow]):
     """One model of random weights over each of the tiers in turn.
-
-
 
     Attributes
     ----------

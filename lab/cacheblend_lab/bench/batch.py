@@ -31,8 +31,6 @@ _ALONE, _BATCH, _CALLERS = "one by one", "batch", "callers"
 class BatchRow:
     """One method's figures.
 
-
-
     Attributes
     ----------
     method : str

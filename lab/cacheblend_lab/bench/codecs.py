@@ -23,8 +23,6 @@ __all__ = ["CodecBench", "CodecRow"]
 class CodecRow:
     """One codec's figures.
 
-
-
     Attributes
     ----------
     codec : str

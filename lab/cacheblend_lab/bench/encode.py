@@ -33,8 +33,6 @@ _FORWARD = "forward"
 class EncodeRow:
     """One method's figures.
 
-
-
     Attributes
     ----------
     method : str

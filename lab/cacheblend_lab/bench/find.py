@@ -34,8 +34,6 @@ _ROWS_AT_ONCE = 5000
 class FindRow:
     """The figures.
 
-
-
     Attributes
     ----------
     chunks : int

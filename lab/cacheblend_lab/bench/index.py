@@ -41,8 +41,6 @@ _MEMORY = Path("/proc/self/statm")
 class IndexRow:
     """Figures of one store.
 
-
-
     Attributes
     ----------
     entries : int

@@ -31,8 +31,6 @@ _READ_BYTES = 1 << 20
 class LoadRow:
     """One method's figures.
 
-
-
     Attributes
     ----------
     method : str

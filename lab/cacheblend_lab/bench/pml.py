@@ -30,8 +30,6 @@ _Run = tuple[float, "BlendReport | None"]
 class PMLRow:
     """One method's figures.
 
-
-
     Attributes
     ----------
     method : str

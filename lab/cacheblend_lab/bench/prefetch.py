@@ -24,8 +24,6 @@ __all__ = ["PrefetchBench", "PrefetchRow"]
 class PrefetchRow:
     """One method's figures.
 
-
-
     Attributes
     ----------
     method : str

@@ -52,10 +52,6 @@ def say_nothing(what: str) -> None:
 class Bench(ABC, Generic[SettingT, Row]):
     """Measurement of one command, with its table and its JSON file; a context manager that closes what was opened for it.
 
-
-
-
-
     Attributes
     ----------
     closing : ExitStack

@@ -61,8 +61,6 @@ class _Reply:
 class ServeRow:
     """Figures of the server at one rate.
 
-
-
     Attributes
     ----------
     rate : float or None

@@ -63,8 +63,6 @@ _PREFILLS = ("full", "blend")
 class Written:
     """Form of an option on the command line, where that is not the value itself.
 
-
-
     Attributes
     ----------
     read : callable
@@ -191,8 +189,6 @@ class RoundsSetting(BenchSetting):
 @dataclass(frozen=True)
 class ModelSetting(RoundsSetting):
     """Further settings of every bench of a model of random weights.
-
-
 
     Attributes
     ----------

@@ -30,10 +30,6 @@ __all__ = ["ColdFolder", "SlowStore", "cached_share", "drop_cached", "stored_fil
 class ColdFolder:
     """A folder for a store that is measured from disk, for the time of the measurement.
 
-
-
-
-
     Attributes
     ----------
     path : Path

@@ -24,8 +24,6 @@ __all__ = ["TPOTBench", "TPOTRow"]
 class TPOTRow:
     """One method's figures.
 
-
-
     Attributes
     ----------
     method : str

@@ -37,8 +37,6 @@ _GAPLESS = "gapless"
 class TTFTRow:
     """One method's figures.
 
-
-
     Attributes
     ----------
     method : str

@@ -22,8 +22,6 @@ __all__ = ["TASKS", "TaskMaker", "TaskRequest"]
 class TaskRequest:
     """Shared options of the tasks.
 
-
-
     Attributes
     ----------
     questions : int or None

@@ -28,8 +28,6 @@ _TIMEOUT_S = 120.0
 class Answered:
     """One answer.
 
-
-
     Attributes
     ----------
     ended_at : float

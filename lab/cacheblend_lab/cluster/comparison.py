@@ -26,8 +26,6 @@ _QUESTION_WORDS = 12
 class Trial:
     """Requests that real servers get.
 
-
-
     Attributes
     ----------
     workload : Workload
@@ -58,8 +56,6 @@ class Trial:
 class Counted:
     """Outcome of a trial, its first fifth and its end left out.
 
-
-
     Attributes
     ----------
     requests_per_s : float
@@ -85,8 +81,6 @@ class Counted:
 @dataclass(frozen=True)
 class Comparison:
     """Both, for one number of replicas and one router.
-
-
 
     Attributes
     ----------

@@ -16,8 +16,6 @@ __all__ = ["Cores", "Sharing"]
 class Cores:
     """The cores of one machine that all replicas are on, with what else they share: caches, and the memory's bandwidth.
 
-
-
     Attributes
     ----------
     powers : tuple of float

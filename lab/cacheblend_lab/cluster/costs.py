@@ -23,8 +23,6 @@ Rate = Annotated[float, Field(gt=0)]
 class TierCost:
     """Reading chunks' KV from a tier.
 
-
-
     Attributes
     ----------
     read_s : float
@@ -71,8 +69,6 @@ class Reads:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Costs of one replica, a model on its device.
-
-
 
     Attributes
     ----------

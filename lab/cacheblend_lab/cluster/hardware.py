@@ -14,8 +14,6 @@ __all__ = ["Hardware", "assume_costs"]
 class Hardware:
     """A model on a device, as data sheets say, and what share of that is believed.
 
-
-
     Attributes
     ----------
     name : str

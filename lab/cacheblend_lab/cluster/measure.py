@@ -33,8 +33,6 @@ _PLENTY_BYTES = 10**10
 class Scan:
     """One run of requests against one server.
 
-
-
     Attributes
     ----------
     requests, batches, answer_steps, batch_steps : float

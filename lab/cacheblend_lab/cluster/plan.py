@@ -24,8 +24,6 @@ _GUESS_OVER = 1.15
 class Goal:
     """Goal for a cluster.
 
-
-
     Attributes
     ----------
     requests_per_s : float
@@ -49,8 +47,6 @@ class Goal:
 @dataclass(frozen=True)
 class PlanRow:
     """One size of a cluster, with one router.
-
-
 
     Attributes
     ----------

@@ -20,8 +20,6 @@ _MOST_EXPONENT = 4.0
 class Popularity:
     """Documents by rank, from 0; the n-th, counted from 1, is asked for with a probability proportional to ``n ** -exponent``.
 
-
-
     Attributes
     ----------
     size : int

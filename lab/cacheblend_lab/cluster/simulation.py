@@ -32,8 +32,6 @@ _LEFT_OUT = 0.2
 class Cluster:
     """Replicas that answer.
 
-
-
     Attributes
     ----------
     costs : Costs
@@ -73,8 +71,6 @@ class Cluster:
 class Load:
     """Arrival of requests: at random moments with an average rate, or from clients that each ask when they are answered.
 
-
-
     Attributes
     ----------
     requests : int
@@ -102,8 +98,6 @@ class Load:
 @dataclass(frozen=True)
 class Outcome:
     """Outcome of a load.
-
-
 
     Attributes
     ----------

@@ -33,8 +33,6 @@ class Workload:
     A prompt has chunks of a few documents, as a retriever finds them: documents by Zipf's law, in each of them neighbouring
     chunks.
 
-
-
     Attributes
     ----------
     corpus_chunks, chunks_per_document : int

@@ -42,8 +42,6 @@ Ask = Callable[[str, BlendConfig], "tuple[str, Mapping[str, Any]]"]
 class Answered:
     """One question, answered through one framework by one method.
 
-
-
     Attributes
     ----------
     framework, method : str
@@ -88,8 +86,6 @@ class Answered:
 @dataclass(frozen=True)
 class Score:
     """Figures of one method.
-
-
 
     Attributes
     ----------

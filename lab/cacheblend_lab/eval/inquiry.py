@@ -22,10 +22,6 @@ __all__ = ["Inquiry", "Pieces", "inquire"]
 class Pieces:
     """Names the chunks of a context by what a method reads, and knows which of them have to be stored for that.
 
-
-
-
-
     Attributes
     ----------
     stored : dict of str to (dict of str to Chunk)
@@ -113,8 +109,6 @@ class Pieces:
 @dataclass(frozen=True)
 class Inquiry:
     """One question with the chunks that it is answered from.
-
-
 
     Attributes
     ----------

@@ -27,8 +27,6 @@ __all__ = ["ORACLES", "InsidePass", "PromptInside", "TokenOverlap"]
 class TokenOverlap:
     """Tokens that a question attends to, and those that methods recompute.
 
-
-
     Attributes
     ----------
     attention : array of float, (question_tokens, chunk_tokens)
@@ -77,8 +75,6 @@ _REUSE: dict[str, Any] = {"enabled": True, "selector": "none", "recompute_ratio"
 class InsidePass:
     """One blended prefill beside full prefill.
 
-
-
     Attributes
     ----------
     charged_ratio : float
@@ -100,10 +96,6 @@ class PromptInside:
 
     It keeps the KV of full prefill and of plain reuse, and of full prefill's attention the queries of the question: attention
     matrices are computed layer by layer when they are compared, and dropped.
-
-
-
-
 
     Attributes
     ----------

@@ -29,8 +29,6 @@ _PERCENTILES = np.arange(101)
 class InsideSetting:
     """Settings of the analysis.
 
-
-
     Attributes
     ----------
     selectors : tuple of str
@@ -71,8 +69,6 @@ class InsideSetting:
 class InsideRow:
     """One selector at one ratio, over all questions.
 
-
-
     Attributes
     ----------
     selector : str
@@ -107,8 +103,6 @@ class InsideRow:
 @dataclass(frozen=True)
 class InsideResult:
     """Findings of the analysis.
-
-
 
     Attributes
     ----------

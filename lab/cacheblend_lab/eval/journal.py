@@ -20,8 +20,6 @@ _VERSION = 2
 class Answer:
     """One method's answer to one question.
 
-
-
     Attributes
     ----------
     text : str
@@ -55,8 +53,6 @@ class Answer:
 class Asked:
     """One question, asked by every method.
 
-
-
     Attributes
     ----------
     question : str
@@ -77,10 +73,6 @@ class Journal:
 
     A context manager. A line is written when all methods have answered; a torn or damaged line is dropped and its question asked
     again.
-
-
-
-
 
     Attributes
     ----------

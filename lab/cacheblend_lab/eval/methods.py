@@ -63,8 +63,6 @@ _RANDOM = "random"
 class EvalMethod:
     """A way to answer questions.
 
-
-
     Attributes
     ----------
     name : str

@@ -101,8 +101,6 @@ class ClassificationAccuracy:
     A class counts as named if its name stands in the answer, unless it is only a part of the right class's name. With n classes
     named, the right one among them, the answer is worth 1/n.
 
-
-
     Attributes
     ----------
     classes : tuple of str

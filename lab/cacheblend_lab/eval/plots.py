@@ -37,8 +37,6 @@ _MARKERS = "osD^vP*Xph<>"
 class Quality:
     """Quality of a method's answers, and, where it is drawn, how soon they begin.
 
-
-
     Attributes
     ----------
     quality : float

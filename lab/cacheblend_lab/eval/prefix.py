@@ -21,8 +21,6 @@ __all__ = ["PrefixAnswer", "PrefixCache"]
 class PrefixAnswer:
     """An answer after a cached prefix.
 
-
-
     Attributes
     ----------
     token_ids : tuple of int

@@ -27,8 +27,6 @@ _UNREACHED_SHARE = 0.01
 class EvalRow:
     """One method's figures on one kind of question, or on ``all``.
 
-
-
     Attributes
     ----------
     kind : str
@@ -95,8 +93,6 @@ class EvalRow:
 @dataclass(frozen=True)
 class EvalResult:
     """Result of an evaluation.
-
-
 
     Attributes
     ----------

@@ -28,8 +28,6 @@ __all__ = ["RetrievalSetting", "Retriever", "draw_corpora", "found_chunks", "nea
 class RetrievalSetting:
     """Settings of how contexts that are not chunks yet are cut and searched.
 
-
-
     Attributes
     ----------
     chunk_tokens : int

@@ -18,8 +18,6 @@ __all__ = ["Runs", "read_runs"]
 class Runs:
     """Findings of several runs.
 
-
-
     Attributes
     ----------
     metric : str

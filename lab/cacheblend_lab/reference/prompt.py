@@ -48,8 +48,6 @@ CHAT_TEMPLATE = (
 class PromptFormat:
     """A format in which chunks and a question become one prompt.
 
-
-
     Attributes
     ----------
     head

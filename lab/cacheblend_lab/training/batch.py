@@ -42,8 +42,6 @@ _BLOCK = 512
 class Row:
     """One context with its questions, as parallel lists over its tokens.
 
-
-
     Attributes
     ----------
     ids, positions

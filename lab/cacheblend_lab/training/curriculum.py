@@ -21,8 +21,6 @@ COPY_LENGTHS = (6, 10, 16, 24, 32, 40)
 class Stage:
     """One step of the curriculum.
 
-
-
     Attributes
     ----------
     name

@@ -21,8 +21,6 @@ ORDERS = ("reading", "retrieved")
 class Paragraphs:
     """Settings of drawn contexts of paragraphs; the defaults are those of the last stage of training and of the evaluation.
 
-
-
     Attributes
     ----------
     people, firms

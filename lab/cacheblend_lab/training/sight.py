@@ -27,8 +27,6 @@ __all__ = ["Sight", "look"]
 class Sight:
     """Knowledge from a prompt's chunks.
 
-
-
     Attributes
     ----------
     chunks

@@ -30,8 +30,6 @@ __all__ = [
 class Attribute:
     """One thing that can be said of a person or a company.
 
-
-
     Attributes
     ----------
     name

@@ -54,8 +54,6 @@ _PART_TOKENS = 3072
 class Options:
     """Settings of a run; the command line's arguments.
 
-
-
     Attributes
     ----------
     layers, hidden, heads, intermediate

@@ -17,8 +17,6 @@ __all__ = ["LINKED", "SHAREABLE", "SHARED", "Fact", "Style", "World", "build_wor
 class Style:
     """Richness of the drawn contexts; the stages of the curriculum are a list of these.
 
-
-
     Attributes
     ----------
     people, firms, facts

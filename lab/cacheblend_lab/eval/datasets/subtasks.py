@@ -27,8 +27,6 @@ Texts = tuple[list[str], str]
 class Subtask:
     """One subtask; what is not said here is as in `EvalTask`.
 
-
-
     Attributes
     ----------
     head, tail : str

@@ -16,8 +16,6 @@ __all__ = ["Puzzle", "TokenCounter", "Unit", "fit", "pack"]
 class Unit:
     """A piece of text that no chunk border divides: a sentence, or an item of a list.
 
-
-
     Attributes
     ----------
     text : str
@@ -33,8 +31,6 @@ class Unit:
 @dataclass(frozen=True, slots=True)
 class Puzzle:
     """A question, and the text of any length that answers it.
-
-
 
     Attributes
     ----------

@@ -43,8 +43,6 @@ _NUMBER_DIGITS = 7
 class NeedleSetting:
     """One variant of RULER's needle in a haystack.
 
-
-
     Attributes
     ----------
     haystack : str
