@@ -14,12 +14,15 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from transformers import StoppingCriteria
+from transformers import LlamaForCausalLM, StoppingCriteria
 
+from cacheblend_lab.reference import load_tokenizer
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.errors import PromptTooLongError
+from cacheblend_rag.errors import PromptError, PromptTooLongError
 from integrations.langchain.tests.asking import KINDS, Kind, text_of
 from langchain_cacheblend import BlendLLM, ChatBlend
+from tests import poison
 
 TOKENS = 6
 QUESTIONS = ["Who?", "Where is it?", "What is the goat called, and where does it live?", "And then?", "Why?"]
@@ -307,3 +310,23 @@ def test_an_interrupted_batch_is_not_answered_to_its_end(engine: BlendEngine, pr
         llm.batch(prompts, {"callbacks": [runs]}, return_exceptions=True)
     assert interrupts.steps < 1000
     assert (len(runs.ended), len(runs.failed)) == (0, len(prompts))
+
+
+@KINDS
+@poison.COUNTS
+@pytest.mark.parametrize("is_async", [False, True])
+def test_nobody_is_hurt_by_what_another_asks(tiny: LlamaForCausalLM, kind: Kind, count: int, is_async: bool) -> None:
+    with BlendEngine(tiny, poison.spare_token(load_tokenizer()), **engine_settings(self_check=False)) as engine:
+        llm: Any = kind(engine=engine, max_tokens=TOKENS, temperature=0)
+        wanted = {each: text_of(llm.invoke(each)) for each in QUESTIONS}
+        failing = "Why # of all?"
+        bad = [*poison.TEXTS.values(), failing]
+        asked = [bad[n // 8 % 4] if n % 8 == 3 else QUESTIONS[n % 5] for n in range(count)]
+        with poison.failing_on(engine.model, engine.tokenizer("#")["input_ids"][-1]):
+            made = (llm.abatch if is_async else llm.batch)(asked, return_exceptions=True)
+            answers = asyncio.run(made) if is_async else made
+        for text, each in zip(asked, answers, strict=True):
+            if text in wanted:
+                assert text_of(each) == wanted[text]
+            else:
+                assert isinstance(each, torch.OutOfMemoryError if text == failing else PromptError)
