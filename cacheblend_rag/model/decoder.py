@@ -226,8 +226,9 @@ def layer_types(model: PreTrainedModel, count: int) -> list[str]:
 
 def state_layers(model: PreTrainedModel) -> list[str]:
     """Return the types of layers that keep a state instead of KV for each token."""
-    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    return sorted({*types} - _ATTENTION_TYPES - _INDEXED_TYPES)
+    types = {*(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())}
+    # A state says nothing of what layers with an index attend to.
+    return [] if types & _INDEXED_TYPES else sorted(types - _ATTENTION_TYPES)
 
 
 def rope_types(model: PreTrainedModel) -> set[str]:

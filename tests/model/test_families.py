@@ -81,8 +81,7 @@ def test_latents_shared_kv_and_fixed_positions_are_named() -> None:
 
 
 def test_a_refused_model_names_its_layers_and_the_reason() -> None:
-    with BlendEngine(tiny_model(tiny_config("qwen3_next")), tiny_tokenizer()) as engine:
-        seen = engine.capability()
+    seen = capability(tiny_model(tiny_config("qwen3_next")))
     assert seen.reason is not None and "linear_attention" in seen.reason
     assert [layer.attention for layer in seen.layers].count("full attention") == 1
     assert {layer.blending for layer in seen.layers} == {"none: prompts are prefilled in full"}
