@@ -27,7 +27,7 @@ LINES = {
     "cacheblend_rag/store": (4760, 16),
     "examples": (743, 15),
     "integrations/attachments/cacheblend_attachments": (3624, 22),
-    "integrations/gguf/cacheblend_gguf": (1417, 8),
+    "integrations/gguf/cacheblend_gguf": (1418, 8),
     "integrations/hybrid/cacheblend_hybrid": (540, 4),
     "integrations/langchain/langchain_cacheblend": (3295, 17),
     "integrations/llama_index/llama_index_cacheblend": (3886, 16),

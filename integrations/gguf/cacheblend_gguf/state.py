@@ -150,7 +150,8 @@ def join_state(form: StateForm, layers: Sequence[LayerKV], first: int) -> bytes:
                     tensor = tensor[0].T
                 else:
                     parts.append(struct.pack("<iQ", row.type, row.nbytes))
-                parts.append(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+                # Flat first: of a dimension of one row any stride counts as contiguous.
+                parts.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         at += len(cache)
     return b"".join(parts)
 

@@ -22,7 +22,7 @@ def random_layers(form: StateForm, count: int) -> list[LayerKV]:
 
 
 def bits(layers: list[LayerKV]) -> list[bytes]:
-    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for layer in layers for tensor in layer]
+    return [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for layer in layers for tensor in layer]
 
 
 @given(FORMS, st.integers(1, 5), st.integers(0, 9000))
