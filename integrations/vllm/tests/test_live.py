@@ -58,7 +58,7 @@ def vllm_of(model: Path, transfer: dict[str, Any], block_size: int, **options: A
     return LLM(str(model), **given | options)
 
 
-@pytest.fixture(scope="module", params=sorted(BLOCKS))
+@pytest.fixture(scope="module", params=[32, pytest.param(128, marks=pytest.mark.full)])
 def llm(request: pytest.FixtureRequest, corpus: Corpus) -> Iterator[LLM]:
     model = started(corpus, request.param)
     yield model
