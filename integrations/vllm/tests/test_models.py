@@ -177,7 +177,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("method", "kv_cache_dtype"), [("compressed-tensors", "auto"), ("compressed-tensors", "fp8"), ("awq", "auto")]
+    ("method", "kv_cache_dtype"),
+    [
+        ("compressed-tensors", "auto"),
+        pytest.param("compressed-tensors", "fp8", marks=pytest.mark.full),
+        pytest.param("awq", "auto", marks=pytest.mark.full),
+    ],
 )
 def test_a_quantised_model_answers_as_after_its_own_full_prefill(
     method: str, kv_cache_dtype: str, tmp_path: Path, in_process: None
