@@ -10,11 +10,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from cacheblend_lab.families import families, prove, prove_family, tiny_config, tiny_model
 from cacheblend_lab.family_table import table_lines
-from cacheblend_rag import BlendEngine
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import capability, inspect_model
 from cacheblend_rag.rope import shift_layer
-from tests.families import tiny_tokenizer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 FAMILIES = families()
