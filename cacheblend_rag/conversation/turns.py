@@ -12,6 +12,7 @@ from itertools import takewhile
 import torch
 
 from cacheblend_rag.conversation.kept import HeldTurn, KeptTurns, KnownChunks, Making, Seen
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt
@@ -97,12 +98,19 @@ class Conversation:
     ----------
     kept : KeptTurns
         Where its engine keeps the turns of all conversations.
-    max_bytes : int
-        Maximum bytes of KV of this conversation; of a longer turn, the first rows are kept.
+    max_bytes : int, optional
+        Maximum bytes of KV of this conversation, by default those of all together; of a longer turn, the first rows are kept.
+
+    Raises
+    ------
+    ConfigError
+        If that is negative.
     """
 
-    def __init__(self, kept: KeptTurns, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, kept: KeptTurns, max_bytes: int | None = None) -> None:
+        self.max_bytes = kept.limit_bytes if max_bytes is None else max_bytes
+        if self.max_bytes < 0:
+            raise ConfigError(f"max_bytes={max_bytes} is negative; give a number of bytes, 0 to keep nothing")
         self._kept = kept
         self._resets = 0
 
@@ -124,10 +132,6 @@ class Conversation:
             self._resets += 1
             self._kept.drop(self)
 
-    def belongs_to(self, kept: KeptTurns) -> bool:
-        """Return whether it is a conversation of the engine that keeps its turns there."""
-        return self._kept is kept
-
     def refresh(self) -> None:
         """Drop every row that may know of a chunk that was deleted or replaced, or has expired."""
         self._kept.fresh(self, {})
@@ -136,12 +140,17 @@ class Conversation:
 class Turn:
     """A turn of a conversation on its way: what it takes over of the previous turn, and what it leaves to the next one.
 
-    It is made when the turn is asked for; what is reset from then on forgets this turn too.
+    It is made when the turn is asked for; what is reset from then on forgets this turn too. `ConfigError` if the conversation is
+    none of the engine that keeps its turns there.
     """
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, kept: KeptTurns) -> None:
+        if not isinstance(conversation, Conversation) or conversation._kept is not kept:
+            raise ConfigError(
+                f"{conversation!r:.60} is no conversation, or belongs to another engine; start one with engine.conversation()"
+            )
         self._conversation = conversation
-        self._kept = conversation._kept
+        self._kept = kept
         self._resets = conversation._resets
         # When the KV of the prompt's chunks is over, by `time.time` and by their keys.
         self._expiry: dict[str, float] = {}

@@ -80,10 +80,7 @@ class AnsweringLibrary(ChunkLibrary):
             ``config.conversation_bytes``, which all conversations of this engine share.
         """
         self._check_open()
-        limit = self.config.conversation_bytes if max_bytes is None else max_bytes
-        if limit < 0:
-            raise ConfigError(f"max_bytes={limit} is negative; give a number of bytes, 0 to keep nothing")
-        return Conversation(self._kept, limit)
+        return Conversation(self._kept, max_bytes)
 
     def prefill(
         self,
@@ -311,14 +308,8 @@ class AnsweringLibrary(ChunkLibrary):
         self._check_open()
         began = time.perf_counter()
         started = began if started is None else started
-        if not (
-            conversation is None or (isinstance(conversation, Conversation) and conversation.belongs_to(self._kept))
-        ):
-            raise ConfigError(
-                f"{conversation!r:.60} is no conversation, or belongs to another engine; start one with engine.conversation()"
-            )
         # Before all that takes time: what is reset from now on forgets this turn too.
-        turn = None if conversation is None else Turn(conversation)
+        turn = None if conversation is None else Turn(conversation, self._kept)
         self._weights.check()
         order, sets_ratio = None, False
         if blend is not None and blend is not self.blend:

@@ -221,9 +221,7 @@ class GGUFEngine(ChunkLibrary):
 
     def conversation(self, max_bytes: int | None = None) -> Conversation:
         self._check_open()
-        if max_bytes is not None and max_bytes < 0:
-            raise ConfigError(f"max_bytes={max_bytes} is negative; give a number of bytes, 0 to keep nothing")
-        return Conversation(self._kept, self.config.conversation_bytes if max_bytes is None else max_bytes)
+        return Conversation(self._kept, max_bytes)
 
     def prefill(
         self,
@@ -300,14 +298,8 @@ class GGUFEngine(ChunkLibrary):
         started = time.perf_counter()
         given = {name: value for name, value in options.items() if value is not None}
         blend, conversation = given.pop("blend", None), given.pop("conversation", None)
-        if not (
-            conversation is None or (isinstance(conversation, Conversation) and conversation.belongs_to(self._kept))
-        ):
-            raise ConfigError(
-                f"{conversation!r:.60} is no conversation, or belongs to another engine; start one with engine.conversation()"
-            )
         # Before all that takes time: what is reset from now on forgets this turn too.
-        turn = None if conversation is None else Turn(conversation)
+        turn = None if conversation is None else Turn(conversation, self._kept)
         patience = Patience.of(given.pop("wait_s", None))
         if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} leaves nothing to generate; give 1 or more")
