@@ -68,13 +68,7 @@ def ask(
 
 def _show(found: list[Match], blend: GenerationResult, full: GenerationResult | None = None) -> None:
     report, screen = blend.report, console()
-    work = (
-        f"prefilled in full: {report.fallback_reason}"
-        if report.fallback_reason is not None
-        else f"{report.recomputed_tokens} of {report.context_tokens} passage tokens recomputed ({report.selector}, "
-        f"{report.charged_ratio:.1%} of the work), {report.hits} of {report.hits + report.misses} passages from stored KV"
-    )
-    screen.print(f"[dim]first token after {say_seconds(report.ttft_s)}; {work}[/dim]")
+    screen.print(f"[dim]{report}[/dim]")
     if full is not None:
         faster = full.report.ttft_s / report.ttft_s
         screen.print(
