@@ -142,7 +142,13 @@ def _checked_name(model: str | Path) -> str:
 
 
 def _is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf"
+    if path.suffix.lower() == ".gguf":
+        return True
+    # The files that Ollama keeps have no suffix.
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def gguf_files(model: str | Path) -> list[Path]:

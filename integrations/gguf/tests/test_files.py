@@ -18,6 +18,7 @@ PARTS = [f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     [
         (["a.gguf"], "a.gguf", "a.gguf"),
         (["A.GGUF"], "A.GGUF", "A.GGUF"),
+        (["sha256-0a"], "sha256-0a", "sha256-0a"),
         (["A.GGUF"], ".", "A.GGUF"),
         (["a.gguf", "mmproj-a.gguf"], ".", "a.gguf"),
         (PARTS, ".", PARTS[0]),
