@@ -30,10 +30,9 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "trace",
         "stops",
         "thoughts",
-        "preamble",
         "lexer",
     ),
-    1: ("kv", "rope", "reading", "selection", "layout", "codec"),
+    1: ("kv", "rope", "reading", "selection", "layout", "codec", "preamble"),
     2: ("store", "model"),
     3: ("encode", "loader", "fuse", "metrics", "prompt", "conversation"),
     4: ("engine",),
@@ -53,7 +52,9 @@ DOOR = ("engine", "chat", *FLOORS[0])
 # What else of it some need: attachments watch a forward, vLLM moves KV itself, servers cut documents, commands share options,
 # names that machines share are the store's.
 WORKSHOPS = {
-    "cacheblend_attachments": tuple("cli documents encode fuse kv layout loader model selection store".split()),
+    "cacheblend_attachments": tuple(
+        "cli documents encode fuse kv layout loader model preamble rope selection store".split()
+    ),
     "cacheblend_pml": ("cli",),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store", "reading"),
