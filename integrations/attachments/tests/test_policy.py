@@ -1,13 +1,10 @@
 """The policy against brute force: the same questions answered by trying everything."""
 
-import json
-import logging
-import math
 import stat
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_attachments.auto import load_profile, profile_identity, save_profile
@@ -15,26 +12,22 @@ from cacheblend_attachments.auto.measure import fit_costs
 from cacheblend_attachments.auto.policy import (
     SLACK,
     BlendCost,
-    BlendPoint,
     LoadCost,
+    Point,
     PrefillCost,
-    PrefillPoint,
     Profile,
     StoredKV,
     Work,
     blend_s,
-    cheapest_tier,
     choose,
     largest_hidden_ratio,
     pipeline_s,
 )
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import inspect_model
 from tests.families import tiny_model
 
 LAYERS = 8
 BYTES_PER_TOKEN = 8192.0
-GB = 1_000_000_000
 
 
 def make_profile(
@@ -133,58 +126,28 @@ def test_the_choice_is_within_the_slack_of_the_fastest_allowed(profile: Profile,
     assert (choice.ratio == 1.0) if choice.fallback_reason else (choice.ratio >= floor)
 
 
-TIERS = {"ram": 1e10, "ssd": 3e9, "disk": 2e8}
-
-
-@given(
-    st.integers(1, 12),
-    st.integers(1, 600),
-    st.floats(0.05, 0.9),
-    st.dictionaries(st.sampled_from([*TIERS, "tape"]), st.floats(0, 10), min_size=1),
-)
-# Neighbouring floats, the price of whose bytes is rounded to one: the smallest there are, and ordinary ones.
-@example(1, 1, 0.5, {"ram": 1e-323, "ssd": 5e-324})
-@example(3, 1, 0.5, {"ram": math.nextafter(7.58, 8), "ssd": 7.58})
-def test_the_cheapest_tier_without_delay(chunks: int, tokens: int, ratio: float, prices: dict[str, float]) -> None:
-    profile = make_profile(*(make_load(tier, rate) for tier, rate in TIERS.items()))
-    work = make_work(chunks, tokens, "ram")
-    usable = [tier for tier in TIERS if tier in prices]
-    if not usable:
-        with pytest.raises(ConfigError, match="no tier is both priced"):
-            cheapest_tier(profile, work, ratio, prices)
-        return
-    times = {tier: blend_s(profile, make_work(chunks, tokens, tier), ratio) for tier in usable}
-    without_delay = [tier for tier in usable if times[tier] <= min(times.values()) * (1 + SLACK)]
-    choice = cheapest_tier(profile, work, ratio, prices)
-    assert choice.tier in without_delay
-    assert prices[choice.tier] == min(prices[tier] for tier in without_delay)
-    assert choice.price == pytest.approx(prices[choice.tier] * chunks * tokens * BYTES_PER_TOKEN / GB)
-    assert (choice.blend_s, choice.fastest_s) == (times[choice.tier], min(times.values()))
-
-
 IDENTITY = {"architecture": "a", "device": "cpu", "threads": "1"}
 PROFILE = Profile(
     identity=IDENTITY,
     num_layers=4,
     prefill=PrefillCost(0.1, 0.01, 1e-6),
     blend=BlendCost(0.1, 0.0, 1e-3, 1e-7),
-    prefill_points=(PrefillPoint(16, 0.3), PrefillPoint(64, 0.8)),
-    blend_points=(BlendPoint(20, 64, 0.2),),
+    prefill_points=(Point(16, 16, 0.3), Point(64, 64, 0.8)),
+    blend_points=(Point(20, 64, 0.2),),
     loads=(LoadCost("ram", "native", 1e-6, 1e-10, 0.9, 1024.0), LoadCost("disk", "native", 1e-5, 1e-9, 0.5, 1024.0)),
     measured_s=3.5,
 )
 
 amounts = st.floats(0, 1e6, allow_nan=False)
+points = st.lists(st.builds(Point, st.integers(0, 10**6), st.integers(0, 10**6), amounts), max_size=3).map(tuple)
 stored_profiles = st.builds(
     Profile,
     identity=st.just(IDENTITY),
     num_layers=st.integers(1, 200),
     prefill=st.builds(PrefillCost, amounts, amounts, amounts),
     blend=st.builds(BlendCost, amounts, amounts, amounts, amounts),
-    prefill_points=st.lists(st.builds(PrefillPoint, st.integers(0, 10**6), amounts), max_size=3).map(tuple),
-    blend_points=st.lists(st.builds(BlendPoint, st.integers(0, 10**6), st.integers(0, 10**6), amounts), max_size=3).map(
-        tuple
-    ),
+    prefill_points=points,
+    blend_points=points,
     loads=st.lists(
         st.builds(LoadCost, st.text(max_size=8), st.text(max_size=8), amounts, amounts, st.floats(0, 1), amounts),
         max_size=3,
@@ -203,46 +166,13 @@ def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, prof
     assert [file.name for file in path.parent.iterdir()] == ["p.json"]
 
 
-@settings(max_examples=60)
-@given(st.data())
-def test_no_changed_byte_is_trusted(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    path = tmp_path_factory.mktemp("profile") / "p.json"
-    save_profile(path, PROFILE)
-    whole = bytearray(path.read_bytes())
-    if data.draw(st.booleans()):
-        path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 3))])
-    else:
-        place = data.draw(st.integers(0, len(whole) - 1))
-        whole[place] ^= 1 << data.draw(st.integers(0, 7))
-        path.write_bytes(whole)
-    # A change that means nothing in JSON may leave it whole, never different.
-    assert load_profile(path, IDENTITY) in (None, PROFILE)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"format": "cacheblend-rag profile 9"}, "not in the format"),
-        ({"digest": "0" * 32}, "does not match its digest"),
-        ({"profile": 3}, "does not match its digest"),
-    ],
-)
-def test_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, object], reason: str) -> None:
-    path = tmp_path / "p.json"
-    save_profile(path, PROFILE)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with caplog.at_level(logging.WARNING):
-        assert load_profile(path, IDENTITY) is None
-    assert reason in caplog.text
-    assert "measured again" in caplog.text
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "\x00\xff", "[" * 100_000, '{"format": "x"}'])
-def test_what_is_no_profile_is_not_trusted(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "\x00\xff", "[" * 100_000, '{"identity": {}}'])
+def test_what_is_no_profile_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text, encoding="latin-1")
     assert load_profile(path, IDENTITY) is None
     assert load_profile(tmp_path, IDENTITY) is None
+    assert caplog.text.count("measured again") == 2
 
 
 def test_another_machines_profile_is_named_foreign(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import platformdirs
@@ -20,7 +18,6 @@ from cacheblend_attachments.auto.policy import (
     Profile,
     StoredKV,
     Work,
-    cheapest_tier,
     choose,
     layer_compute_s,
     layer_load_s,
@@ -45,7 +42,6 @@ __all__ = [
     "Profile",
     "StoredKV",
     "Work",
-    "cheapest_tier",
     "choose",
     "layer_compute_s",
     "layer_load_s",
@@ -57,7 +53,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = "cacheblend-rag profile 1"
 _ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)
 
 
@@ -250,20 +245,14 @@ def profile_identity(decoder: Decoder, selector: str, check_layers: Sequence[int
 def load_profile(path: Path, identity: dict[str, str]) -> Profile | None:
     """Read a profile, if there is one that is sound and was measured for this model and machine; warn if there is another."""
     try:
-        whole = json.loads(path.read_bytes())
-        if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
-            raise ValueError(f"it is not in the format {_FORMAT!r}")
-        if whole.get("digest") != _digest(whole.get("profile")):
-            raise ValueError("it does not match its digest")
-        profile = _ADAPTER.validate_python(whole["profile"])
+        profile = _ADAPTER.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         _log.warning("profile %s cannot be read (%s); it is measured again", path, error.strerror)
         return None
-    except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
-        _log.warning("profile %s is damaged or not ours (%s); it is measured again", path, reason)
+    except ValueError:
+        _log.warning("profile %s is damaged or not ours; it is measured again", path)
         return None
     if profile.identity != identity:
         foreign = sorted(name for name in identity if profile.identity.get(name) != identity[name])
@@ -274,12 +263,5 @@ def load_profile(path: Path, identity: dict[str, str]) -> Profile | None:
 
 def save_profile(path: Path, profile: Profile) -> None:
     """Write a profile so that it is there completely or not at all, readable by its owner alone; raises `OSError`."""
-    body = json.loads(json.dumps(asdict(profile), allow_nan=False))
-    text = json.dumps({"format": _FORMAT, "digest": _digest(body), "profile": body}, indent=1)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    replace_text(path, text + "\n", private=True)
-
-
-def _digest(body: object) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+    replace_text(path, _ADAPTER.dump_json(profile, indent=1).decode() + "\n", private=True)

@@ -18,10 +18,9 @@ import torch
 
 from cacheblend_attachments.auto.policy import (
     BlendCost,
-    BlendPoint,
     LoadCost,
+    Point,
     PrefillCost,
-    PrefillPoint,
     Profile,
     StoredKV,
     Work,
@@ -59,21 +58,10 @@ _Run: TypeAlias = Callable[[], float]
 
 
 class Measurement:
-    """Measures one model on this machine.
+    """Measures one model, and blending with one selector, on this machine.
 
-    Parameters
-    ----------
-    decoder : Decoder
-        The model.
-    tuning : Tuning
-        The settings; `prefetch_layers` counts.
-    selector : Selector
-        The selector that blending is measured with.
-    budget_s : float
-        About how many seconds it may take in all. Every point is measured at least once, however long that takes; large
-        points, and repetitions, are left out when the time is up.
-    progress : callable, optional
-        Called with what is measured now.
+    It takes about `budget_s` seconds. Every point is measured at least once, however long that takes; large points, and
+    repetitions, are left out when the time is up.
     """
 
     def __init__(
@@ -128,7 +116,7 @@ class Measurement:
             profile = replace(profile, loads=(*profile.loads, cost))
         return replace(profile, measured_s=self._spent())
 
-    def _compute_points(self) -> tuple[tuple[PrefillPoint, ...], tuple[BlendPoint, ...]]:
+    def _compute_points(self) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
         """Measure full and blended prefill, in alternation: what slows the machine for a while then slows both."""
         lengths = [length for length in _LENGTHS if length <= self._window]
         if len(lengths) < 2:
@@ -163,8 +151,8 @@ class Measurement:
         points = []
         for layout, ratio, _, times in blend:
             rows = len(layout) - layout.context_tokens + round(ratio * layout.context_tokens)
-            points.append(BlendPoint(rows, len(layout), min(times)))
-        return tuple(PrefillPoint(length, min(times)) for length, times in full.items()), tuple(points)
+            points.append(Point(rows, len(layout), min(times)))
+        return tuple(Point(length, length, min(times)) for length, times in full.items()), tuple(points)
 
     def _load_cost(self, profile: Profile, store: KVStore, until: float) -> LoadCost:
         most = min(_MOST_LOADED_BYTES // self._decoder.kv_bytes_per_token, self._window - 1 - _QUESTION_TOKENS, 2048)

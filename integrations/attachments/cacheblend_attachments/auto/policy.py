@@ -1,4 +1,4 @@
-"""The profile of a model on a machine, and what follows from it: the recompute ratio, the tier, whether to blend at all.
+"""The profile of a model on a machine, and what follows from it: the recompute ratio, and whether to blend at all.
 
 CacheBlend (section 5) has two delay estimators: how long recomputing takes at a ratio, and how long loading takes from a
 device. Here both are fitted to measurements (`Profile`), and put together by playing the pipeline through: the loader is a
@@ -8,28 +8,23 @@ bounded number of layers ahead, each layer waits for its KV. Everything in this 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from cacheblend_rag.errors import ConfigError
-
 __all__ = [
     "SLACK",
     "BlendCost",
-    "BlendPoint",
     "Choice",
     "LoadCost",
     "PrefillCost",
-    "PrefillPoint",
+    "Point",
     "Profile",
     "StoredKV",
-    "TierChoice",
     "Work",
     "blend_s",
-    "cheapest_tier",
     "choose",
     "largest_hidden_ratio",
     "layer_compute_s",
@@ -41,23 +36,14 @@ SLACK = 0.02
 """Share of TTFT by which two predictions may differ and count as equal: what is recomputed hides if it adds no more."""
 
 _RATIO_STEPS = 100
-_GIGABYTE = 1_000_000_000
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPoint:
-    """Full prefill of a number of tokens, the least disturbed run of several."""
-
-    tokens: Count
-    seconds: Amount
-
-
-@dataclass(frozen=True, slots=True)
-class BlendPoint:
-    """Blended prefill without loading, computing some rows of a prompt; the least disturbed run of several."""
+class Point:
+    """A prefill that computed some rows of a prompt, all of them in full prefill, and loaded nothing."""
 
     rows: Count
     tokens: Count
@@ -66,13 +52,7 @@ class BlendPoint:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Full prefill as a function of its length.
-
-    Attributes
-    ----------
-    fixed_s, per_token_s, per_pair_s : float
-        Seconds a prompt, a token, and a token times the prompt's tokens (attention).
-    """
+    """Seconds of full prefill: a prompt, a token, and a token times the prompt's tokens (attention)."""
 
     fixed_s: Amount
     per_token_s: Amount
@@ -85,16 +65,10 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True)
 class BlendCost:
-    """The blended part of a prefill, loading apart, for one layer; `fixed_s` for the whole prompt.
+    """Seconds of the blended part of a prefill, loading apart: a prompt (hooks, embedding, head), and what each layer takes.
 
-    Attributes
-    ----------
-    fixed_s : float
-        Seconds a prompt: hooks, embedding, head.
-    per_token_s : float
-        Seconds a token of the prompt and layer, computed or not: merging fresh KV into stored KV, the check layer's probe.
-    per_row_s, per_pair_s : float
-        Seconds a computed row and layer, and a computed row times the prompt's tokens (attention).
+    That is a token of the prompt, computed or not (merging fresh KV into stored KV, the check layer's probe), a computed row,
+    and such a row times the prompt's tokens (attention).
     """
 
     fixed_s: Amount
@@ -105,18 +79,10 @@ class BlendCost:
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """Loading from one tier in one codec: reading, decoding, and putting the layer together.
+    """Seconds of loading from one tier in one codec, a chunk and layer and a stored byte: reading, decoding, putting together.
 
-    Attributes
-    ----------
-    tier, codec : str
-        Where the KV is, and how its tensors are compressed.
-    per_read_s, per_byte_s : float
-        Seconds a chunk and layer, and a stored byte.
-    overlap : float
-        Share of the loading that could hide behind computing, and does: 1 where the two do not slow each other.
-    bytes_per_token : float
-        Stored bytes of one token, all layers together.
+    `overlap` is the share of the loading that could hide behind computing, and does: 1 where the two do not slow each other.
+    A token takes `bytes_per_token` there, all layers together.
     """
 
     tier: str
@@ -155,8 +121,8 @@ class Profile:
     num_layers: Annotated[int, Field(ge=1)]
     prefill: PrefillCost
     blend: BlendCost
-    prefill_points: tuple[PrefillPoint, ...]
-    blend_points: tuple[BlendPoint, ...]
+    prefill_points: tuple[Point, ...]
+    blend_points: tuple[Point, ...]
     loads: tuple[LoadCost, ...]
     measured_s: Amount
 
@@ -181,24 +147,11 @@ class StoredKV:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one prompt.
+    """The work of one prompt; of its chunks' tokens, all but those of a chunk that is exact as stored are candidates.
 
-    Attributes
-    ----------
-    prompt_tokens, context_tokens : int
-        Tokens of the whole prompt, and of its chunks.
-    candidate_tokens : int
-        Chunk tokens that may be recomputed: all but those of a chunk that is exact as stored.
-    first_layer : int
-        The first layer that needs stored KV; the ones before are computed in full.
-    ahead : int
-        How many layers the loader may be ahead of the computation.
-    threaded : bool
-        Whether layers are loaded while others are computed; False where they are too small for that to pay.
-    stored : tuple of StoredKV
-        Where the chunks' KV is; empty when loading is to cost nothing.
-    remembers : bool
-        Whether chunks know of text that the prompt does not hold, so that full prefill is no better quality.
+    Layers from `first_layer` on need stored KV. The loader may be `ahead` of the computation by so many layers, and runs beside it
+    if it is `threaded`: layers may be too small for that to pay. Where chunks know of text that the prompt does not hold
+    (`remembers`), full prefill is no better quality.
     """
 
     prompt_tokens: int
@@ -213,46 +166,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Decision of the controller for one prompt.
+    """Decision of the controller for one prompt: a ratio, 1 in full prefill, for which there may be a reason.
 
-    Attributes
-    ----------
-    ratio : float
-        The recompute ratio; 1 where the prompt is to be prefilled in full.
-    blend_s, full_s : float or None
-        Predicted seconds of the prefill, blended at the ratio (or, if it is to be done in full, at the quality floor) and in
-        full; None without a profile.
-    fallback_reason : str or None
-        Why the prompt is to be prefilled in full, if it is.
+    The predictions, blended (at the quality floor, if the prompt is to be prefilled in full) and in full, are None without a
+    profile.
     """
 
     ratio: float
     blend_s: float | None = None
     full_s: float | None = None
     fallback_reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TierChoice:
-    """The cheapest place for KV that adds no delay.
-
-    Attributes
-    ----------
-    tier, codec : str
-        The place, and how tensors are compressed there.
-    blend_s : float
-        Predicted seconds of a blended prefill from it.
-    fastest_s : float
-        Predicted seconds from the fastest place.
-    price : float
-        What keeping these chunks there costs a month, in the unit of the prices.
-    """
-
-    tier: str
-    codec: str
-    blend_s: float
-    fastest_s: float
-    price: float
 
 
 def blend_s(profile: Profile, work: Work, ratio: float) -> float:
@@ -339,52 +262,3 @@ def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
         return Choice(1.0, floor, whole, reason)
     ratio = largest_hidden_ratio(profile, work, quality_ratio)
     return Choice(ratio, blend_s(profile, work, ratio), whole)
-
-
-def cheapest_tier(profile: Profile, work: Work, ratio: float, prices: Mapping[str, float]) -> TierChoice:
-    """Return where KV is kept at the lowest price without adding delay (CacheBlend, section 5).
-
-    Parameters
-    ----------
-    profile : Profile
-        What was measured.
-    work : Work
-        The prompt; where its KV is now does not matter.
-    ratio : float
-        The recompute ratio.
-    prices : mapping of str to float
-        For each tier that may be used, what a gigabyte (10^9 bytes) costs there a month.
-
-    Returns
-    -------
-    TierChoice
-        The cheapest of those from which the prefill is predicted to take at most `SLACK` longer than from the fastest one.
-
-    Raises
-    ------
-    ConfigError
-        If a price is negative, or no tier was both priced and measured.
-    """
-    for tier, price in prices.items():
-        if not price >= 0:
-            raise ConfigError(f"the price of tier {tier!r} is {price}; give the price per GB and month, 0 or more")
-    chunks = max(sum(part.chunks for part in work.stored), 1)
-    offers = []
-    for cost in profile.loads:
-        if cost.tier in prices:
-            kv_bytes = round(cost.bytes_per_token * work.context_tokens)
-            there = replace(work, stored=(StoredKV(cost.tier, cost.codec, chunks, kv_bytes),))
-            price = prices[cost.tier] * kv_bytes / _GIGABYTE
-            offers.append((blend_s(profile, there, ratio), price, cost))
-    if not offers:
-        measured = ", ".join(sorted({cost.tier for cost in profile.loads})) or "none"
-        raise ConfigError(
-            f"no tier is both priced ({', '.join(sorted(prices)) or 'none'}) and measured ({measured}); name measured ones"
-        )
-    fastest = min(seconds for seconds, _, _ in offers)
-    seconds, price, cost = min(
-        (offer for offer in offers if offer[0] <= fastest * (1 + SLACK)),
-        # What the same bytes cost at two prices may be rounded to one number.
-        key=lambda offer: (offer[1], prices[offer[2].tier], offer[0]),
-    )
-    return TierChoice(cost.tier, cost.codec, seconds, fastest, price)

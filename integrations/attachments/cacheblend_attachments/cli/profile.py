@@ -12,7 +12,6 @@ from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption, ModelOption
 from cacheblend_rag.cli.output import console, say_bytes, say_seconds, show_table, write_json
 from cacheblend_rag.cli.store import kv_folder_of
-from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_attachments.auto import Profile, Work
@@ -48,31 +47,17 @@ def profile(
     seconds: SecondsOption = 30.0,
     chunk_tokens: PredictedTokensOption = 256,
     quality_ratio: Annotated[float, typer.Option(min=0, max=1, help="The minimum ratio for AutoRatio.")] = 0.15,
-    prices: Annotated[
-        str | None,
-        typer.Option(help="Prices per GB and month, as in ram=3,disk=0.1: show the cheapest tier that adds no delay."),
-    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure how fast a model computes and loads here; an attached AutoRatio then uses the result."""
-    from cacheblend_attachments.auto import AutoRatio, cheapest_tier
+    from cacheblend_attachments.auto import AutoRatio
 
-    priced = _parse_prices(prices)
     with open_engine(model, store=kv_folder_of(store)) as engine:
         with console(stderr=True).status("measuring") as status:
             auto = engine.attach(AutoRatio())
             found = auto.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
         works = predicted_works(engine, found, chunk_tokens)
     rows = [*_show_computing(found), *_show_loading(found), *_show_choices(found, works, quality_ratio, chunk_tokens)]
-    if priced:
-        typical = next(work for (_, _, chunks), work in works.items() if chunks == TYPICAL_CHUNKS)
-        choice = cheapest_tier(found, typical, quality_ratio, priced)
-        rows.append({"kind": "cheapest", **asdict(choice)})
-        typer.echo(
-            f"cheapest without delay for {TYPICAL_CHUNKS} chunks: {choice.tier}, codec {choice.codec} "
-            f"({choice.price:.3g} a month, "
-            f"{say_seconds(choice.blend_s)} against {say_seconds(choice.fastest_s)} from the fastest)"
-        )
     write_json(json_file, "profile", rows, model=model, profile=asdict(found))
 
 
@@ -106,7 +91,7 @@ def _show_computing(found: Profile) -> list[dict[str, Any]]:
     title = (
         f"{about['dtype']}, {about['device']}, {about['threads']} threads; measured in {say_seconds(found.measured_s)}"
     )
-    lines = [(row["kind"], row["tokens"], row.get("rows"), say_seconds(row["seconds"])) for row in rows]
+    lines = [(row["kind"], row["tokens"], row["rows"], say_seconds(row["seconds"])) for row in rows]
     show_table(f"computing ({title})", ("", "tokens", "rows computed", "time"), lines)
     return rows
 
@@ -147,16 +132,3 @@ def _show_choices(
     columns = ("tier", "codec", "AutoRatio chooses", "chunks", "blended", "full prefill")
     show_table(f"predicted for chunks of {chunk_tokens} tokens", columns, lines, text_columns=3)
     return rows
-
-
-def _parse_prices(text: str | None) -> dict[str, float]:
-    prices = {}
-    for part in text.split(",") if text else ():
-        tier, _, price = part.partition("=")
-        try:
-            prices[tier.strip()] = float(price)
-        except ValueError:
-            tier = ""
-        if not tier.strip():
-            raise ConfigError(f"{part.strip()!r} in --prices is not a price; write for example ram=3,disk=0.1")
-    return prices
