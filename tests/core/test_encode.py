@@ -184,7 +184,6 @@ def trained(tmp_path: Path) -> TrainedPreamble:
 def test_chunks_are_encoded_after_a_trained_preamble(trained: TrainedPreamble, tmp_path: Path) -> None:
     ids = some_ids(30, 2)
     with engine_of(preamble=str(tmp_path / "trained.safetensors"), context="none") as engine:
-        engine.add([Chunk(token_ids=tuple(ids), id="a")])
         (batch,) = Encoder(engine.decoder, trained.token_ids, 128, trained.kv).encode([Target(tuple(ids))])
         cache = KVCache.after(trained.kv, 1, len(trained.token_ids) + len(ids))
         engine.model.get_decoder()(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
@@ -214,6 +213,10 @@ def test_a_preamble_that_is_none(trained: TrainedPreamble, tmp_path: Path, given
 
 def test_a_trained_preamble_is_for_models_that_can_be_blended(trained: TrainedPreamble, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trained for a model that transformers runs and that can be blended"):
-        engine_of("mamba", preamble=tmp_path / "trained.safetensors")
+        BlendEngine(
+            tiny_lab_model(tiny_config("mamba")),
+            tiny_tokenizer(),
+            **engine_settings(preamble=tmp_path / "trained.safetensors"),
+        )
     with pytest.raises(ConfigError, match="cannot be written"):
         trained.write(tmp_path / "nowhere" / "trained.safetensors")

@@ -82,17 +82,19 @@ class PreambleTrainer:
         self, engine: BlendEngine, texts: Sequence[str], *, steps: int, seed: int = 0, learning_rate: float = 0.01
     ) -> None:
         lexer = lexer_of(engine.tokenizer)
-        documents = [lexer.read(text)[0] for text in texts]
-        self._documents = [each for each in documents if len(each) >= _CHUNK_TOKENS[1]]
-        if sum(map(len, self._documents)) < _LEAST_TOKENS:
-            raise ConfigError(
-                f"the documents have {sum(map(len, documents))} tokens; {_LEAST_TOKENS} or more are needed to train a preamble"
-            )
         self._model, self._tokenizer = engine.model, engine.tokenizer
         self._start = engine.preamble()
         self._rotations: tuple[Rotation | None, ...] = engine.card().rotations
         self._scheduler = scheduler_of(engine.model)
         self._head, self._end = self._frame()
+        room = _CHUNK_TOKENS[1] if engine.window is None else (engine.window - len(self._head)) // (2 * _PAIRS + 2)
+        self._lengths = [min(length, room) for length in _CHUNK_TOKENS]
+        documents = [lexer.read(text)[0] for text in texts]
+        self._documents = [each for each in documents if len(each) >= self._lengths[1]]
+        if sum(map(len, self._documents)) < _LEAST_TOKENS:
+            raise ConfigError(
+                f"the documents have {sum(map(len, documents))} tokens; {_LEAST_TOKENS} or more are needed to train a preamble"
+            )
         self._separator = lexer.read("\n\n")[0]
         self._random = random.Random(seed)
         self._scales = [[part.pow(2).mean().sqrt() for part in layer] for layer in self._start.kv]
@@ -148,20 +150,20 @@ class PreambleTrainer:
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """Return what stands before a prompt's chunks, and between a question and its answer."""
-        tokenizer = self._tokenizer
+        tokenizer, lexer = self._tokenizer, lexer_of(self._tokenizer)
         before, after = "", "\n\nAnswer:"
-        is_chat = bool(getattr(tokenizer, "chat_template", None))
-        if is_chat:
+        if getattr(tokenizer, "chat_template", None):
             message = [{"role": "user", "content": _MARK}]
             text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             before, _, after = text.partition(_MARK)
-        head = tokenizer(before + _INSTRUCTION, add_special_tokens=not is_chat)["input_ids"]
-        return head, tokenizer(after, add_special_tokens=False)["input_ids"]
+        head = lexer.read(before + _INSTRUCTION, begins=True)[0]
+        bos = getattr(tokenizer, "bos_token_id", None)
+        return head if bos is None or head[:1] == [bos] else [bos, *head], lexer.read(after)[0]
 
     def _task(self, draw: random.Random) -> _Task:
         pairs, questions = [], []
         for document in draw.choices(self._documents, [len(each) for each in self._documents], k=_PAIRS):
-            lengths = [draw.randint(*_CHUNK_TOKENS) for _ in range(2)]
+            lengths = [draw.randint(*self._lengths) for _ in range(2)]
             start = draw.randrange(max(1, len(document) - sum(lengths) - _ANSWER_TOKENS))
             middle, end = start + lengths[0], start + sum(lengths)
             pair = [piece for piece in (document[start:middle], document[middle:end]) if piece]
