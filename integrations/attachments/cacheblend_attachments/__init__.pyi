@@ -5,7 +5,7 @@ from .inspector import InspectorPage, inspector_page
 from .repair import Repair
 from .snapkv import SnapKV
 from .sources import SourceAttention
-from .watch import WatchedPrefill, watch_prefill
+from .watching import WatchedPrefill, watch_prefill
 
 __all__ = [
     "AutoRatio",

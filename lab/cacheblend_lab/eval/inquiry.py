@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from cacheblend_attachments.calibration.loss import written_after
+from cacheblend_attachments.answers import written_after
 from cacheblend_lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUMENTS
 from cacheblend_lab.eval.retrieve import Retriever
 from cacheblend_lab.eval.task import EvalContext, EvalQuestion, EvalTask

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cacheblend_attachments.calibration.loss import right_losses
+from cacheblend_attachments.answers import right_losses
 from cacheblend_lab.eval.inquiry import Inquiry
 from cacheblend_lab.eval.journal import Answer
 from cacheblend_lab.eval.methods import WHOLE_WAYS, EvalMethod

@@ -149,9 +149,9 @@ class StoredKV:
 class Work:
     """The work of one prompt; of its chunks' tokens, all but those of a chunk that is exact as stored are candidates.
 
-    Layers from `first_layer` on need stored KV. The loader may be `ahead` of the computation by so many layers, and runs beside it
-    if it is `threaded`: layers may be too small for that to pay. Where chunks know of text that the prompt does not hold
-    (`remembers`), full prefill is no better quality.
+    Layers from `first_layer` on need stored KV. The loader may be `ahead` of the computation by so many layers, and runs
+    beside it if it is `threaded`: layers may be too small for that to pay. Where chunks know of text that the prompt does not
+    hold (`remembers`), full prefill is no better quality.
     """
 
     prompt_tokens: int

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend_attachments.calibration.asking import calibrate_asking
-from cacheblend_attachments.calibration.calibrate import Calibration, CalibrationRow, calibrate
+from cacheblend_attachments.calibration.calibrate import Calibration, CalibrationRow, calibrate, calibrate_asking
 from cacheblend_attachments.calibration.files import read_questions, write_settings
 
 __all__ = [

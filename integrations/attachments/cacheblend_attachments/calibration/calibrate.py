@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
-from cacheblend_attachments.calibration.loss import right_losses, written_after
+from cacheblend_attachments.answers import right_losses, written_after
 from cacheblend_attachments.calibration.statistics import Bootstrap
+from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.selection import make_selector
 
-__all__ = ["DEFAULT_RATIOS", "Calibration", "CalibrationRow", "calibrate", "checked_ratios"]
-
-DEFAULT_RATIOS = (0.0, 0.05, 0.15, 0.3)
+__all__ = ["Calibration", "CalibrationRow", "calibrate", "calibrate_asking"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def calibrate(
     answers: Sequence[str | None] = (),
     blend: BlendConfig | None = None,
     selector: str | None = None,
-    ratios: Sequence[float] = DEFAULT_RATIOS,
+    ratios: Sequence[float] = (0.0, 0.05, 0.15, 0.3),
     target: float = 0.95,
     max_new_tokens: int = 24,
     progress: Callable[[str], None] | None = None,
@@ -156,7 +157,7 @@ def calibrate(
     say = progress or (lambda text: None)
     if engine.unsupported_reason is not None:
         raise UnsupportedModelError(f"{engine.unsupported_reason}; there is nothing to calibrate")
-    ladder = checked_ratios(ratios, target)
+    ladder = _checked_ratios(ratios, target)
     blend = engine.blend if blend is None else engine.check_blend(blend)
     blend = blend if selector is None else blend.replace(selector=selector)
     name = make_selector(blend.selector).name
@@ -200,11 +201,76 @@ def calibrate(
         bare_loss=bare_loss,
         rows=found,
         recompute_ratio=None if chosen is None else chosen.recompute_ratio,
-        reason=explain(found, chosen, target, len(full)),
+        reason=_explain(found, chosen, target, len(full)),
     )
 
 
-def checked_ratios(ratios: Sequence[float], target: float) -> list[float]:
+def calibrate_asking(
+    ask: Callable[[Any], Sequence[ModelCall]],
+    questions: Sequence[Any],
+    *,
+    answers: Sequence[str | None] = (),
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Calibration:
+    """Calibrate with the prompts that come of asking questions: of each question's calls, the last with chunks.
+
+    Parameters
+    ----------
+    ask : callable
+        Asks a question, and returns the calls of the model that this took.
+    questions : sequence
+        What is asked.
+    answers, progress, **options
+        As for `calibrate`.
+
+    Returns
+    -------
+    Calibration
+        What was measured, with questions that no chunks were found for among the skipped.
+
+    Raises
+    ------
+    ConfigError
+        If no question was answered from chunks, or from those of several engines, and as `calibrate` does.
+    """
+    # Before anything is answered.
+    if isinstance(questions, str):
+        raise ConfigError(f"questions={questions[:80]!r} is a string; give a list of questions")
+    given = inspect.signature(calibrate).bind(None, [], **options)
+    given.apply_defaults()
+    _checked_ratios(given.arguments["ratios"], given.arguments["target"])
+    say = progress or (lambda text: None)
+    asked: list[tuple[ModelCall, str | None]] = []
+    for number, (question, answer) in enumerate(zip(questions, chain(answers, repeat(None)), strict=False), 1):
+        say(f"asking question {number} of {len(questions)}")
+        calls = [
+            call for call in ask(question) if any(isinstance(each, Chunk | ChunkRef) for each in call.prompt.segments)
+        ]
+        asked += [(call, answer) for call in calls[-1:]]
+    if not asked:
+        raise ConfigError(
+            f"none of {len(questions)} questions was answered by blending chunks; ask a query engine with response_mode='blend', "
+            "or a chain with a ChatBlend or BlendLLM whose documents are stored"
+        )
+    first = asked[0][0]
+    if not isinstance(first.engine, BlendEngine):
+        raise ConfigError(
+            f"a {type(first.engine).__name__} answered, but calibration needs the model itself; use an engine in this process"
+        )
+    if any(call.engine is not first.engine for call, _ in asked):
+        raise ConfigError("the questions were answered by several engines; calibrate one at a time")
+    found = calibrate(
+        first.engine,
+        [call.prompt for call, _ in asked],
+        answers=[answer for _, answer in asked],
+        progress=progress,
+        **({"blend": first.blend} | options),
+    )
+    return replace(found, skipped=found.skipped + len(questions) - len(asked))
+
+
+def _checked_ratios(ratios: Sequence[float], target: float) -> list[float]:
     """Return the ratios in order, each once; `ConfigError` if a setting of a calibration has no meaning."""
     if not 0 < target <= 1:
         raise ConfigError(f"target={target!r} must be above 0 and at most 1; 0.95 is usual")
@@ -214,7 +280,7 @@ def checked_ratios(ratios: Sequence[float], target: float) -> list[float]:
     return ladder
 
 
-def explain(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, target: float, questions: int) -> str:
+def _explain(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, target: float, questions: int) -> str:
     """Return in a sentence what was chosen of these rows, and why."""
     best = chosen or max(rows, key=lambda row: row.recovered)
     share = (

@@ -151,11 +151,11 @@ def calibrate(
     best = _best(found)
     _show(found, best, time.perf_counter() - started)
     changes = _changes(found, best, blend, selector, disable)
-    if write:
-        _write(config_file, changes)
     rows = [{"context": context, **asdict(row)} for context, each in found.items() for row in each.rows]
     facts = {name: value for name, value in asdict(found[best]).items() if name != "rows"}
     write_json(json_file, "calibrate", rows, model=name, embedding=embedded, top_k=top_k, **facts, changes=changes)
+    if write:
+        _write(config_file, changes)
     if not changes:
         raise typer.Exit(1)
 

@@ -2,56 +2,27 @@
 
 import json
 import os
-import string
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_attachments.calibration import read_questions, write_settings
-from cacheblend_attachments.calibration.files import edit_settings
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
 
-KEYS = st.sampled_from(["recompute_ratio", "selector", "enabled", "ttl_s"])
-NEW = st.one_of(st.booleans(), st.floats(allow_nan=False), st.integers(), st.text(max_size=8))
-CHANGES = st.dictionaries(KEYS, NEW, min_size=1, max_size=3)
-OLD = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=12)),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(string.ascii_lowercase, min_size=1), inner, max_size=3)
-    ),
-    max_leaves=6,
+CHANGES = st.fixed_dictionaries(
+    {"recompute_ratio": st.floats(0, 1)},
+    optional={
+        "selector": st.text(max_size=8),
+        "enabled": st.booleans(),
+        "context": st.sampled_from(["none", "document"]),
+    },
 )
-MAPPINGS = st.dictionaries(KEYS | st.text(string.ascii_letters + "_# :", min_size=1, max_size=8), OLD, max_size=6)
-
-
-def shown(values: dict[Any, Any]) -> set[str]:
-    """The items as they are written: True equals 1, and is another setting."""
-    return {repr(item) for item in values.items()}
-
-
-def meaning(text: str, changes: dict[str, Any]) -> set[str]:
-    return shown((yaml.safe_load(text) or {}) | changes)
-
-
-@example({"recompute_ratio": [None], "selector": "\x85"}, {"recompute_ratio": False}, False, False, "")
-@settings(max_examples=300)
-@given(MAPPINGS, CHANGES, st.booleans(), st.booleans(), st.sampled_from(["", "# by hand\n", "---\n", "\ufeff"]))
-def test_all_else_stays(values: dict[str, Any], changes: dict[str, Any], flow: bool, unicode: bool, head: str) -> None:
-    text = head + (yaml.safe_dump(values, default_flow_style=flow, allow_unicode=unicode) if values else "")
-    edited = edit_settings(text, changes)
-    assert shown(yaml.safe_load(edited)) == meaning(text, changes)
-    assert edit_settings(edited, changes) == edited
-    # Lists and mappings are no values of these settings; a file that has one there is written anew.
-    if not flow and not any(isinstance(values.get(key), list | dict) for key in changes):
-        assert edited.startswith(head)
-
-
 LINES = st.lists(
     st.sampled_from(
         [
@@ -60,6 +31,7 @@ LINES = st.lists(
             "enabled:",
             "ttl_s: !!float 0.2",
             "ttl_s: 1\r",
+            "context: 'none'\r",
             "preamble:\n  - 1\n  - 2  # two",
             "preamble: |\n  Read this.\n  And this.",
             "device: 'cpu' # here",
@@ -71,37 +43,34 @@ LINES = st.lists(
 )
 
 
-@example(["recompute_ratio: 0.3  # a guess"], {"selector": "\x85"}, False)
-@example(["recompute_ratio: 0.3  # a guess"], {"recompute_ratio": "\x85"}, False)
-@settings(max_examples=300)
-@given(LINES, CHANGES, st.booleans())
-def test_comments_and_lines_stay(lines: list[str], changes: dict[str, Any], ends: bool) -> None:
-    text = "\n".join(lines) + ("\n" if ends else "")
-    edited = edit_settings(text, changes)
-    assert shown(yaml.safe_load(edited)) == meaning(text, changes)
+@settings(max_examples=100)
+@given(LINES, CHANGES)
+def test_comments_and_lines_stay(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], changes: dict[str, Any]
+) -> None:
+    path = tmp_path_factory.mktemp("settings") / "blend.yaml"
+    text = "".join(f"{line}\n" for line in lines)
+    path.write_bytes(text.encode())
+    write_settings(path, changes)
+    edited = path.read_bytes().decode()
+    assert yaml.safe_load(edited) == (yaml.safe_load(text) or {}) | changes
     kept = [line for line in text.splitlines() if line.partition(":")[0] not in changes]
     assert [line for line in edited.splitlines() if line in kept and line] == [line for line in kept if line]
-    assert edited.count("#") >= text.count("#")
+    assert edited.count("# ") >= text.count("# ")
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("", "recompute_ratio: 0.05\n"),
         ("# mine\nttl_s: 1", "# mine\nttl_s: 1\nrecompute_ratio: 0.05\n"),
         ("recompute_ratio: 0.15 # guess\nttl_s: 1\n", "recompute_ratio: 0.05 # guess\nttl_s: 1\n"),
         ("recompute_ratio:\nttl_s: 1\n", "recompute_ratio: 0.05\nttl_s: 1\n"),
-        ("{recompute_ratio: 0.15, ttl_s: 1}", "{recompute_ratio: 0.05, ttl_s: 1}"),
-        ("  ttl_s: 1\n", "  ttl_s: 1\n  recompute_ratio: 0.05\n"),
-        ("recompute_ratio: 0.1\nrecompute_ratio: 0.2\n", "recompute_ratio: 0.1\nrecompute_ratio: 0.05\n"),
-        ("ttl_s: 1\n...\n", "recompute_ratio: 0.05\nttl_s: 1\n...\n"),
-        # What cannot be edited where it stands is written anew.
-        ("{ttl_s: 1}", "ttl_s: 1\nrecompute_ratio: 0.05\n"),
-        ("{}\n", "recompute_ratio: 0.05\n"),
     ],
 )
-def test_where_a_value_goes(text: str, wanted: str) -> None:
-    assert edit_settings(text, {"recompute_ratio": 0.05}) == wanted
+def test_where_a_value_goes(tmp_path: Path, text: str, wanted: str) -> None:
+    (tmp_path / "blend.yaml").write_text(text)
+    write_settings(tmp_path / "blend.yaml", {"recompute_ratio": 0.05})
+    assert (tmp_path / "blend.yaml").read_text() == wanted
 
 
 def test_the_file_is_replaced_and_stays_what_it_was(tmp_path: Path) -> None:
@@ -127,12 +96,13 @@ def test_a_file_that_is_not_there_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"- 1", "holds a list"),
-        (b"a: [", "cannot be read"),
-        (b"a: 1\n--- \nb: 2\n", "cannot be read"),
+        (b"- 1", "write into it yourself: recompute_ratio: 0.05"),
+        (b"{ttl_s: 1}", "write into it yourself"),
+        (b"  ttl_s: 1\n", "write into it yourself"),
+        (b"ttl_s: 1\n...\n", "write into it yourself"),
+        (b"recompute_ratio:\n  0.1\n", "write into it yourself"),
+        (b"a: [", "write into it yourself"),
         (b"\xff", "cannot be read"),
-        (b"? {a: 1}\n: 2\n", "cannot be read"),
-        (b"sed: 1", "unknown setting sed"),
     ],
 )
 def test_a_bad_file_is_left_alone(tmp_path: Path, text: bytes, message: str) -> None:
