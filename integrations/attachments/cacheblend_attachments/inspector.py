@@ -108,12 +108,7 @@ def page_of(
 ) -> InspectorPage:
     """Return the page of an answer, with a switch to another one to the same prompt if that is given.
 
-    Parameters
-    ----------
-    tokenizer : Any
-        What the tokens are read with.
-    answers : sequence of (mapping, Trace, sequence of dict)
-        Of each answer its report as a dictionary, its trace, and what each chunk was encoded after; the page is about the first.
+    Each has its report as a dictionary, its trace, and what each chunk was encoded after.
     """
     traces = [trace for _, trace, _ in answers]
     data = {

@@ -96,25 +96,8 @@ class Repair(Watching):
 class Repairing:
     """Watches one answer being decoded and repairs the chunk KV that it depends on.
 
-    Parameters
-    ----------
-    asked : Repair
-        Bounds the work.
-    decoder : Decoder
-        The model.
-    cache : BlendCache
-        The cache of the prompt that is being answered.
-    layout : PromptLayout
-        The prompt.
-    prefill : Steering
-        The blended prefill; what it has not recomputed by the first step is stale.
-
-    Attributes
-    ----------
-    charge : float
-        Work done so far, in decoder-block rows, redone steps and the scores of watched layers included.
-    repaired_rows : int
-        Chunk rows recomputed so far.
+    What the blended prefill has not recomputed by the first step is stale. The work is charged in decoder-block rows, redone
+    steps and the scores of watched layers included.
     """
 
     def __init__(

@@ -90,22 +90,7 @@ class SnapKV(Watching):
 
 
 class Eviction:
-    """The eviction of one prompt's context KV.
-
-    Parameters
-    ----------
-    asked : SnapKV
-        How much is kept, and by what.
-    forward : RunningForward
-        The prompt.
-
-    Attributes
-    ----------
-    evicted_tokens : int
-        Context tokens that each head of an evicted layer drops; 0 where nothing is evicted.
-    kept_reason : str or None
-        Why layers are kept whole, if any are.
-    """
+    """The eviction of one prompt's context KV: `evicted_tokens` by each head of the layers that are not kept whole."""
 
     def __init__(self, asked: SnapKV, forward: RunningForward) -> None:
         plan, prompt = forward.request.plan, forward.request.prompt
@@ -200,22 +185,9 @@ class Eviction:
 
 
 def context_attention(call: AttentionCall, window: int, start: int, stop: int) -> torch.Tensor:
-    """Return the attention that the last rows pay to the context, computed from the layer's own queries and keys.
+    """Return the attention that a prompt's last `window` rows pay to the context, ``(num_kv_heads, stop - start)``, float32.
 
-    Parameters
-    ----------
-    call : AttentionCall
-        The layer's attention call, of one sequence, whose last rows are the last tokens of the prompt.
-    window : int
-        How many of the last rows observe; no more than stand after the context.
-    start, stop : int
-        The half-open range of the context's rows.
-
-    Returns
-    -------
-    torch.Tensor
-        Attention weights summed over the observing rows and over the query heads that share a key head (SnapKV, section 4),
-        float32, ``(num_kv_heads, stop - start)``.
+    It is summed over these rows and over the query heads that share a key head (SnapKV, section 4).
     """
     weights = attention_weights(call, window)[..., start:stop]
     # Query heads that share a key head stand next to each other.
@@ -223,24 +195,10 @@ def context_attention(call: AttentionCall, window: int, start: int, stop: int) -
 
 
 def choose_tokens(attention: torch.Tensor, capacity: int, kernel: int) -> torch.Tensor:
-    """Return the tokens that each head keeps.
+    """Return the tokens of the context that each head keeps, ascending, ``(num_kv_heads, capacity)``.
 
     A token counts as much as the most attended one within the pooling window around it: what is attended to is kept with what
     surrounds it. Among equals, those that are attended to more themselves come first, then the earlier ones.
-
-    Parameters
-    ----------
-    attention : torch.Tensor
-        What `context_attention` returned, ``(num_kv_heads, context_len)``.
-    capacity : int
-        Tokens that each head keeps, at most `context_len`.
-    kernel : int
-        Length of the pooling window, odd.
-
-    Returns
-    -------
-    torch.Tensor
-        Indices into the context, ascending, int64, ``(num_kv_heads, capacity)``.
     """
     pooled = functional.max_pool1d(attention, kernel, stride=1, padding=kernel // 2)
     order = attention.argsort(dim=1, descending=True, stable=True)

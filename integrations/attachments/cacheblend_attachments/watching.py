@@ -37,15 +37,7 @@ class Watching(Attachment):
     drops_kv = False
 
     def attached(self, engine: BlendEngine) -> None:
-        """Begin to serve an engine.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If its model cannot be blended, or does not show its attention.
-        ConfigError
-            If it does not go with what is attached.
-        """
+        """Refuse what cannot be watched: models that cannot be blended or show no attention, beside what does not go with it."""
         name, decoder = type(self).__name__, engine.decoder
         if decoder is None:
             raise UnsupportedModelError(f"{name} watches blended prompts; {engine.unsupported_reason}")

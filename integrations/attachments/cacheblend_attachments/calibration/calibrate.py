@@ -215,24 +215,8 @@ def calibrate_asking(
 ) -> Calibration:
     """Calibrate with the prompts that come of asking questions: of each question's calls, the last with chunks.
 
-    Parameters
-    ----------
-    ask : callable
-        Asks a question, and returns the calls of the model that this took.
-    questions : sequence
-        What is asked.
-    answers, progress, **options
-        As for `calibrate`.
-
-    Returns
-    -------
-    Calibration
-        What was measured, with questions that no chunks were found for among the skipped.
-
-    Raises
-    ------
-    ConfigError
-        If no question was answered from chunks, or from those of several engines, and as `calibrate` does.
+    It takes the options of `calibrate`. Questions that no chunks were found for are among the skipped; `ConfigError` if no
+    question was answered from chunks, or these were several engines', and as `calibrate` raises it.
     """
     # Before anything is answered.
     if isinstance(questions, str):

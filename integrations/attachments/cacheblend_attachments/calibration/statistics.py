@@ -28,17 +28,7 @@ class Bootstrap:
     Where every context has one question, that is resampling questions. Every interval of one object comes from the same
     draws, so that a difference is paired and the order of calls does not matter.
 
-    Parameters
-    ----------
-    resamples : int
-        How many replicates.
-    seed : int
-        The draws follow from it.
-
-    Raises
-    ------
-    ConfigError
-        If `resamples` is below 1.
+    The draws follow from the seed.
     """
 
     def __init__(self, resamples: int = 2_000, seed: int = 0) -> None:
@@ -59,20 +49,7 @@ class Bootstrap:
         return self._weights[clusters]
 
     def interval(self, values: Sequence[float], clusters: Sequence[int]) -> Interval:
-        """Return the mean of `values` and its interval.
-
-        Parameters
-        ----------
-        values : sequence of float
-            One for each question, at least one; for a paired difference, the differences.
-        clusters : sequence of int
-            The context of each question.
-
-        Returns
-        -------
-        Interval
-            The mean over the questions, with its interval.
-        """
+        """Return the mean of values, one for each question or pair, and its interval; `clusters` are the questions' contexts."""
         return self.share(values, np.ones(len(values)), clusters)
 
     def share(
