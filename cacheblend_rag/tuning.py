@@ -34,10 +34,6 @@ class Tuning:
     prefetch_layers, load_threads : int
         Layers that the loader may be ahead of the computation, and threads that read, check and decode stored KV meanwhile; None
         is one for every two cores, at most 4.
-    reposition : bool
-        False leaves stored keys at the positions where they were encoded (FullReuse in A3, section 5).
-    pipeline : bool
-        False loads every layer only when it is needed, in the computing thread, one read after the other.
     page_locked : bool, optional
         Whether the RAM tier's memory is page-locked, so that a CUDA device copies from it without the processor; by default if
         the model is on one.
@@ -58,8 +54,6 @@ class Tuning:
     miss_tokens: int = 16_384
     prefetch_layers: int = 2
     load_threads: int | None = None
-    reposition: bool = True
-    pipeline: bool = True
     page_locked: bool | None = None
     write_back_bytes: int = 256 * 1024**2
     self_check: bool = True

@@ -50,7 +50,7 @@ class Runner:
         self._supply, self._store = supply, supply.store
         self._tuning = tuning
         self._num_layers = num_decoder_layers(model)
-        self._threads = tuning.threads if tuning.pipeline else 0
+        self._threads = tuning.threads
         self.scheduler = supply.scheduler
         self.attachments: list[Attachment] = []
 
@@ -183,7 +183,6 @@ class Runner:
                     len(loaded) + room,
                     tuning.prefetch_layers,
                     self._threads,
-                    tuning.reposition,
                     request.layers,
                 )
                 stack.enter_context(loader)

@@ -54,19 +54,12 @@ class Assembly:
     """The buffers of one prompt, of `capacity` rows. A layer is filled piece by piece, by any threads, and then finished by one.
 
     `readers` are one for each chunk of the layout; a layer that is large enough is cut into `shares` pieces of like size.
-    Without `reposition`, keys stay as they were stored.
     """
 
     def __init__(
-        self,
-        form: KVForm,
-        layout: PromptLayout,
-        readers: Sequence[KVReader],
-        capacity: int,
-        shares: int,
-        reposition: bool,
+        self, form: KVForm, layout: PromptLayout, readers: Sequence[KVReader], capacity: int, shares: int
     ) -> None:
-        self._rotations = form.rotations if reposition else (None,) * form.num_kv_layers
+        self._rotations = form.rotations
         self._layout = layout
         self._readers = readers
         self._capacity = capacity

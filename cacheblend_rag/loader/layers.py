@@ -54,14 +54,13 @@ class LayerLoader:
         capacity: int,
         ahead: int,
         threads: int,
-        reposition: bool = True,
         times: LayerTimes | None = None,
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
         self._devices = form.devices
         if not loads_ahead(form, layout, {reader.tier for reader in readers}):
             threads = 0
-        self._assembly = Assembly(form, layout, readers, capacity, max(2 * threads, 1), reposition)
+        self._assembly = Assembly(form, layout, readers, capacity, max(2 * threads, 1))
         self._ahead = ahead if threads else 0
         self._times = times or LayerTimes()
         self._changed = threading.Condition()

@@ -59,16 +59,12 @@ def stale_kv(
     ids: Sequence[int],
     chunks: Sequence[tuple[int, int]],
     prefix: Sequence[int],
-    reposition: bool = True,
 ) -> Pairs:
-    """Return the KV of chunks encoded behind `prefix` alone, at their place in a prompt; zero elsewhere.
-
-    Without `reposition` they are encoded at the positions that they are stored for.
-    """
+    """Return the KV of chunks encoded behind `prefix` alone, at their place in a prompt; zero elsewhere."""
     whole = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in own_kv(model, ids)]
     for start, stop in chunks:
         # The chunk behind its prefix, computed where it stands in the prompt: no key is ever moved.
-        alone = own_kv(model, [*prefix, *ids[start:stop]], first_position=start - len(prefix) if reposition else 0)
+        alone = own_kv(model, [*prefix, *ids[start:stop]], first_position=start - len(prefix))
         for (keys, values), (own_keys, own_values) in zip(whole, alone, strict=True):
             keys[:, :, start:stop] = own_keys[:, :, len(prefix) :]
             values[:, :, start:stop] = own_values[:, :, len(prefix) :]
@@ -83,7 +79,6 @@ def dense_blend(
     prefix: Sequence[int],
     recomputed: torch.Tensor | None = None,
     checks: dict[int, int] | None = None,
-    reposition: bool = True,
 ) -> torch.Tensor:
     """Return the logits behind `ids` when its chunks come from stale KV.
 
@@ -101,10 +96,8 @@ def dense_blend(
         Chunk rows recomputed in every layer, if they are fixed.
     checks
         Or: how many rows each check layer keeps, by deviation of values.
-    reposition
-        Whether chunks are computed where they stand in the prompt; else all at the position they are stored for.
     """
-    whole = stale_kv(model, ids, chunks, prefix, reposition)
+    whole = stale_kv(model, ids, chunks, prefix)
     rows = torch.cat([torch.arange(start, stop) for start, stop in chunks])
     if recomputed is not None:
         cache = _FixedRows(whole, rows, recomputed)

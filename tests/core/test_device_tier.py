@@ -39,7 +39,7 @@ def test_answers_are_those_without_it(
     monkeypatch.setattr("cacheblend_rag.loader.assembly._is_staged", lambda device: staged)
     monkeypatch.setattr("cacheblend_rag.loader.assembly._PIECE_BYTES", 1)
     monkeypatch.setattr("cacheblend_rag.loader.layers._THREAD_PAYS_BYTES", 0)
-    ways = [{"pipeline": False}, {"load_threads": 1}, {"load_threads": 3, "prefetch_layers": 3}]
+    ways = [{"load_threads": 1}, {"load_threads": 3, "prefetch_layers": 3}]
     with make(folder, selector=selector) as plain:
         plain.add(CHUNKS)
         wanted = [plain.prefill(prompt).logits for prompt in PROMPTS]

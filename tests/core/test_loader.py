@@ -215,7 +215,7 @@ def test_the_window_is_bounded(decoder: Decoder, threads: int, ahead: int) -> No
         assert sorted(reader.read) == list(range(decoder.num_layers))
 
 
-def test_without_a_pipeline_nothing_is_read_ahead_and_no_thread_starts(decoder: Decoder) -> None:
+def test_without_threads_nothing_is_read_ahead_and_no_thread_starts(decoder: Decoder) -> None:
     prompt = make_prompt([5, 6], [0, 0], ["ram"] * 2, decoder)
     readers = [_Watched(chunk) for chunk in prompt.chunks]
     before = threading.active_count()
@@ -339,16 +339,8 @@ def stored(make_engine: MakeEngine, tmp_path: Path) -> BlendEngine:
 def test_the_pipeline_changes_no_answer(stored: BlendEngine, tmp_path: Path, selector: str) -> None:
     in_ram = open_store(tmp_path / "kv", 10**8)
     wanted = None
-    for store, threads, ahead, pipeline in (
-        (stored._store, 1, 1, False),
-        (stored._store, 1, 1, True),
-        (stored._store, 4, 3, True),
-        (in_ram, 2, 2, True),
-        (in_ram, 4, 1, True),
-        (in_ram, 1, 1, False),
-    ):
-        ways = {"load_threads": threads, "prefetch_layers": ahead, "pipeline": pipeline}
-        settings = engine_settings(strict=True, selector=selector, **ways)
+    for store, threads, ahead in ((stored._store, 1, 1), (stored._store, 4, 3), (in_ram, 2, 2), (in_ram, 4, 1)):
+        settings = engine_settings(strict=True, selector=selector, load_threads=threads, prefetch_layers=ahead)
         with BlendEngine(stored.model, stored.tokenizer, **settings, store=store) as engine:
             logits = engine.prefill(PROMPT).logits
         wanted = logits if wanted is None else wanted

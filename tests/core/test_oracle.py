@@ -132,21 +132,6 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
 
 
 @torch.no_grad()
-def test_reuse_without_new_positions_is_the_dense_reference(model: PreTrainedModel) -> None:
-    with _engine(model, selector="none", reposition=False) as engine, _engine(model, selector="none") as moving:
-        prompt, spans = _prompt(engine)
-        ids = engine.prompt_ids(prompt)
-        got = engine.prefill(prompt).logits
-        nothing = torch.tensor([], dtype=torch.int64)
-        wanted = dense_blend(model, ids, spans, engine._assembler.preamble, recomputed=nothing, reposition=False)
-        assert (got - wanted).abs().max() < TOLERANCE
-        assert engine.decoder is not None
-        if any(rotation is not None for rotation in engine.decoder.rotations):
-            _prompt(moving)
-            assert (got - moving.prefill(prompt).logits).abs().max() > 10 * TOLERANCE
-
-
-@torch.no_grad()
 def test_a_first_chunk_behind_its_preamble_is_the_models_prefix_cache(model: PreTrainedModel) -> None:
     head = words(4, 10)
     with _engine(model, preamble=head, selector="none") as engine:

@@ -138,7 +138,7 @@ def test_layers_with_a_window_are_kept_whole_and_the_report_says_so() -> None:
 
 
 def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) -> None:
-    settings = engine_settings(strict=True, selector="none", ram_bytes=0, pipeline=False)
+    settings = engine_settings(strict=True, selector="none", ram_bytes=0)
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
         engine.attach(SnapKV(0.25))
         engine.add(CHUNKS)

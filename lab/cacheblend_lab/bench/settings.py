@@ -25,7 +25,6 @@ __all__ = [
     "DEVICE",
     "IDS_AT_ONCE",
     "NO_LIMIT",
-    "NO_PIPELINE",
     "SETTINGS",
     "AutoSetting",
     "BatchSetting",
@@ -51,8 +50,6 @@ NO_LIMIT = 2**63 - 1
 """Bytes that no measurement needs, for a RAM tier that keeps everything."""
 DEVICE = "device"
 """The tier beside the model, from which nothing is loaded."""
-NO_PIPELINE = "-no-pipeline"
-"""Suffix of a tier whose KV is loaded without the pipeline."""
 IDS_AT_ONCE = 8
 """Number of ids that one lookup of the index asks for, the chunks of a prompt."""
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -283,8 +280,7 @@ class TTFTSetting(ModelSetting):
             "--tiers",
             "--tier",
             help="Where stored KV is read from, comma-separated: device (kept beside the model), ram, disk (the page cache is "
-            "emptied of it before each run), or a rate such as 100MB/s for an emulated device; with -no-pipeline after it, "
-            "loaded without the pipeline.",
+            "emptied of it before each run), or a rate such as 100MB/s for an emulated device.",
         ),
         Written(parse_names),
     ] = ("ram",)
@@ -300,7 +296,7 @@ class TTFTSetting(ModelSetting):
         super().__post_init__()
         for tier in self.tiers or ("",):
             if tier != DEVICE:
-                device_rate(tier.removesuffix(NO_PIPELINE))
+                device_rate(tier)
 
 
 @dataclass(frozen=True)
@@ -383,7 +379,7 @@ class LoadSetting(RoundsSetting):
     chunk_tokens: ChunkTokens = 512
     threads: Annotated[
         tuple[int, ...],
-        typer.Option(help="Numbers of loader threads, comma-separated; 0 is the pipeline switched off."),
+        typer.Option(help="Numbers of loader threads, comma-separated; 0 loads in the calling thread."),
         Written(lambda text: parse_counts(text, "0,1,2,4")),
     ] = (0, 1, 2, 4)
     # Layers that the loader may be ahead.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cacheblend_lab.bench.runner import RoundsBench, median_ratio, say_range, wait_for_device
-from cacheblend_lab.bench.settings import DEVICE, NO_LIMIT, NO_PIPELINE, TTFTSetting, device_rate
+from cacheblend_lab.bench.settings import DEVICE, NO_LIMIT, TTFTSetting, device_rate
 from cacheblend_lab.bench.shapes import RandomWords, make_model
 from cacheblend_lab.bench.tiers import SlowStore
 from cacheblend_lab.eval.prefix import PrefixCache
@@ -59,10 +59,8 @@ class TTFTRow:
         What `speedup` would be if time were proportional to the rows computed in all layers and all else were free.
     tier : str or None
         Where stored KV was read from.
-    pipeline : bool or None
-        Whether it was read ahead of the computation.
     over_ram : float or None
-        `ttft_s` over that of the same method from RAM, with the pipeline on, in the same round; the median of the rounds. None
+        `ttft_s` over that of the same method from RAM in the same round; the median of the rounds. None
         where that was not measured.
     of_reuse : float or None
         The speed of "reuse" that is left: its `ttft_s` from the same tier over that of "in_document" or "gapless", in the same
@@ -85,7 +83,6 @@ class TTFTRow:
     speedup: float
     limit: float
     tier: str | None
-    pipeline: bool | None
     over_ram: float | None
     of_reuse: float | None
     of_ready: float | None
@@ -101,11 +98,10 @@ class _Method:
     ratio: float | None
     run: Callable[[], BlendReport | None]
     tier: str | None = None
-    pipeline: bool | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.name, self.selector, self.ratio, self.tier, self.pipeline
+        return self.name, self.selector, self.ratio, self.tier
 
 
 _Runs = Sequence[tuple[float, BlendReport | None]]
@@ -136,16 +132,12 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
             self._engines["disk"] = engine(location, engine_settings(settings, ram_bytes=0))
         if DEVICE in setting.tiers:
             self._engines[DEVICE] = engine(None, engine_settings(settings, device_bytes=NO_LIMIT))
-        for tier in dict.fromkeys(each.removesuffix(NO_PIPELINE) for each in setting.tiers if each != DEVICE):
+        for tier in dict.fromkeys(each for each in setting.tiers if each != DEVICE):
             rate = device_rate(tier)
             if rate is not None:
                 slow = SlowStore(tier, rate, NO_LIMIT)
                 self.closing.callback(slow.close)
                 self._engines[tier] = engine(slow, settings)
-        # Over the same stores, engines that load each layer when it is asked for.
-        for label in dict.fromkeys(each for each in setting.tiers if each.endswith(NO_PIPELINE)):
-            other = self._engines[label.removesuffix(NO_PIPELINE)]
-            self._engines[label] = engine(other._store, engine_settings(settings_of(other), pipeline=False))
         words = RandomWords(tokenizer, setting.seed)
         chunks = words.chunks(setting.chunks, setting.chunk_tokens)
         question = words.text(setting.question_tokens)
@@ -195,11 +187,10 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         methods = [_Method(name, None, None, run) for name, run in own.items()]
         for ratio in dict.fromkeys(self.setting.ratios):
             for selector in dict.fromkeys(self.setting.selectors) if ratio else ("none",):
-                for label in dict.fromkeys(self.setting.tiers):
-                    tier, pipeline = label.removesuffix(NO_PIPELINE), not label.endswith(NO_PIPELINE)
+                for tier in dict.fromkeys(self.setting.tiers):
                     for name in ("blend",) if ratio else tuple(self._prompts):
-                        run = partial(self._blend, tier, selector, ratio, pipeline, name)
-                        methods.append(_Method(name, selector, ratio, run, tier, pipeline))
+                        run = partial(self._blend, tier, selector, ratio, name)
+                        methods.append(_Method(name, selector, ratio, run, tier))
         return methods
 
     def run(self, method: _Method) -> tuple[float, BlendReport | None]:
@@ -224,9 +215,8 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         question = self._ids[:, -self.setting.question_tokens :]
         int(self._ready.logits(question, copies=False).argmax())
 
-    def _blend(self, tier: str, selector: str, ratio: float, pipeline: bool, name: str = _REUSE) -> BlendReport:
-        label = tier if pipeline else f"{tier}{NO_PIPELINE}"
-        engine = (self._gapless if name == _GAPLESS else self._engines)[label]
+    def _blend(self, tier: str, selector: str, ratio: float, name: str = _REUSE) -> BlendReport:
+        engine = (self._gapless if name == _GAPLESS else self._engines)[tier]
         blend = engine.blend.replace(selector=selector, recompute_ratio=ratio)
         result = engine.prefill(self._prompts.get(name, self.prompt), blend=blend)
         int(result.logits.argmax())
@@ -237,11 +227,11 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         times_of = {each.key: [seconds for seconds, _ in found] for each, found in runs.items()}
         times = times_of[method.key]
         full = next(iter(times_of.values()))
-        ram = times_of.get((method.name, method.selector, method.ratio, "ram", True))
+        ram = times_of.get((method.name, method.selector, method.ratio, "ram"))
         # Only chunks that were stored in a document are compared with those that were stored alone.
         in_document = method.name in (_IN_DOCUMENT, _GAPLESS)
         reuse = times_of.get((_REUSE, *method.key[1:])) if in_document else None
-        ready = times_of[_READY, None, None, None, None] if method.tier and not method.ratio else None
+        ready = times_of[_READY, None, None, None] if method.tier and not method.ratio else None
         reports = [report for _, report in runs[method] if report is not None]
         if reports:
             charged = median(report.charged_ratio for report in reports)
@@ -262,7 +252,6 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
             speedup=median(full) / median(times),
             limit=len(self.token_ids) / computed,
             tier=method.tier,
-            pipeline=method.pipeline,
             over_ram=None if ram is None else median_ratio(times, ram),
             of_reuse=None if reuse is None else median_ratio(reuse, times),
             of_ready=None if ready is None else median_ratio(times, ready),
@@ -287,7 +276,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
             "method": row.method,
             "selector": row.selector,
             "ratio": row.recompute_ratio,
-            "tier": row.tier if row.pipeline in (None, True) else f"{row.tier}, no pipeline",
+            "tier": row.tier,
             "charged": f"{row.charged_ratio:.3f}",
             "first token": say_seconds(row.ttft_s),
             "range": say_range(row.ttft_min_s, row.ttft_max_s),

@@ -30,7 +30,7 @@ __all__ = ["eval_app"]
 
 eval_app = typer.Typer(help="Measure how good the answers are.", no_args_is_help=True, rich_markup_mode=None)
 
-_METHODS = "full,prefix,reuse,full_reuse"
+_METHODS = "full,prefix,reuse"
 
 
 def _shared(
@@ -38,7 +38,7 @@ def _shared(
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods, comma-separated: full, prefix, reuse, full_reuse, map_reduce, map_rerank; a selector with a ratio "
+            help="Methods, comma-separated: full, prefix, reuse, map_reduce, map_rerank; a selector with a ratio "
             '("hkvd 0.15"), with a charge ("hkvd @0.15"), with settings ("hkvd 0.15 check_layers=[1,2]"); "random = hkvd 0.15". '
             'After each: alone, "behind other", "behind shuffled" (how chunks are encoded), documents (whole ones are read).'
         ),

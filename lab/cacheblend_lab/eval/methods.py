@@ -38,9 +38,8 @@ _NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix": ("prefix", {}),
     "map_reduce": ("map_reduce", {}),
     "map_rerank": ("map_rerank", {}),
-    # Reuse of stored KV, with and without new positions.
+    # Reuse of stored KV at its new positions.
     "reuse": ("blend", _NOTHING_RECOMPUTED),
-    "full_reuse": ("blend", _NOTHING_RECOMPUTED | {"reposition": False}),
     # Chunks as modules of a schema, each with its place; the words around them are computed (Prompt Cache, section 5.1).
     "prompt_cache": ("prompt_cache", _NOTHING_RECOMPUTED),
 }
@@ -104,7 +103,7 @@ def parse_method(text: str) -> EvalMethod:
     Parameters
     ----------
     text : str
-        "full", "no_context", "prefix", "reuse", "full_reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
+        "full", "no_context", "prefix", "reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
         ("hkvd 0.15"); a selector and a charge ("hkvd @0.15"); or "random = hkvd 0.15", which is random at the charge of the
         method named after the sign. "documents", "alone" (chunks encoded alone), "behind other" and "behind shuffled" may
         follow, and settings, as in ``hkvd 0.15 alone deviation=key check_layers=[1,2]``; values are read as JSON, else as text.

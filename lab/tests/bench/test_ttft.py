@@ -70,22 +70,21 @@ def test_the_rows_are_complete(bench: TTFTBench) -> None:
 
 
 def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
-    tiers = ("ram", "disk", "disk-no-pipeline", "device")
+    tiers = ("ram", "disk", "device")
     setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=tiers, folder=tmp_path, repeats=2)
     with TTFTBench(setting) as bench:
         rows = bench.measure()
         share = bench.cached_share_after_drop()
         for tier in ("ram", "disk", "device", "ram", "disk", "device"):
-            assert {chunk.tier for chunk in bench._blend(tier, "hkvd", 0.15, True).chunks} == {tier}
+            assert {chunk.tier for chunk in bench._blend(tier, "hkvd", 0.15).chunks} == {tier}
     assert share is None or 0 <= share <= 1
-    assert [(row.method, row.tier, row.pipeline) for row in rows] == [
-        ("full", None, None),
-        ("prefix_cache", None, None),
-        ("ready", None, None),
-        ("blend", "ram", True),
-        ("blend", "disk", True),
-        ("blend", "disk", False),
-        ("blend", "device", True),
+    assert [(row.method, row.tier) for row in rows] == [
+        ("full", None),
+        ("prefix_cache", None),
+        ("ready", None),
+        ("blend", "ram"),
+        ("blend", "disk"),
+        ("blend", "device"),
     ]
     # What lies on the device is not loaded.
     assert rows.pop().load_bytes == 0
@@ -114,16 +113,14 @@ def test_every_shape_is_a_model(name: str) -> None:
 
 
 def test_an_emulated_device_is_as_slow_as_it_says() -> None:
-    setting = TTFTSetting(
-        shape="tiny", chunks=2, chunk_tokens=40, ratios=(0.15,), tiers=("ram", "1MB/s", "1MB/s-no-pipeline"), repeats=1
-    )
+    setting = TTFTSetting(shape="tiny", chunks=2, chunk_tokens=40, ratios=(0.15,), tiers=("ram", "1MB/s"), repeats=1)
     with TTFTBench(setting) as bench:
-        rows = {(row.tier, row.pipeline): row for row in bench.measure() if row.method == "blend"}
-    slow, unpipelined = rows["1MB/s", True], rows["1MB/s", False]
-    assert set(rows) == {("ram", True), ("1MB/s", True), ("1MB/s", False)}
-    assert slow.load_bytes and slow.load_bytes == unpipelined.load_bytes == rows["ram", True].load_bytes
+        rows = {row.tier: row for row in bench.measure() if row.method == "blend"}
+    assert set(rows) == {"ram", "1MB/s"}
+    slow = rows["1MB/s"]
+    assert slow.load_bytes and slow.load_bytes == rows["ram"].load_bytes
     # What comes last cannot be there before all of it could have come.
-    assert min(slow.ttft_min_s, unpipelined.ttft_min_s) >= slow.load_bytes / 1e6
+    assert slow.ttft_min_s >= slow.load_bytes / 1e6
 
 
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 4

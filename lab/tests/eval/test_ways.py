@@ -58,7 +58,7 @@ def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -
 def test_the_baselines_on_the_reference_model(tmp_path: Path) -> None:
     task = reference_task(2, style=NOTES)
     setting = EvalSetting(
-        methods=parse_methods("prefix, full_reuse, map_reduce, map_rerank, hkvd @0.2, hkvd @0.01, random = hkvd @0.2"),
+        methods=parse_methods("prefix, map_reduce, map_rerank, hkvd @0.2, hkvd @0.01, random = hkvd @0.2"),
         resamples=20,
     )
     journal = tmp_path / "answers.jsonl"

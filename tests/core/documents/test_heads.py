@@ -54,8 +54,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"recompute_ratio": 0.3, "selector": "boundary"},
     {"recompute_ratio": 0.3, "selector": "random"},
     {"recompute_ratio": 1.0},
-    {"reposition": False},
-    {"pipeline": False},
     {"ram_codec": "int4"},
 ]
 

@@ -218,7 +218,7 @@ def prompt_work(
         candidate_tokens=layout.context_rows.numel(),
         first_layer=min(check_layers(make_selector(blend.selector), decoder.num_layers), default=0),
         ahead=tuning.prefetch_layers,
-        threaded=tuning.pipeline and loads_ahead(decoder, layout, {part.tier for part in stored}),
+        threaded=loads_ahead(decoder, layout, {part.tier for part in stored}),
         stored=stored,
         remembers=layout.remembers,
     )

@@ -219,11 +219,12 @@ class Measurement:
     def _load(self, layout: PromptLayout, open_readers: Callable[[], list[KVReader]], *, blends: bool = False) -> float:
         """Load all layers of a prompt, and blend it meanwhile if asked to; return the seconds."""
         readers, decoder, tuning = open_readers(), self._decoder, self._tuning
-        threads = tuning.threads if tuning.pipeline else 0
         first = self._first_layer if blends else 0
 
         def run() -> None:
-            with LayerLoader(decoder, layout, readers, first, len(layout), tuning.prefetch_layers, threads) as loader:
+            with LayerLoader(
+                decoder, layout, readers, first, len(layout), tuning.prefetch_layers, tuning.threads
+            ) as loader:
                 if blends:
                     self._blend(layout, _RATIOS[0], loader.synchronize)
                 else:
