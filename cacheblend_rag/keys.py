@@ -7,12 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-__all__ = [
-    "HEAD_PREFIX",
-    "chunk_key",
-    "context_digest",
-    "context_digests",
-]
+__all__ = ["HEAD_PREFIX", "chunk_key", "context_digest", "context_digests"]
 
 HEAD_PREFIX = "cacheblend/head/"
 """Beginning of the names of prompts' fixed heads, and of no chunk's id."""

@@ -106,9 +106,5 @@ class AssembledPrompt:
         """Return the prompt with the chunks of some keys, whose KV is missing, computed like text."""
         kept = tuple(chunk for chunk in self.chunks if chunk.key not in keys)
         gone = [replace(chunk, computed="missing", note=note) for chunk in self.chunks if chunk.key in keys]
-        layout = replace(
-            self.layout,
-            chunks=kept,
-            remembers=any(chunk.remembers for chunk in kept),
-        )
+        layout = replace(self.layout, chunks=kept, remembers=any(chunk.remembers for chunk in kept))
         return replace(self, layout=layout, chunks=kept, computed=(*self.computed, *gone))

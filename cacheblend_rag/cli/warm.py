@@ -108,11 +108,7 @@ def warm(
         def kept() -> str:
             return f"the KV of {reached} of {len(passages)} passages is in {store}; run the same command to continue"
 
-        with (
-            on_interrupt(kept),
-            open_library(store, engine, finder) as library,
-            progress_bar("warming") as progress,
-        ):
+        with on_interrupt(kept), open_library(store, engine, finder) as library, progress_bar("warming") as progress:
 
             def advance(done: int, total: int) -> None:
                 nonlocal reached

@@ -10,16 +10,7 @@ import torch
 
 from cacheblend_rag.kv import KV, LayerKV
 
-__all__ = [
-    "NATIVE",
-    "CastCodec",
-    "Codec",
-    "NativeCodec",
-    "PackedKV",
-    "PackedLayer",
-    "TensorForm",
-    "main_codec",
-]
+__all__ = ["NATIVE", "CastCodec", "Codec", "NativeCodec", "PackedKV", "PackedLayer", "TensorForm", "main_codec"]
 
 
 class TensorForm(NamedTuple):

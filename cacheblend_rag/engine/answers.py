@@ -26,11 +26,7 @@ from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduler import GaveWayError, Patience, aside
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse.plan import check_selector
-from cacheblend_rag.model import (
-    Decoder,
-    WeightsWatch,
-    num_decoder_layers,
-)
+from cacheblend_rag.model import Decoder, WeightsWatch, num_decoder_layers
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.tuning import Tuning
 

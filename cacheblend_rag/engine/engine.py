@@ -25,13 +25,7 @@ from cacheblend_rag.engine.decode import end_ids
 from cacheblend_rag.engine.many import Many
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.errors import (
-    ConfigError,
-    StoreError,
-    StoreFormatError,
-    StoreReadOnlyError,
-    UnsupportedModelError,
-)
+from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreReadOnlyError, UnsupportedModelError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.fuse.selfcheck import check_blending
 from cacheblend_rag.kv import LayerKV
@@ -348,11 +342,9 @@ def open_engine_store(
         )
     devices = [torch.device("cpu")] if decoder is None else decoder.devices
     by_default = any(device.type == "cuda" for device in devices)
-    device_bytes = 0
-    if decoder is not None:
-        device_bytes = spare_bytes(devices) if config.device_bytes is None else config.device_bytes
+    room = spare_bytes(devices) if config.device_bytes is None else config.device_bytes
     settings: dict[str, Any] = {
-        "device_bytes": device_bytes,
+        "device_bytes": 0 if decoder is None else room,
         "devices": devices,
         "page_locked": by_default if tuning.page_locked is None else tuning.page_locked,
         "ram_bytes": config.ram_bytes,
@@ -365,11 +357,9 @@ def open_engine_store(
     }
     try:
         return open_store(store, **settings)
-    except (StoreFormatError, StoreReadOnlyError):
-        # Another folder was meant.
-        raise
     except StoreError as error:
-        if store is None:
+        # Another folder was meant; or it is RAM that fails.
+        if store is None or isinstance(error, StoreFormatError | StoreReadOnlyError):
             raise
         logger.warning(
             "the store cannot be opened, so KV is kept in the memory of this process and is lost with it: %s", error

@@ -22,14 +22,7 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import Spelling, StopCutter
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = [
-    "BlendStream",
-    "GenerationResult",
-    "PieceStreamer",
-    "PrefillResult",
-    "StopStrings",
-    "TokenWatch",
-]
+__all__ = ["BlendStream", "GenerationResult", "PieceStreamer", "PrefillResult", "StopStrings", "TokenWatch"]
 
 
 @dataclass(frozen=True)
@@ -149,9 +142,6 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
         weakref.finalize(self, stop.set)
         feed.start(lambda: run(feed.put, stop), "cacheblend-stream")
 
-    def __iter__(self) -> BlendStream:
-        return self
-
     def __next__(self) -> str:
         piece = self._feed.next()
         if piece is None:
@@ -160,9 +150,6 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
                 self._feed.outcome()
             raise StopIteration
         return piece
-
-    def __aiter__(self) -> BlendStream:
-        return self
 
     async def __anext__(self) -> str:
         piece = await self._feed.anext()

@@ -329,23 +329,15 @@ class Ingest:
         todo.job.advance(chunks)
         if encoded and todo.changed and not self._has_told:
             self._has_told = True
-            self._tell(encoded, tokens, time.perf_counter() - started)
+            held, folder = self._store.stats(), self._store.path
+            where, size = ("RAM", held.ram_bytes) if folder is None else (folder, held.disk_bytes)
+            logger.info(
+                "%d chunks of %d tokens encoded in %.1f s; the store in %s now has %.1f MB of KV (logged once per engine)",
+                *(encoded, tokens, time.perf_counter() - started, where, size / 1e6),
+            )
         if given_up is not None and todo.refusals:
             raise todo.refusals[0]
         return AddResult(encoded, todo.changed, todo.unchanged, tokens)
-
-    def _tell(self, encoded: int, tokens: int, seconds: float) -> None:
-        """Log what encoding cost."""
-        held, folder = self._store.stats(), self._store.path
-        where, size = ("RAM", held.ram_bytes) if folder is None else (folder, held.disk_bytes)
-        logger.info(
-            "%d chunks of %d tokens encoded in %.1f s; the store in %s now has %.1f MB of KV (logged once per engine)",
-            encoded,
-            tokens,
-            seconds,
-            where,
-            size / 1e6,
-        )
 
     def _computed(self, todo: _Todo, given_up: Callable[[], bool] | None) -> Iterator[Batch]:
         """Compute the KV of texts batch by batch; see `_encode`."""
@@ -354,7 +346,9 @@ class Ingest:
             if given_up is not None:
                 if given_up():
                     return
-                wanted = self._wanted(texts)
+                # Neither deleted nor replaced since they were added, nor encoded for a prompt.
+                found = zip(texts, self._store.holds([text.key for text in texts]), self._named(texts), strict=True)
+                wanted = [text for text, held, named in found if named and not held]
                 todo.job.advance(sum(len(text.names) for text in texts if text not in wanted))
                 texts = wanted
             # Planned again, what is left of one batch is one batch, or a few.
@@ -421,11 +415,6 @@ class Ingest:
         gone = [text.key for text, named in zip(texts, self._named(texts), strict=True) if not named]
         if gone:
             self._store.release(gone)
-
-    def _wanted(self, texts: Sequence[_Text]) -> list[_Text]:
-        """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt."""
-        held = self._store.holds([text.key for text in texts])
-        return [text for text, there, named in zip(texts, held, self._named(texts), strict=True) if named and not there]
 
     def _named(self, texts: Sequence[_Text]) -> list[bool]:
         """Return of each text whether one of its records stands, or has no id by which it could have been deleted."""

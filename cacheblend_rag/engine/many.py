@@ -33,37 +33,12 @@ logger = logging.getLogger(__name__)
 _OBJECTS = ("stopping_criteria", "logits_processor")
 # Options of transformers' generate that mean the same for a row of a padded batch as for a prompt of its own.
 _BY_ROW = frozenset(
-    {
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "cache_implementation",
-        "do_sample",
-        "eos_token_id",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "max_new_tokens",
-        "min_new_tokens",
-        "min_p",
-        "num_beams",
-        "num_return_sequences",
-        "pad_token_id",
-        "remove_invalid_values",
-        "renormalize_logits",
-        "repetition_penalty",
-        "stop_strings",
-        # Objects, of which every row gets its own.
-        *_OBJECTS,
-        "suppress_tokens",
-        "temperature",
-        "tokenizer",
-        "top_h",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "use_cache",
-    }
-)
+    """
+    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation do_sample eos_token_id epsilon_cutoff eta_cutoff
+    max_new_tokens min_new_tokens min_p num_beams num_return_sequences pad_token_id remove_invalid_values renormalize_logits
+    repetition_penalty stop_strings suppress_tokens temperature tokenizer top_h top_k top_p typical_p use_cache
+    """.split()
+).union(_OBJECTS)  # of which every row gets its own
 _DEFAULT_NEW_TOKENS = 256
 # What a checkpoint's generation settings may say besides, to no effect here.
 _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
@@ -345,11 +320,7 @@ class Many:
             options["stopping_criteria"] = StoppingCriteriaList([ends])
             if any(request.options.get("logits_processor") for request in requests):
                 options["logits_processor"] = LogitsProcessorList([RowProcessor(batch.starts, requests, ends)])
-            with (
-                self._runner.scheduler.within(requests[0].patience),
-                torch.no_grad(),
-                batch.prefilled(model) as cache,
-            ):
+            with self._runner.scheduler.within(requests[0].patience), torch.no_grad(), batch.prefilled(model) as cache:
                 output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
                     **batch.inputs(model.device), past_key_values=cache, max_new_tokens=max(limits), **options
                 )

@@ -129,10 +129,7 @@ class Request:
 
 
 def make_report(
-    request: Request,
-    num_layers: int,
-    output_ids: tuple[int, ...] = (),
-    token_times: Sequence[float] = (),
+    request: Request, num_layers: int, output_ids: tuple[int, ...] = (), token_times: Sequence[float] = ()
 ) -> BlendReport:
     """Return what a request cost, and where its KV came from; without `token_times` the output is there now."""
     assert request.plan is not None
@@ -156,6 +153,23 @@ def make_report(
     # Between its prefill and its first token the model had the other prompts of a batch.
     queue_s = request.queue_s + first_output - ended
     count = len(output_ids)
+    traced = [
+        TracedChunk(chunk.start, chunk.stop, chunk.id, chunk.key, chunk.remembers, its.tier, its.reason, its.attention)
+        for chunk, its in parts
+    ]
+    trace = Trace(
+        layout.token_ids,
+        output_ids,
+        tuple(traced),
+        tuple(_reused(request)),
+        () if request.recomputed is None else tuple(rows.tolist()),
+        request.started,
+        request.forward_started,
+        ended,
+        tuple(request.waits),
+        request.layers,
+        tuple(token_times[:count]),
+    )
     return BlendReport(
         ttft_s=ttft_s,
         load_s=load_s,
@@ -179,42 +193,7 @@ def make_report(
         queue_s=queue_s,
         overhead_s=max(ttft_s - queue_s - load_s - request.encode_s - recompute_s, 0.0),
         **request.figures,
-        trace=_trace(request, parts, rows, ended, output_ids, token_times),
-    )
-
-
-def _trace(
-    request: Request,
-    parts: Sequence[tuple[PromptChunk, ChunkReport]],
-    recomputed: torch.Tensor,
-    ended: float,
-    output_ids: tuple[int, ...],
-    token_times: Sequence[float],
-) -> Trace:
-    return Trace(
-        request.prompt.layout.token_ids,
-        output_ids,
-        tuple(
-            TracedChunk(
-                chunk.start,
-                chunk.stop,
-                chunk.id,
-                chunk.key,
-                chunk.remembers,
-                report.tier,
-                report.reason,
-                report.attention,
-            )
-            for chunk, report in parts
-        ),
-        tuple(_reused(request)),
-        () if request.recomputed is None else tuple(recomputed.tolist()),
-        request.started,
-        request.forward_started,
-        ended,
-        tuple(request.waits),
-        request.layers,
-        tuple(token_times[: len(output_ids)]),
+        trace=trace,
     )
 
 

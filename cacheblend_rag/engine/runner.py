@@ -39,12 +39,7 @@ class Runner:
     """Runs prompts on one model and one store, one at a time."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        decoder: Decoder | None,
-        unsupported: str | None,
-        supply: KVSupply,
-        tuning: Tuning,
+        self, model: PreTrainedModel, decoder: Decoder | None, unsupported: str | None, supply: KVSupply, tuning: Tuning
     ) -> None:
         self._model, self._decoder, self._unsupported = model, decoder, unsupported
         self._supply, self._store = supply, supply.store

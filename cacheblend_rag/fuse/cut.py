@@ -30,11 +30,7 @@ class RowCutter:
         self._known: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def cut(
-        self,
-        arguments: dict[str, Any],
-        before: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        is_last: bool = False,
+        self, arguments: dict[str, Any], before: torch.Tensor | None, rows: torch.Tensor | None, is_last: bool = False
     ) -> dict[str, Any]:
         """Return a layer's arguments, those with a row axis cut to `rows`, None for all; states have the rows `before`."""
         if rows is None:

@@ -10,7 +10,6 @@ import ctypes
 import threading
 import time
 from collections.abc import Collection, Sequence
-from types import TracebackType
 
 import torch
 
@@ -88,9 +87,7 @@ class LayerLoader:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -63,19 +63,12 @@ def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: s
     calls: list[AttentionCall] = []
     with torch.no_grad(), watch_attention(calls.append):
         decoder.kv_at(torch.zeros(1, 1, dtype=torch.int64, device=decoder.device), 0)
-    kinds = layer_types(model, decoder.num_layers)
-    return Capability(
-        type(model).__name__,
-        None,
-        tuple(
-            LayerCapability(
-                number,
-                _attention(model, kind, calls[number] if len(calls) == decoder.num_layers else None),
-                *_kv(decoder, number),
-            )
-            for number, kind in enumerate(kinds)
-        ),
-    )
+    shown = calls if len(calls) == decoder.num_layers else [None] * decoder.num_layers
+    layers = [
+        LayerCapability(number, _attention(model, kind, shown[number]), *_kv(decoder, number))
+        for number, kind in enumerate(layer_types(model, decoder.num_layers))
+    ]
+    return Capability(type(model).__name__, None, tuple(layers))
 
 
 def _attention(model: PreTrainedModel, kind: str, call: AttentionCall | None) -> str:

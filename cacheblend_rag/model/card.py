@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,11 +34,8 @@ class ModelCard:
     rope_reach: int | None = None
     # Where the KV is to go; not a part of what is written.
     device: torch.device = _CPU
-
-    @property
-    def is_movable(self) -> bool:
-        """Whether KV can be moved to another position; there are no cards of other models."""
-        return True
+    # There are no cards of models whose KV cannot be moved to another position.
+    is_movable: ClassVar[bool] = True
 
     @property
     def num_kv_layers(self) -> int:
@@ -54,10 +51,6 @@ class ModelCard:
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each layer."""
         return (self.device,) * len(self.shapes)
-
-    def on(self, device: torch.device) -> ModelCard:
-        """Return the card of KV that goes to a device."""
-        return replace(self, device=device)
 
     @classmethod
     def of(cls, decoder: Decoder, identity: str, window: int | None) -> ModelCard:

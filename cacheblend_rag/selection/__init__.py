@@ -13,13 +13,7 @@ from typing import Any
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
-from cacheblend_rag.selection.fixed import (
-    BoundarySelector,
-    FixedSelection,
-    FullSelector,
-    NoneSelector,
-    RandomSelector,
-)
+from cacheblend_rag.selection.fixed import BoundarySelector, FixedSelection, FullSelector, NoneSelector, RandomSelector
 from cacheblend_rag.selection.hkvd import HKVDSelector
 from cacheblend_rag.selection.question import A3Selector, QuerySelector
 

@@ -11,13 +11,7 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
 from cacheblend_rag.selection.segments import pick
 
-__all__ = [
-    "SEGMENT_TOKENS",
-    "A3Selector",
-    "QuerySelector",
-    "look_layers",
-    "stop_layer",
-]
+__all__ = ["SEGMENT_TOKENS", "A3Selector", "QuerySelector", "look_layers", "stop_layer"]
 
 _A3_LAYER = 1
 # Shares of the depth, by measurement on the reference model: see docs/selectors.md.

@@ -24,16 +24,7 @@ from cacheblend_rag.codec import (
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
 from cacheblend_rag.store.base import Entry, KVReader, count_of, latest
 
-__all__ = [
-    "DeviceReader",
-    "DeviceTier",
-    "LRUCache",
-    "RamReader",
-    "RamTier",
-    "ResidentKV",
-    "Upload",
-    "spare_bytes",
-]
+__all__ = ["DeviceReader", "DeviceTier", "LRUCache", "RamReader", "RamTier", "ResidentKV", "Upload", "spare_bytes"]
 
 _log = getLogger(__name__)
 

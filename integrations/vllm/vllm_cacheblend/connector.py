@@ -245,7 +245,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if self._loader is None:
             # On a core of its own a worker loads by itself: a thread would take its turns from it.
             threads = 2 if usable_cores() > 1 else 0
-            self._loader = PrefixLoader(self._store, self._card.on(device), _AHEAD, threads)
+            self._loader = PrefixLoader(self._store, replace(self._card, device=device), _AHEAD, threads)
 
         def write(number: int, kv: LayerKV) -> None:
             layer, slots = places[number]
