@@ -9,15 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-import torch
-
 from cacheblend_rag.conversation.kept import HeldTurn, KeptTurns, KnownChunks, Making, Seen
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.memory import DeviceReader, ResidentKV, Upload
+from cacheblend_rag.store.memory import DeviceReader, ResidentKV, Upload, event_now
 
 __all__ = ["Conversation", "Resumption", "Turn"]
 
@@ -268,7 +266,7 @@ def _readers_of(held: HeldTurn, runs: Sequence[Run]) -> dict[int, KVReader]:
     """Return a reader of each run, by the row that it begins at in the prompt."""
     # Layers are put together in another stream than that in which the KV was computed.
     devices = {layer.keys.device for layer in held.layers}
-    done = {device: _now(device) for device in devices} if runs else {}
+    done = {device: event_now(device) for device in devices} if runs else {}
     readers: dict[int, KVReader] = {}
     for run in runs:
         rows = slice(run.source, run.source_stop)
@@ -277,15 +275,6 @@ def _readers_of(held: HeldTurn, runs: Sequence[Run]) -> dict[int, KVReader]:
         ]
         readers[run.start] = DeviceReader(ResidentKV(held.token_ids[rows], run.source, uploads))
     return readers
-
-
-def _now(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event after all that a CUDA device has been given in the current stream; None on other devices."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _seen_by(

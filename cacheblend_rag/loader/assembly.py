@@ -15,7 +15,7 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.buffers import empty_buffer
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.memory import Upload
+from cacheblend_rag.store.memory import Upload, event_now
 
 __all__ = ["Assembly", "KVForm", "Piece"]
 
@@ -128,10 +128,7 @@ class Assembly:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if device.type == "cuda":
             with torch.cuda.stream(self._streams[device]):
-                made = self._on_device(layer, buffer, direct)
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                done.record()
-            return Upload(made, done)
+                return Upload(self._on_device(layer, buffer, direct), event_now(device))
         if _is_staged(device):
             return self._on_device(layer, buffer, direct)
         assert buffer is not None

@@ -24,7 +24,7 @@ from cacheblend_rag.codec import (
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
 from cacheblend_rag.store.base import Entry, KVReader, count_of, latest
 
-__all__ = ["DeviceReader", "DeviceTier", "LRUCache", "RamReader", "RamTier", "ResidentKV", "Upload", "spare_bytes"]
+__all__ = ["DeviceReader", "DeviceTier", "RamReader", "RamTier", "ResidentKV", "Upload", "event_now", "spare_bytes"]
 
 _log = getLogger(__name__)
 
@@ -267,6 +267,15 @@ class Upload:
         return self.layer
 
 
+def event_now(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event after all that a CUDA device has been given in the current stream; None on other devices."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class ResidentKV(KV[Upload]):
     """The KV of one chunk on the devices of its layers, unpacked. It is not written to."""
 
@@ -309,11 +318,7 @@ class DeviceTier(LRUCache):
         copied = LayerKV(
             *(torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor) for tensor in layer)
         )
-        if device.type != "cuda":
-            return Upload(copied, None)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(device))
-        return Upload(copied, done)
+        return Upload(copied, event_now(device))
 
 
 def spare_bytes(devices: Sequence[torch.device]) -> int:
