@@ -31,15 +31,6 @@ def shown(notebook: NotebookNode) -> dict[str, list[list[str]]]:
     }
 
 
-def test_there_are_notebooks() -> None:
-    assert {path.stem for path in NOTEBOOKS} == {
-        "choosing_settings",
-        "langchain_quick_start",
-        "llama_index_quick_start",
-        "what_a_chunk_remembers",
-    }
-
-
 @pytest.mark.parametrize(
     "path",
     [

@@ -1,6 +1,7 @@
 """What each head keeps, and decoding on it, against naive references on every family."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -69,17 +70,26 @@ def _is_same_as_dense(got: tuple[list[int], torch.Tensor], wanted: tuple[list[in
     assert (got[1][:count] - logits[:count]).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("blended", [False, True])
 @pytest.mark.parametrize(("family", "attention"), CASES)
-def test_each_head_keeps_what_eager_weights_say_and_decodes_with_the_rest_masked(family: str, attention: str) -> None:
+@torch.no_grad()
+def test_each_head_keeps_what_eager_weights_say_and_decodes_with_the_rest_masked(
+    family: str, attention: str, blended: bool
+) -> None:
+    """Blended is over the model's own KV, with a few rows recomputed."""
     model, eager = tiny_model(family, attention), tiny_model(family, "eager")
     ids = _ids(1)
     rows = kept_rows(eager, ids, CONTEXT, CAPACITY, WINDOW, KERNEL)
     whole = SLIDING.get(family, ())
+    own = [LayerKV(*kv) for kv in own_kv(model, ids)]
+    layout = PromptLayout(tuple(ids), tuple(range(LENGTH)), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
     cache = BlendCache(len(rows))
     eviction = _eviction(model, cache)
-    with eviction():
+    selection = FixedSelection(torch.tensor([6, 11, 12, 33, 46, 69]))
+    steering = Steering(inspect_model(model), cache, layout, selection, true_kv(own))
+    with steering() if blended else nullcontext(), eviction():
         got = _generate(model, cache, ids)
-    for layer, ((keys, values), wanted) in enumerate(zip(own_kv(model, ids), rows, strict=True)):
+    for layer, ((keys, values), wanted) in enumerate(zip(own, rows, strict=True)):
         held = cache.kv_layers[layer]
         if layer in whole:
             wanted = torch.arange(LENGTH).expand(keys.shape[1], -1)
@@ -92,28 +102,6 @@ def test_each_head_keeps_what_eager_weights_say_and_decodes_with_the_rest_masked
     assert (eviction.kept_reason is None) == (len(whole) == 0)
     kept = {layer: each for layer, each in enumerate(rows) if layer not in whole}
     _is_same_as_dense(got, dense_decode(eager, ids, kept, STEPS))
-
-
-@pytest.mark.parametrize(("family", "attention"), CASES)
-@torch.no_grad()
-def test_a_blended_prefill_keeps_the_same(family: str, attention: str) -> None:
-    """Over the model's own KV, with a few rows recomputed."""
-    model = tiny_model(family, attention)
-    ids = _ids(2)
-    rows = kept_rows(tiny_model(family, "eager"), ids, CONTEXT, CAPACITY, WINDOW, KERNEL)
-    layout = PromptLayout(tuple(ids), tuple(range(LENGTH)), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
-    own = [LayerKV(*kv) for kv in own_kv(model, ids)]
-    cache = BlendCache(len(rows))
-    selection = FixedSelection(torch.tensor([6, 11, 12, 33, 46, 69]))
-    steering = Steering(inspect_model(model), cache, layout, selection, true_kv(own))
-    with steering(), _eviction(model, cache)():
-        got = _generate(model, cache, ids)
-    kept = {layer: each for layer, each in enumerate(rows) if layer not in SLIDING.get(family, ())}
-    for layer, wanted in kept.items():
-        index = wanted[None, :, :, None].expand(-1, -1, -1, own[layer].keys.shape[3])
-        mine = cache.kv()[layer].keys[:, :, : wanted.shape[1]]
-        assert (mine - own[layer].keys.gather(2, index)).abs().max() < TOLERANCE
-    _is_same_as_dense(got, dense_decode(tiny_model(family, "eager"), ids, kept, STEPS))
 
 
 def test_another_prompt_on_the_same_model_is_left_alone_and_ends_nothing() -> None:

@@ -8,18 +8,15 @@ import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from cacheblend_attachments import SourceAttention, inspector_page
 from cacheblend_attachments.inspector import page_of
-from cacheblend_lab import reference
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
 from cacheblend_rag.errors import ConfigError
@@ -240,22 +237,6 @@ def test_no_text_ends_its_place_in_the_page(texts: list[str], id: str, reason: s
     frame = page._repr_html_()
     assert frame.count("<") == 2 and frame.count(">") == 2
     assert 'sandbox="allow-scripts"' in frame
-
-
-@given(st.text(max_size=60))
-@settings(max_examples=60)
-def test_the_texts_of_tokens_are_the_text(text: str) -> None:
-    tokenizer = _reference_tokenizer()
-    ids = tuple(tokenizer(text)["input_ids"])
-    trace = Trace(ids, (), (), (), (), 0.0, 1.0, 2.0, (), None, ())
-    texts = data_of(page_of(tokenizer, [(BlendReport(*[0] * 11, "none").to_dict(), trace, [])]))["tokens"]
-    assert len(texts) == len(ids)
-    assert "".join(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-
-@cache
-def _reference_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(Path(reference.__file__).parent / "weights")
 
 
 @pytest.fixture
