@@ -14,15 +14,15 @@ from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import EngineConfig
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
-from integrations.gguf.tests.kit import ask, harbour, smollm
+from integrations.gguf.tests.kit import ask, gemma, harbour, smollm
 
 WAYS = pytest.mark.parametrize("ways", [40, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 OPENED = {"n_ctx": 512, "n_threads": 2}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return smollm(tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=[smollm, pytest.param(gemma, marks=pytest.mark.full)], ids=["smollm2", "gemma3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return request.param(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
