@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -226,11 +226,12 @@ class PreambleTrainer:
         """Read tokens after KV; returns the last `count` logits and the KV of everything."""
         cache, model = DynamicCache(), self._model
         for number, layer in enumerate(past):
-            cache.update(*(part.to(model.dtype) for part in layer), number)
+            cache.update(layer.keys.to(model.dtype), layer.values.to(model.dtype), number)
         tokens = torch.tensor([ids], device=model.device)
         kept = {"logits_to_keep": count} if model._supports_logits_to_keep() else {}  # type: ignore[operator]  # as generate asks
         out = model(input_ids=tokens, past_key_values=cache, use_cache=True, **kept)
-        return out.logits[:, -count:], [LayerKV(layer.keys, layer.values) for layer in cache.layers]
+        layers: list[Any] = cache.layers
+        return out.logits[:, -count:], [LayerKV(layer.keys, layer.values) for layer in layers]
 
 
 def _moved(layer: LayerKV, rotation: Rotation | None, distance: int) -> LayerKV:
