@@ -86,7 +86,7 @@ class PreambleTrainer:
         self._start = engine.preamble()
         self._rotations: tuple[Rotation | None, ...] = engine.card().rotations
         self._scheduler = scheduler_of(engine.model)
-        self._head, self._end = self._frame()
+        self._head, self._end, self._end_breaks = self._frame()
         room = _CHUNK_TOKENS[1] if engine.window is None else (engine.window - len(self._head)) // (2 * _PAIRS + 2)
         self._lengths = [min(length, room) for length in _CHUNK_TOKENS]
         documents = [lexer.read(text)[0] for text in texts]
@@ -95,7 +95,6 @@ class PreambleTrainer:
             raise ConfigError(
                 f"the documents have {sum(map(len, documents))} tokens; {_LEAST_TOKENS} or more are needed to train a preamble"
             )
-        self._separator = lexer.read("\n\n")[0]
         self._random = random.Random(seed)
         self._scales = [[part.pow(2).mean().sqrt() for part in layer] for layer in self._start.kv]
         self._changes = [[torch.zeros_like(part, requires_grad=True) for part in layer] for layer in self._start.kv]
@@ -148,8 +147,8 @@ class PreambleTrainer:
             for each in zip(self._start.kv, self._changes, self._scales, strict=True)
         ]
 
-    def _frame(self) -> tuple[list[int], list[int]]:
-        """Return what stands before a prompt's chunks, and between a question and its answer."""
+    def _frame(self) -> tuple[list[int], list[int], bool]:
+        """Return what stands before a prompt's chunks, and between a question and its answer, and whether a blank ends it."""
         tokenizer, lexer = self._tokenizer, lexer_of(self._tokenizer)
         before, after = "", "\n\nAnswer:"
         if getattr(tokenizer, "chat_template", None):
@@ -158,7 +157,8 @@ class PreambleTrainer:
             before, _, after = text.partition(_MARK)
         head = lexer.read(before + _INSTRUCTION, begins=True)[0]
         bos = getattr(tokenizer, "bos_token_id", None)
-        return head if bos is None or head[:1] == [bos] else [bos, *head], lexer.read(after)[0]
+        head = head if bos is None or head[:1] == [bos] else [bos, *head]
+        return head, lexer.read(after)[0], after[-1:].isspace()
 
     def _task(self, draw: random.Random) -> _Task:
         pairs, questions = [], []
@@ -167,7 +167,7 @@ class PreambleTrainer:
             start = draw.randrange(max(1, len(document) - sum(lengths) - _ANSWER_TOKENS))
             middle, end = start + lengths[0], start + sum(lengths)
             pair = [piece for piece in (document[start:middle], document[middle:end]) if piece]
-            pairs.append([piece + self._separator for piece in pair])
+            pairs.append([self._as_text(piece, after="\n\n") for piece in pair])
             piece = draw.choice(pair)
             count = min(draw.randint(*_QUOTED_TOKENS), len(piece) // 2)
             at = draw.randrange(max(1, len(piece) - count - _ANSWER_TOKENS))
@@ -181,7 +181,13 @@ class PreambleTrainer:
 
     def _question(self, form: str, quoted: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
         text = form.format(self._tokenizer.decode(quoted).strip())
-        return lexer_of(self._tokenizer).read(f"Question: {text}")[0] + self._end, answer[:_ANSWER_TOKENS]
+        before = "" if self._end_breaks else " "
+        written = self._as_text(answer[:_ANSWER_TOKENS], before)
+        return lexer_of(self._tokenizer).read(f"Question: {text}")[0] + self._end, written
+
+    def _as_text(self, ids: list[int], before: str = "", after: str = "") -> list[int]:
+        """Tokenise what tokens say as a text of its own, as a chunk and an answer are."""
+        return lexer_of(self._tokenizer).read(f"{before}{self._tokenizer.decode(ids).strip()}{after}")[0]
 
     def _divergence(self, task: _Task) -> torch.Tensor:
         """Return the Kullback-Leibler divergence of the answers from full prefill's, in nats a token."""
