@@ -180,10 +180,10 @@ class EngineConfig(SettingsBase):
     strict : bool
         Whether a model that cannot be blended is an error; by default its prompts are prefilled in full and the
         report says why.
-    preamble : str, tuple of int or Path, optional
+    preamble : str or tuple of int, optional
         What precedes every chunk when it is encoded, as text or token ids; "" is the tokenizer's BOS alone. By default the
         beginning of the tokenizer's chat template, an instruction and a passage of some 60 tokens; the BOS if the model's KV
-        cannot be moved. A path that ends in ``.safetensors`` is a file of ``cacheblend-rag train-preamble``.
+        cannot be moved.
     context : {"document", "none"}
         "document" encodes a piece of a document after the chunks before it there, so that its KV remembers them.
         "none" encodes every chunk alone, for documents of which some readers may see only some chunks.
@@ -235,7 +235,7 @@ class EngineConfig(SettingsBase):
     device: str | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     strict: bool = False
-    preamble: str | tuple[int, ...] | Path | None = None
+    preamble: str | tuple[int, ...] | None = None
     context: Literal["document", "none"] = "document"
     context_tokens: int | None = Field(default=512, ge=1)
     separator: str = ""

@@ -143,14 +143,11 @@ class Encoder(ChunkEncoder):
     chunks. A preamble that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
     """
 
-    def __init__(
-        self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int, trained: Sequence[LayerKV] | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int) -> None:
         super().__init__(decoder, preamble, batch_tokens)
         self._decoder = decoder
         self._read = text_decoder(decoder.model)
-        self._shares_preamble = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS or trained is not None
-        self._trained = trained
+        self._shares_preamble = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS
         self._preamble_kv: list[LayerKV] | None = None
 
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
@@ -193,18 +190,14 @@ class Encoder(ChunkEncoder):
         if not self._shares_preamble:
             return self.preamble, KVCache(self._decoder.num_layers)
         if self._preamble_kv is None:
-            own = self._forward([self.preamble], KVCache(self._decoder.num_layers))
-            self._preamble_kv = [
-                LayerKV(*(part.to(like) for part, like in zip(layer, computed, strict=True)))
-                for layer, computed in zip(self._trained or own, own, strict=True)
-            ]
+            self._preamble_kv = self._forward([self.preamble], KVCache(self._decoder.num_layers))
         return (), KVCache.after(self._preamble_kv, rows, len(self.preamble) + length)
 
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
         """Return the KV of the preamble and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
         start = len(self.preamble)
-        ahead, cache = self._begin(1, len(ids))
-        computed = self._forward([[*ahead, *ids]], cache, [*range(len(ahead)), *places])
+        cache = KVCache(self._decoder.num_layers)
+        computed = self._forward([[*self.preamble, *ids]], cache, [*range(start), *places])
         layers = [LayerKV(kv.keys[0], kv.values[0]) for kv in computed]
         distances = torch.tensor([start + number - place for number, place in enumerate(places)])
         for layer, rotation in zip(layers, self._decoder.rotations, strict=True):

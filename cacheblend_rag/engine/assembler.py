@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, takewhile
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,7 @@ from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import Decoder, ModelCard
-from cacheblend_rag.model.fingerprint import model_fingerprint
-from cacheblend_rag.preamble import TrainedPreamble, default_preamble
+from cacheblend_rag.preamble import default_preamble
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk, PromptHead
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.report import OTHER_TEXT
@@ -78,7 +76,7 @@ class Assembler:
         self._is_movable = form is None or form.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
-        self.preamble, self.trained = self._preamble(config.preamble, form)
+        self.preamble: tuple[int, ...] = self._preamble(config.preamble, form)
         reach = None if form is None or form.rope_reach is None else form.rope_reach - 1
         limits = [max(end - len(self.preamble), 0) for end in (window, reach) if end is not None]
         if config.context == "none" or form is None:
@@ -95,24 +93,13 @@ class Assembler:
         if lexer_of(tokenizer).has_prefix:
             # Before, a blank was put before each chunk.
             owner = f"{owner}|chunks go on"
-        if self.trained is not None:
-            owner = f"{owner}|{self.trained.digest}"
         self.namespace = hashlib.blake2b(f"{identity}|{self.preamble}{owner}".encode(), digest_size=16).hexdigest()
 
-    def _preamble(
-        self, wanted: str | Sequence[int] | Path | None, form: Decoder | ModelCard | None
-    ) -> tuple[tuple[int, ...], TrainedPreamble | None]:
-        if isinstance(wanted, Path) or (isinstance(wanted, str) and wanted.endswith(".safetensors")):
-            if not isinstance(form, Decoder):
-                raise ConfigError(
-                    f"preamble {wanted} was trained for a model that transformers runs and that can be blended; leave it out"
-                )
-            trained = TrainedPreamble.read(Path(wanted).expanduser(), model_fingerprint(form.model))
-            return trained.token_ids, trained
+    def _preamble(self, wanted: str | Sequence[int] | None, form: Decoder | ModelCard | None) -> tuple[int, ...]:
         if wanted is None and form is not None and self._is_movable:
             most = None if self._window is None else self._window // _LEAST_WINDOWS
-            return self.tokenize(default_preamble(self.tokenizer), begins=True)[:most], None
-        return self.tokenize(wanted or "", begins=wanted is None or isinstance(wanted, str)), None
+            return self.tokenize(default_preamble(self.tokenizer), begins=True)[:most]
+        return self.tokenize(wanted or "", begins=wanted is None or isinstance(wanted, str))
 
     def tokenize(self, text: str | Sequence[int], *, begins: bool = False) -> tuple[int, ...]:
         """Return the ids of a text or ids that go on or, with the BOS, begin a prompt; `PromptError` if it cannot be read."""

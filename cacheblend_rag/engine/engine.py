@@ -28,7 +28,6 @@ from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreReadOnlyError, UnsupportedModelError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.fuse.selfcheck import check_blending
-from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import (
     Capability,
     Decoder,
@@ -43,7 +42,6 @@ from cacheblend_rag.model import (
     unwrapped,
 )
 from cacheblend_rag.model.checkpoint import gguf_files, load_pretrained
-from cacheblend_rag.preamble import TrainedPreamble
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.memory import spare_bytes
@@ -275,26 +273,11 @@ class BlendEngine(AnsweringLibrary):
         with self._runner.scheduler:
             return ModelCard.of(self.decoder, self._identity, self.window)
 
-    def preamble(self) -> TrainedPreamble:
-        """Return the preamble and its KV, trained or as the model computes it; `UnsupportedModelError` if it has none."""
-        if self._assembler.trained is not None:
-            return self._assembler.trained
-        encoder, ids = self._encoder(self._assembler.preamble), self._assembler.preamble
-        if encoder is None or not ids:
-            raise UnsupportedModelError(self.unsupported_reason or "the preamble has no token")
-        with self._runner.scheduler:
-            layers = encoder.head(ids).layers
-        kv = tuple(LayerKV(*(part[None].float() for part in layer)) for layer in layers)
-        return TrainedPreamble(ids, kv, model_fingerprint(self.model))
-
     def _look_at_model(self) -> tuple[Decoder | None, str | None]:
         return look_at_model(self.model, strict=self.config.strict, self_check=self.tuning.self_check)
 
     def _encoder(self, preamble: tuple[int, ...]) -> Encoder | None:
-        if self.decoder is None:
-            return None
-        trained = self._assembler.trained
-        return Encoder(self.decoder, preamble, self.tuning.encode_batch_tokens, None if trained is None else trained.kv)
+        return None if self.decoder is None else Encoder(self.decoder, preamble, self.tuning.encode_batch_tokens)
 
     def _check_model(self) -> None:
         self._weights.check()

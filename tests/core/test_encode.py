@@ -1,9 +1,7 @@
 """Encoding: a prefix computed once gives the KV of a prefix in every row, and batches waste little."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +15,8 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.encode import Encoder, Target, plan_batches
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import Decoder, KVCache, inspect_model
-from cacheblend_rag.preamble import TrainedPreamble, default_preamble
+from cacheblend_rag.preamble import default_preamble
 from tests.engines import MakeEngine
 from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
 
@@ -166,57 +162,3 @@ def test_kv_that_cannot_be_moved_stands_behind_the_bos(make_engine: MakeEngine) 
     assert engine._assembler.preamble == (1,)
     engine.add([Chunk(words(9, 1), "a")])
     assert engine.prefill(BlendPrompt("", ["a"], "t5")).report.hits == 1
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> TrainedPreamble:
-    """A preamble whose KV is another than the model computes, and its file."""
-    with engine_of(preamble=tuple(some_ids(20, 1))) as engine:
-        own = engine.preamble()
-    torch.manual_seed(0)
-    changed = tuple(LayerKV(*(part + torch.randn_like(part) for part in layer)) for layer in own.kv)
-    other = TrainedPreamble(own.token_ids, changed, own.model)
-    other.write(tmp_path / "trained.safetensors")
-    return other
-
-
-@torch.no_grad()
-def test_chunks_are_encoded_after_a_trained_preamble(trained: TrainedPreamble, tmp_path: Path) -> None:
-    ids = some_ids(30, 2)
-    with engine_of(preamble=str(tmp_path / "trained.safetensors"), context="none") as engine:
-        (batch,) = Encoder(engine.decoder, trained.token_ids, 128, trained.kv).encode([Target(tuple(ids))])
-        cache = KVCache.after(trained.kv, 1, len(trained.token_ids) + len(ids))
-        engine.model.get_decoder()(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
-        for layer, naive in zip(batch[0][1].layers, cache.kv(), strict=True):
-            for stored, there in zip(layer, naive, strict=True):
-                assert (stored - there[0, :, len(trained.token_ids) :]).abs().max() < 1e-5 * max(1, there.abs().max())
-        read, own = engine.preamble(), engine.namespace
-        assert read.token_ids == trained.token_ids and read.digest == trained.digest
-    with engine_of(preamble=trained.token_ids, context="none") as engine:
-        assert engine.namespace != own
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("missing.safetensors", "cannot be read: .*train one with cacheblend-rag train-preamble"),
-        ("damaged.safetensors", "cannot be read"),
-        ("other.safetensors", "was trained for other weights"),
-    ],
-)
-def test_a_preamble_that_is_none(trained: TrainedPreamble, tmp_path: Path, given: str, said: str) -> None:
-    (tmp_path / "damaged.safetensors").write_bytes(b"no tensors")
-    replace(trained, model="another").write(tmp_path / "other.safetensors")
-    with pytest.raises(ConfigError, match=said):
-        engine_of(preamble=tmp_path / given)
-
-
-def test_a_trained_preamble_is_for_models_that_can_be_blended(trained: TrainedPreamble, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trained for a model that transformers runs and that can be blended"):
-        BlendEngine(
-            tiny_lab_model(tiny_config("mamba")),
-            tiny_tokenizer(),
-            **engine_settings(preamble=tmp_path / "trained.safetensors"),
-        )
-    with pytest.raises(ConfigError, match="cannot be written"):
-        trained.write(tmp_path / "nowhere" / "trained.safetensors")
