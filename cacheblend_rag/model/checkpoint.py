@@ -19,7 +19,7 @@ from cacheblend_rag.config import EngineConfig, did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
-__all__ = ["gguf_files", "load_pretrained", "model_folder"]
+__all__ = ["GGUF_MAGIC", "gguf_files", "load_pretrained", "model_folder"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ _OPTIONS = ("config", "blend", "store", "tenant", "tuning", "attn_implementation
 # `dtype` is an option of the models as well.
 _ONLY_SETTINGS = frozenset(EngineConfig.kinds) - {"dtype"}
 _REFERENCE = "reference"
+GGUF_MAGIC = b"GGUF"
+"""What a GGUF file begins with."""
 
 
 def load_pretrained(
@@ -126,7 +128,7 @@ def _checked_name(model: str | Path) -> str:
             "cacheblend-rag-lab. Or give a model of your own"
         )
     folder = Path(model).expanduser()
-    if folder.is_file() and not _is_gguf(folder):
+    if folder.is_file() and not gguf_files(folder):
         raise ConfigError(
             f"model {name} cannot be loaded: it is a file, but not a GGUF file; give the folder that it is in"
         )
@@ -142,18 +144,16 @@ def _checked_name(model: str | Path) -> str:
 
 
 def _is_gguf(path: Path) -> bool:
-    if path.suffix.lower() == ".gguf":
-        return True
-    # The files that Ollama keeps have no suffix.
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+    return path.suffix.lower() == ".gguf"
 
 
 def gguf_files(model: str | Path) -> list[Path]:
     """Return the GGUF file that a model is by its name, or those in a folder that has no other model."""
     path = Path(model).expanduser()
+    if path.is_file() and not _is_gguf(path):
+        # Ollama's files have no suffix.
+        with path.open("rb") as file:
+            return [path] if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC else []
     if not path.is_dir():
         return [path] if _is_gguf(path) else []
     return [] if (path / "config.json").exists() else sorted(filter(_is_gguf, path.iterdir()))

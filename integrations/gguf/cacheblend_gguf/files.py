@@ -14,11 +14,10 @@ from huggingface_hub.errors import (
 )
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.model.checkpoint import gguf_files
+from cacheblend_rag.model.checkpoint import GGUF_MAGIC, gguf_files
 
 __all__ = ["find_file", "parts_of"]
 
-_MAGIC = b"GGUF"
 # Of a model in several files, what their names differ in, and how many they are.
 _NUMBER = re.compile(r"(?<=-)\d{5}(?=-of-(\d{5})\.gguf$)", re.IGNORECASE)
 
@@ -40,8 +39,8 @@ def find_file(model: str | Path) -> Path:
         if not part.is_file():
             raise ConfigError(f"model {model} cannot be loaded: of its files {part.name} is not there; download it too")
         with part.open("rb") as opened:
-            begin = opened.read(len(_MAGIC))
-        if begin != _MAGIC:
+            begin = opened.read(len(GGUF_MAGIC))
+        if begin != GGUF_MAGIC:
             raise ConfigError(
                 f"model {model} cannot be loaded: {part.name} is not a GGUF file, for it begins with {begin!r}; download it again"
             )
