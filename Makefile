@@ -115,8 +115,7 @@ PYTEST := $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 OTHERS := lab $(addprefix integrations/,llama_index langchain attachments pml serve ray hybrid)
 
 .PHONY: check
-check: lint  ## lint, the table of ceilings, and the tests of the core in two processes, sampled where a count is large, with their coverage
-	$(BIN)/python -m tests.ceilings
+check: lint  ## lint, and the tests of the core in two processes, sampled where a count is large, with their coverage
 	$(PYTEST) --dist worksteal --cov=cacheblend_rag --cov-report= --cov-fail-under=91 tests
 
 .PHONY: check-others

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,8 +21,8 @@ from cacheblend_serve import spans
 from cacheblend_serve.wire import ChatRequest, CompletionRequest
 from integrations.langchain.tests.asking import TOOL_TEMPLATE
 from integrations.serve.tests.conftest import CHUNKS, Serve
-from tests.ceilings import ROOT
 
+PAGE = Path(__file__).resolve().parents[3] / "docs/serve.md"
 QUESTION = [{"role": "user", "content": "Where was Mara born?"}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
@@ -203,7 +204,7 @@ ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (chats|completions|both) \| (?:onl
 
 def test_the_guide_has_every_field() -> None:
     told: dict[str, set[str]] = {"chats": set(), "completions": set(), "both": set()}
-    for names, where, only in ROW.findall((ROOT / "docs/serve.md").read_text(encoding="utf-8")):
+    for names, where, only in ROW.findall(PAGE.read_text(encoding="utf-8")):
         fields = re.findall(r"\w+", names)
         told[where] |= set(fields)
         for field in fields if only else ():
