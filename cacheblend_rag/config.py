@@ -220,9 +220,9 @@ class EngineConfig(SettingsBase):
         The URL of a Redis or Valkey in which machines share ids (``redis://host:6379/1``): all machines with the same URL
         have the same chunk ids, documents and deletions. By default each folder has its own. A `SecretStr`
         too.
-    conversation_bytes : int
-        Maximum bytes of KV that all conversations of an engine together keep from turn to turn, in the memory in which the model
-        computes; the least recently used is dropped first.
+    prefix_bytes : int
+        Maximum bytes of KV that an engine keeps of its last prompts and their answers, in the memory in which the model computes: what
+        the next prompt begins with as they do is not computed again. 0 keeps none.
 
     Raises
     ------
@@ -248,7 +248,7 @@ class EngineConfig(SettingsBase):
     disk_codec: _Codec = "int8"
     remote: SecretStr | None = None
     names: SecretStr | None = None
-    conversation_bytes: int = Field(default=1024**3, ge=0)
+    prefix_bytes: int = Field(default=1024**3, ge=0)
 
     def __init__(self, **values: Any) -> None:
         # Here, since calls make settings of blending again and again.

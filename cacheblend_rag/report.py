@@ -19,7 +19,7 @@ class ChunkReport:
 
     id: str | None
     tokens: int
-    # Whether its KV was available when the request came: in the store, or at its place in the conversation.
+    # Whether its KV was available when the request came: in the store, or at its place in an earlier prompt.
     hit: bool
     # How many of its tokens went through all of the model's later layers again.
     recomputed_tokens: int = 0
@@ -27,8 +27,8 @@ class ChunkReport:
     # damaged or not computed yet, or why it was computed like text or left out. None for a hit; where the whole prompt was
     # computed, `BlendReport.fallback_reason` says why.
     reason: str | None = None
-    # Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it was at the same place in the
-    # previous turn; None if it was not read.
+    # Where its stored KV was read from, "ram" or "disk" for example; "prefix" if it is part of what an earlier prompt began with
+    # too; None if it was not read.
     tier: str | None = None
     # The share of the answer's attention that went to it, 0 to 1: the mean over the answer's tokens, the heads, and the
     # middle layers. None unless `SourceAttention` is attached to the engine.
@@ -63,7 +63,7 @@ class BlendReport:
         Work done on chunk tokens divided by (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
         a block's arithmetic. Selecting and repairing are part of it, encoding misses is not.
     hits, misses : int
-        Chunks whose KV was, or was not, available when the request came, in the store or at their place in the conversation.
+        Chunks whose KV was, or was not, available when the request came, in the store or at their place in an earlier prompt.
     selector : str
         The selector that chose the recomputed tokens; "full" when the prompt was prefilled in full.
     fallback_reason : str or None
@@ -93,14 +93,11 @@ class BlendReport:
         Prompts whose answers were decoded together, this one included (`BlendEngine.generate_many`).
     alone_reason : str or None
         Why a prompt of `BlendEngine.generate_many` was decoded alone, if its settings or options are the cause.
-    conversation_tokens : int
-        Tokens of the prompt whose KV came from the conversation (`BlendEngine.conversation`) instead of being computed or loaded.
-    conversation_recomputed_tokens : int
-        How many of these were recomputed anyway, since their positions changed. `charged_ratio` counts
-        them like chunk tokens.
+    prefix_tokens : int
+        Tokens that an earlier prompt, or its answer, began with too, whose KV was still at hand (`EngineConfig.prefix_bytes`).
     head_tokens : int
-        Tokens of the fixed text that the prompt begins with (`FixedText`) whose KV was stored instead of computed. If they came
-        from the conversation, `conversation_tokens` counts them instead.
+        Tokens of the fixed text that the prompt begins with (`FixedText`) whose KV was stored instead of computed. Where an
+        earlier prompt shares more, `prefix_tokens` counts them instead.
     queue_s : float
         Seconds from when the prompt was tokenised until the model was free for it. For a prompt of `BlendEngine.generate_many`,
         this includes the time that the other prompts of its batch took.
@@ -136,8 +133,7 @@ class BlendReport:
     kept_reason: str | None = None
     batch_size: int = 1
     alone_reason: str | None = None
-    conversation_tokens: int = 0
-    conversation_recomputed_tokens: int = 0
+    prefix_tokens: int = 0
     head_tokens: int = 0
     queue_s: float = 0.0
     overhead_s: float = 0.0
@@ -153,7 +149,7 @@ class BlendReport:
             f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed"
             + (f" ({self.selector})" if self.recomputed_tokens and self.selector != "full" else "")
             + (f", {self.head_tokens} tokens of the head reused" if self.head_tokens else "")
-            + (f", {self.conversation_tokens} tokens of the conversation reused" if self.conversation_tokens else "")
+            + (f", {self.prefix_tokens} tokens of an earlier prompt reused" if self.prefix_tokens else "")
             + (f", {self.repaired_tokens} repaired while answering" if self.repaired_tokens else "")
             + ("; prefilled in full" if self.selector == "full" else "")
             + (f": {self.fallback_reason}" if self.fallback_reason else "")

@@ -23,7 +23,7 @@ class LayerTimes:
 class Span(NamedTuple):
     """Half-open range of rows, or of time, and what became of it."""
 
-    # The tier that the KV of rows came from, "encoded", "head" or "conversation". Of a time: "queue", "open" or "encode".
+    # The tier that the KV of rows came from, "encoded", "head" or "prefix". Of a time: "queue", "open" or "encode".
     what: str
     start: float
     stop: float

@@ -35,7 +35,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     ),
     1: ("kv", "rope", "reading", "selection", "layout", "codec"),
     2: ("store", "model"),
-    3: ("encode", "loader", "fuse", "metrics", "prompt", "conversation"),
+    3: ("encode", "loader", "fuse", "metrics", "prompt", "prefixes"),
     4: ("engine",),
     5: ("documents", "chat", "cli"),
 }
@@ -57,7 +57,7 @@ WORKSHOPS = {
     "cacheblend_pml": ("cli",),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store", "reading"),
-    "cacheblend_gguf": tuple("conversation encode fuse kv model selection store".split()),
+    "cacheblend_gguf": tuple("encode fuse kv model prefixes prompt selection store".split()),
     "cacheblend_hybrid": tuple("codec fuse kv model prompt reading selection store".split()),
     "vllm_cacheblend": ("kv", "prompt", "layout", "rope", "store", "model", "encode", "loader"),
 }

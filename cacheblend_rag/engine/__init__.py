@@ -1,13 +1,12 @@
 """The engine and what it returns."""
 
-from cacheblend_rag.conversation import Conversation
 from cacheblend_rag.engine.answering import ChunkCollection
 from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, StopStrings
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.prefetch import Prefetch
-from cacheblend_rag.engine.protocol import Engine, EngineCollection, EngineConversation, Library
+from cacheblend_rag.engine.protocol import Engine, EngineCollection, Library
 from cacheblend_rag.report import AddResult, WarmEstimate
 
 __all__ = [
@@ -17,10 +16,8 @@ __all__ = [
     "BlendStream",
     "ChunkCollection",
     "ChunkLibrary",
-    "Conversation",
     "Engine",
     "EngineCollection",
-    "EngineConversation",
     "GenerationResult",
     "Library",
     "Prefetch",

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.conversation import Conversation, KeptTurns, Turn
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.background import in_thread
 from cacheblend_rag.engine.decode import checked_options, last_logits
@@ -27,6 +26,7 @@ from cacheblend_rag.engine.scheduler import GaveWayError, Patience, aside
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse.plan import check_selector
 from cacheblend_rag.model import Decoder, WeightsWatch, num_decoder_layers
+from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.tuning import Tuning
 
@@ -43,7 +43,7 @@ class AnsweringLibrary(ChunkLibrary):
     blend: BlendConfig
     tuning: Tuning
     _weights: WeightsWatch
-    _kept: KeptTurns
+    _prefixes: PrefixCache
     _runner: Runner
     _many: Many
 
@@ -66,31 +66,18 @@ class AnsweringLibrary(ChunkLibrary):
             check_selector(blend, num_decoder_layers(self.model), self.decoder)
         return blend
 
-    def conversation(self, max_bytes: int | None = None) -> Conversation:
-        """Begin a conversation, whose turns reuse what earlier turns have computed, and which is passed to each of them.
-
-        Parameters
-        ----------
-        max_bytes : int, optional
-            Maximum bytes of KV that it keeps, in the memory in which the model computes; by default it is limited only by
-            ``config.conversation_bytes``, which all conversations of this engine share.
-        """
-        self._check_open()
-        return Conversation(self._kept, max_bytes)
-
     def prefill(
         self,
         prompt: BlendPrompt,
         *,
         blend: BlendConfig | None = None,
-        conversation: Conversation | None = None,
         logits_to_keep: int | None = None,
     ) -> PrefillResult:
-        """Prefill a prompt, blending its chunks; return logits, token ids and report.
+        """Prefill a prompt, blending its chunks; return logits, token ids and report. Nothing is taken over of earlier prompts.
 
         Parameters
         ----------
-        prompt, blend, conversation
+        prompt, blend
             As for `generate`.
         logits_to_keep : int, optional
             Return the logits after each of that many last tokens, which must be text; by default those after the last one.
@@ -102,7 +89,7 @@ class AnsweringLibrary(ChunkLibrary):
         ConfigError
             If the settings do not fit the model.
         """
-        request = self._begin(prompt, blend, conversation)
+        request = self._begin(prompt, blend, shares=False)
         count, layout = 1 if logits_to_keep is None else logits_to_keep, request.prompt.layout
         text = len(layout.token_ids) - max((chunk.stop for chunk in layout.chunks), default=0)
         if not 1 <= count <= text:
@@ -120,7 +107,6 @@ class AnsweringLibrary(ChunkLibrary):
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
-        conversation: Conversation | None = None,
         wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> GenerationResult:
@@ -134,8 +120,6 @@ class AnsweringLibrary(ChunkLibrary):
             Maximum tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
         blend : BlendConfig, optional
             Blending settings for this call; those it does not set are the engine's.
-        conversation : Conversation, optional
-            The conversation that this is a turn of (`conversation`).
         wait_s : float, optional
             Maximum seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
@@ -151,7 +135,7 @@ class AnsweringLibrary(ChunkLibrary):
             If an option cannot be combined with blending.
         """
         options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
-        request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
+        request = self._begin(prompt, blend, patience, max_new_tokens=max_new_tokens, options=options)
         return self._finish(request, self._many.answer(request))
 
     def generate_many(
@@ -232,7 +216,6 @@ class AnsweringLibrary(ChunkLibrary):
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
-        conversation: Conversation | None = None,
         wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> BlendStream:
@@ -244,7 +227,7 @@ class AnsweringLibrary(ChunkLibrary):
             An iterator over pieces of text; its `result` holds the report.
         """
         options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
-        request = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
+        request = self._begin(prompt, blend, patience, max_new_tokens=max_new_tokens, options=options)
 
         def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
             request.streamer, request.stop = PieceStreamer(self.tokenizer, show), stop
@@ -270,7 +253,7 @@ class AnsweringLibrary(ChunkLibrary):
         if self.decoder is None:
             raise UnsupportedModelError(f"{self.unsupported_reason}; use generate, which other calls do not interrupt")
         options = checked_options(self.model, max_new_tokens, generation_kwargs)
-        request = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options)
+        request = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options, shares=False)
         # The interpreter waits for the thread that asks when it ends, and has no use for what it finds out then.
         with (
             suppress(GaveWayError),
@@ -294,18 +277,16 @@ class AnsweringLibrary(ChunkLibrary):
         self,
         prompt: BlendPrompt,
         blend: BlendConfig | None,
-        conversation: Conversation | None = None,
         patience: Patience | None = None,
         started: float | None = None,
         max_new_tokens: int | None = None,
         options: dict[str, Any] | None = None,
+        shares: bool = True,
     ) -> Request:
         """Return the request for a prompt, checked, in tokens and under the settings in force, but not computed."""
         self._check_open()
         began = time.perf_counter()
         started = began if started is None else started
-        # Before all that takes time: what is reset from now on forgets this turn too.
-        turn = None if conversation is None else Turn(conversation, self._kept)
         self._weights.check()
         order, sets_ratio = None, False
         if blend is not None and blend is not self.blend:
@@ -325,7 +306,7 @@ class AnsweringLibrary(ChunkLibrary):
             blend,
             started,
             Patience() if patience is None else patience,
-            turn,
+            shares,
             order,
             sets_ratio,
             max_new_tokens,

@@ -90,7 +90,7 @@ def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options:
 @lru_cache(maxsize=8)
 def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
     """Return the options of ``generate`` and of this package's calls for models of one class."""
-    named = ("blend", "conversation", "wait_s", "tokenizer", "assistant_tokenizer")
+    named = ("blend", "wait_s", "tokenizer", "assistant_tokenizer")
     calls = (GenerationMixin.generate, kind.forward, getattr(kind, "prepare_inputs_for_generation", kind.forward))
     passed_on = (name for call in calls for name in signature(call).parameters)
     return frozenset({*named, *_FOREIGN, *TransformersKwargs.__optional_keys__, *vars(GenerationConfig()), *passed_on})

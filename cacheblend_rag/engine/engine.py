@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.conversation import KeptTurns
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.answers import AnsweringLibrary
 from cacheblend_rag.engine.attachment import Attachment
@@ -42,6 +41,7 @@ from cacheblend_rag.model import (
     unwrapped,
 )
 from cacheblend_rag.model.checkpoint import gguf_files, load_pretrained
+from cacheblend_rag.prefixes import PrefixCache, cut_layers
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.memory import spare_bytes
@@ -146,8 +146,10 @@ class BlendEngine(AnsweringLibrary):
                 scheduler_of(model),
                 embedding.weight.shape[0],
             )
-            self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
-            self._runner = Runner(model, self.decoder, self.unsupported_reason, self._supply, self.tuning)
+            self._prefixes = PrefixCache(self._answering, self.namespace, config.prefix_bytes, cut_layers)
+            self._runner = Runner(
+                model, self.decoder, self.unsupported_reason, self._supply, self.tuning, self._prefixes
+            )
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             undo.pop_all()
 
@@ -240,7 +242,7 @@ class BlendEngine(AnsweringLibrary):
         for each in self.attachments:
             each.close()
         super().close(wait=wait)
-        self._kept.close()
+        self._prefixes.close()
 
     def is_called(self, model: str) -> bool:
         """Whether that is a name of the model: the one it is known by here, or that of its configuration."""
@@ -253,8 +255,8 @@ class BlendEngine(AnsweringLibrary):
 
     def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
         known = super().delete(ids, sources=sources)
-        # Conversations forget what may know of them.
-        self._kept.refresh()
+        # What has seen them goes with them.
+        self._prefixes.refresh()
         return known
 
     def capability(self) -> Capability:

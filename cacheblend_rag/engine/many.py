@@ -368,8 +368,6 @@ class Many:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
         if self._decoder.column_biases and request.prompt.places is not None:
             return "the model's bias depends on the tokens of the batch, and this prompt has positions of its own"
-        if request.turn is not None:
-            return "a conversation keeps the KV of its answer"
         if (reason := self._runner.alone_reason(request)) is not None:
             return reason
         own = self._model.generation_config.to_diff_dict()

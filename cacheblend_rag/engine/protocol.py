@@ -20,7 +20,7 @@ from cacheblend_rag.store import NameChanges, NodeRecord
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["AddOptions", "Engine", "EngineCollection", "EngineConversation", "Library", "Present"]
+__all__ = ["AddOptions", "Engine", "EngineCollection", "Library", "Present"]
 
 Present = Callable[[Sequence[str]], "Collection[str] | None"]
 """Returns those of some ids that a vector store has; None if it cannot say."""
@@ -33,12 +33,6 @@ class AddOptions(TypedDict, total=False):
     ttl_s: float | None
     on_refused: Callable[[Chunk, PromptError], None] | None
     whole: bool
-
-
-class EngineConversation(Protocol):
-    """Turns of one conversation; see `Conversation`."""
-
-    def reset(self) -> None: ...
 
 
 class EngineCollection(Protocol):
@@ -93,7 +87,6 @@ class Engine(Library, Protocol):
     def end_ids(self) -> tuple[int, ...]: ...
     def is_called(self, model: str) -> bool: ...
     def check_blend(self, blend: BlendConfig) -> BlendConfig: ...
-    def conversation(self, max_bytes: int | None = None) -> EngineConversation: ...
     def generate(self, prompt: BlendPrompt, max_new_tokens: int | None = None, **options: Any) -> GenerationResult: ...
     def stream(self, prompt: BlendPrompt, max_new_tokens: int | None = None, **options: Any) -> BlendStream: ...
     def generate_many(

@@ -13,12 +13,12 @@ import torch
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.conversation import Resumption, Turn
 from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
 from cacheblend_rag.engine.scheduler import Patience
 from cacheblend_rag.fuse.plan import Plan
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.prefixes import ReusedPrefix
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate, NamedTarget
@@ -49,7 +49,8 @@ class Request:
     started: float
     # Shared by the prompts of one call.
     patience: Patience = field(default_factory=Patience)
-    turn: Turn | None = None
+    # Whether it takes over what earlier prompts begin with, and is kept for later ones.
+    shares: bool = True
     # What an attachment had put in force when the call came, if that brought no settings.
     order: Order | None = None
     sets_ratio: bool = False
@@ -61,7 +62,7 @@ class Request:
     # Where another request's thread computes it; None where that thread was interrupted.
     answer: Future[GenerationResult | None] = field(default_factory=Future)
     plan: Plan | None = None
-    resumed: Resumption | None = None
+    resumed: ReusedPrefix | None = None
     # Whether KV was stored when the call came, and where it is read from.
     hits: dict[str, bool] = field(default_factory=dict)
     tiers: dict[str, str | None] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class Request:
 
     @property
     def waiting(self) -> list[PromptChunk]:
-        """The chunks whose KV no conversation has."""
+        """The chunks after what is taken over of an earlier prompt."""
         return [chunk for chunk in self.prompt.chunks if chunk.stop > self.layout.resumed_rows]
 
 
@@ -140,9 +141,7 @@ def make_report(
         rows = layout.context_rows[layout.context_rows >= request.layout.resumed_rows]
         charged = rows.numel() / max(context, 1)
     else:
-        # What was moved within a conversation is blended as chunks are.
-        blended = context + (0 if request.resumed is None else request.resumed.moved)
-        rows, charged = request.recomputed, request.charge / max(blended * num_layers, 1)
+        rows, charged = request.recomputed, request.charge / max(context * num_layers, 1)
     in_chunks = rows[torch.isin(rows, layout.context_rows)]
     in_order = sorted((*request.prompt.chunks, *request.prompt.computed), key=lambda each: each.start)
     parts = [(chunk, _chunk_report(request, chunk, rows)) for chunk in in_order]
@@ -188,8 +187,7 @@ def make_report(
         output_tokens=count,
         guard=request.action,
         tpot_s=None if count < 2 else (token_times[count - 1] - first_output) / (count - 1),
-        conversation_tokens=0 if request.resumed is None else request.resumed.tokens,
-        conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
+        prefix_tokens=0 if request.resumed is None else request.resumed.tokens,
         queue_s=queue_s,
         overhead_s=max(ttft_s - queue_s - load_s - request.encode_s - recompute_s, 0.0),
         **request.figures,
@@ -206,10 +204,8 @@ def _reused(request: Request) -> Iterator[Span]:
     if resumed is not None:
         if resumed.head:
             yield Span("head" if request.figures.get("head_tokens") else "encoded", 0, resumed.head)
-        if resumed.continued:
-            yield Span("conversation", resumed.head, resumed.layout.resumed_rows)
-        for moved in resumed.runs:
-            yield Span("conversation", moved.start, moved.stop)
+        if resumed.tokens:
+            yield Span("prefix", resumed.head, resumed.layout.resumed_rows)
 
 
 def _chunk_reports(
@@ -247,7 +243,7 @@ def _chunk_report(request: Request, chunk: PromptChunk, recomputed: torch.Tensor
         return ChunkReport(chunk.id, len(chunk), False, len(chunk), reason, attention=attention)
     rows = int(((recomputed >= chunk.start) & (recomputed < chunk.stop)).sum())
     if chunk.stop <= request.layout.resumed_rows:
-        return ChunkReport(chunk.id, len(chunk), True, rows, None, "conversation", attention)
+        return ChunkReport(chunk.id, len(chunk), True, rows, None, "prefix", attention)
     hit = request.hits[chunk.key] and chunk.key not in request.unreadable
     reason = None if hit else why_missed(request, chunk)
     return ChunkReport(chunk.id, len(chunk), hit, rows, reason, request.tiers.get(chunk.key), attention)

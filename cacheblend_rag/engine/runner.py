@@ -11,7 +11,6 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.conversation import Making, Resumption
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.supply import KVSupply
@@ -21,6 +20,7 @@ from cacheblend_rag.fuse.plan import Plan, make_plan
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
+from cacheblend_rag.prefixes import Making, PrefixCache, ReusedPrefix, reader_of, storage_bytes
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
@@ -39,10 +39,16 @@ class Runner:
     """Runs prompts on one model and one store, one at a time."""
 
     def __init__(
-        self, model: PreTrainedModel, decoder: Decoder | None, unsupported: str | None, supply: KVSupply, tuning: Tuning
+        self,
+        model: PreTrainedModel,
+        decoder: Decoder | None,
+        unsupported: str | None,
+        supply: KVSupply,
+        tuning: Tuning,
+        prefixes: PrefixCache,
     ) -> None:
         self._model, self._decoder, self._unsupported = model, decoder, unsupported
-        self._supply, self._store = supply, supply.store
+        self._supply, self._prefixes = supply, prefixes
         self._tuning = tuning
         self._num_layers = num_decoder_layers(model)
         self._threads = tuning.threads
@@ -63,8 +69,6 @@ class Runner:
             request.queue_s += request.note("queue", request.ready) - request.encode_s
             while True:
                 try:
-                    if request.turn is not None:
-                        request.turn.begin(request.prompt, self._store, self._supply.ttl_s)
                     readers = self._prepare(request)
                     request.forward_started = time.perf_counter()
                     if self._decoder is None:
@@ -220,33 +224,36 @@ class Runner:
         request.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
 
     def _resume(self, request: Request, ratio: float | None) -> None:
-        """Take over the fixed head, and what the conversation has, where blending is on; `ratio` is None for a full prefill."""
+        """Take over the fixed head, or what an earlier prompt begins with, where blending is on; `ratio` is None for a full prefill."""
         blend, layout, head = request.blend, request.prompt.layout, request.prompt.head
         if not blend.enabled or self._refusal(layout) is not None:
             return
-        assert self._decoder is not None
+        making = None if ratio is None else Making.of(blend, ratio)
         rows = 0 if head is None else head.rows
-        if request.turn is not None:
-            asked = None if ratio is None else Making.of(blend, ratio)
-            moves = asked is not None and self._decoder.is_movable
-            request.resumed = request.turn.resume(request.prompt, asked, moves=moves, head=rows)
-        if head is not None and (request.resumed is None or request.resumed.head):
-            if request.resumed is None:
-                own = layout if ratio is not None else replace(layout, chunks=())
-                request.resumed = Resumption(replace(own, resumed_rows=rows), rows)
-            request.resumed.readers[0] = self._supply.head(request, head)
+        found = self._prefixes.find(request.prompt, making, rows) if request.shares else None
+        if found is None and head is None:
+            return
+        held, rows = found or (None, rows)
+        chunks = () if ratio is None else tuple(span for span in layout.chunks if span.start >= rows)
+        resumed = replace(layout, chunks=chunks, resumed_rows=rows)
+        if held is not None:
+            reader = reader_of(tuple(layout.token_ids[:rows]), held.kv)
+            request.resumed = ReusedPrefix(resumed, 0, {0: reader})
+        elif head is not None:
+            request.resumed = ReusedPrefix(resumed, rows, {0: self._supply.head(request, head)})
 
     def _remember(self, request: Request, cache: BlendCache) -> None:
-        """Let the conversation keep what was computed, if it is whole."""
-        turn, plan = request.turn, request.plan
-        if turn is None or plan is None:
+        """Keep what was computed for the prompts to come, if it is whole."""
+        plan = request.plan
+        if not request.shares or not request.blend.enabled or plan is None:
             return
         # Nothing was computed for a stream that was closed before its turn came.
         layers = cache.kv_layers[: self._supply.num_kv_layers]
         is_whole = all(layer.held_tokens and not layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(request.prompt.layout, len(request.output_ids)) is None:
             making = None if plan.selection is None else Making.of(request.blend, plan.ratio)
-            turn.keep(request.prompt, request.output_ids, cache.kv(), request.resumed, making)
+            kv, rows = cache.kv(), layers[0].held_tokens
+            self._prefixes.keep(request.prompt, request.output_ids, making, rows, kv, storage_bytes(kv))
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
         """Return why this model cannot be blended, or not on this prompt and an answer of that many tokens."""

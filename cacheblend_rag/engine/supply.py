@@ -211,7 +211,7 @@ class KVSupply:
                 yield key, kv
 
     def open_all(self, request: Request) -> dict[str, KVReader | None]:
-        """Return a reader, or None, of each chunk that no conversation has, by its key; hits, tiers and times are filled in."""
+        """Return a reader, or None, of each chunk behind what is taken over of an earlier prompt, by its key; hits, tiers and times are filled in."""
         opening = time.perf_counter()
         found: dict[str, KVReader | None] = {}
         for chunk in {chunk.key: chunk for chunk in request.waiting}.values():
@@ -263,7 +263,7 @@ class KVSupply:
             request.fates |= {**dict.fromkeys(new), **self.store.fates(new)}
 
     def readers(self, request: Request, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
-        """Return a reader of each chunk, or part, that no conversation has, by its first row; encode those that `found` lacks."""
+        """Return a reader of each chunk, or part, that is not taken over, by its first row; encode those that `found` lacks."""
         chunks = request.waiting
         missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
         if missing:

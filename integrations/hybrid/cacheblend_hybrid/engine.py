@@ -54,6 +54,7 @@ class HybridEngine(BlendEngine):
             self.unsupported_reason,
             self._supply,
             self.tuning,
+            self._prefixes,
             self._states,
             self.tokenizer,
             self.namespace,

@@ -29,6 +29,7 @@ from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import watch_forward
+from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.prompt import PromptChunk
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import NodeRecord
@@ -80,12 +81,13 @@ class StateRunner(Runner):
         unsupported: str,
         supply: KVSupply,
         tuning: Tuning,
+        prefixes: PrefixCache,
         states: States,
         tokenizer: Any,
         namespace: str,
         tenant: str,
     ) -> None:
-        super().__init__(model, None, unsupported, supply, tuning)
+        super().__init__(model, None, unsupported, supply, tuning, prefixes)
         self._states, self._namespace, self._tenant = states, namespace, tenant
         self._lexer = lexer_of(tokenizer)
 

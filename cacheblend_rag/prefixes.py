@@ -1,0 +1,309 @@
+"""Earlier prompts whose KV is still at hand, and what a new prompt takes over of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import numpy as np
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.prompt import AssembledPrompt
+from cacheblend_rag.selection import Selector, make_selector
+from cacheblend_rag.store import KVReader, NodeRecord
+from cacheblend_rag.store.memory import DeviceReader, ResidentKV, Upload, event_now
+
+__all__ = [
+    "HeldPrompt",
+    "KnownChunks",
+    "Making",
+    "PrefixCache",
+    "ReusedPrefix",
+    "cut_layers",
+    "reader_of",
+    "storage_bytes",
+]
+
+_LEAST_ROWS = 8
+"""A shorter beginning is simply computed: that costs less than taking it over."""
+_MOST_PROMPTS = 256
+
+
+class KnownChunks(Protocol):
+    """What is asked about the chunks of earlier prompts; a store answers."""
+
+    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None: ...
+    def lifetimes(self, keys: Sequence[str]) -> list[float | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How the rows behind stored chunks were made, or are asked for; a selector that recomputes nothing has ratio 0."""
+
+    ratio: float
+    selector: Selector
+
+    @classmethod
+    def of(cls, blend: BlendConfig, ratio: float) -> Making:
+        """Return what settings ask for at a ratio."""
+        selector = make_selector(blend.selector)
+        return cls(0.0 if selector.name == "none" else ratio, selector)
+
+    def serves(self, asked: Making) -> bool:
+        """Return whether rows made so are no worse than what is asked for; ratios of two selectors cannot be compared."""
+        return self.ratio == asked.ratio == 0 or (self.selector == asked.selector and asked.ratio <= self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A chunk whose stored KV stands in a prompt: its half-open rows, and which of its tokens they begin with."""
+
+    start: int
+    stop: int
+    key: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A chunk that a prompt was made with, stored or computed: its first row, and when it is over, by `time.time`."""
+
+    row: int
+    id: str | None
+    key: str
+    expires_at: float
+
+
+@dataclass(frozen=True, eq=False)
+class HeldPrompt:
+    """A prompt and its answer whose KV is at hand, without the last token, which the model has not read."""
+
+    token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
+    # The chunks that were not computed, ascending. All rows before the first are the model's own.
+    stored: tuple[_Stored, ...]
+    # None where all was computed.
+    making: Making | None
+    seen: tuple[_Seen, ...]
+    # The KV itself, in the form of who keeps it.
+    kv: Any
+    nbytes: int
+
+    def shared_rows(
+        self,
+        token_ids: np.ndarray[tuple[int], np.dtype[np.int64]],
+        stored: tuple[_Stored, ...],
+        making: Making | None,
+    ) -> int:
+        """Return how many first rows are those of a prompt, which is made so."""
+        rows = min(len(self.token_ids), len(token_ids))
+        differs = self.token_ids[:rows] != token_ids[:rows]
+        rows = int(differs.argmax()) if differs.any() else rows
+        for mine, other in zip_longest(self.stored, stored):
+            if mine != other:
+                rows = min([rows, *(each.start for each in (mine, other) if each is not None)])
+                break
+        if self.stored and (making is None or self.making is None or not self.making.serves(making)):
+            rows = min(rows, self.stored[0].start)
+        # A chunk that is held in part comes from the store whole.
+        return min([rows, *(each.start for each in stored if each.start < rows < each.stop)])
+
+
+@dataclass(frozen=True, eq=False)
+class ReusedPrefix:
+    """The first rows of a prompt that are neither computed nor of a chunk: of its fixed head, or of an earlier prompt."""
+
+    # As the prompt is computed: these rows resumed, and the chunks after them.
+    layout: PromptLayout
+    # How many of the rows are those of the fixed head: all or none.
+    head: int
+    # Of the rows, by the row that they begin at.
+    readers: dict[int, KVReader] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are those of an earlier prompt."""
+        return self.layout.resumed_rows - self.head
+
+
+class PrefixCache:
+    """The most recent prompts of an engine, of which the next ones take over what both begin with.
+
+    Rows are shared if all tokens up to there are the same, and stand behind the same stored chunks: the KV is then what the
+    prompt would compute itself. Rows behind chunks that were recomputed in part are shared only if that was done by the same
+    selector and at no lower ratio. What has seen a chunk that was deleted or replaced since, by any process, whose id the store
+    does not know, or whose time to live is over, is dropped before it would be used. All methods may be called from any thread.
+
+    Parameters
+    ----------
+    store : KnownChunks
+        What says whether chunks are still there.
+    namespace : str
+        The namespace of their ids.
+    limit_bytes : int
+        Maximum bytes of KV; the prompt that was used least recently is dropped first, and a longer one is not kept.
+    cut : callable
+        Called with the `kv` of a prompt and how many of its first rows are still wanted, 0 if none; returns what holds them.
+    """
+
+    def __init__(self, store: KnownChunks, namespace: str, limit_bytes: int, cut: Callable[[Any, int], Any]) -> None:
+        self.limit_bytes = limit_bytes
+        self._store, self._namespace, self._cut_kv = store, namespace, cut
+        self._lock = threading.RLock()
+        # Least recently used first, each with the moment of its last use.
+        self._held: dict[HeldPrompt, float] = {}
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV that it keeps."""
+        with self._lock:
+            return sum(each.nbytes for each in self._held)
+
+    @property
+    def oldest_use(self) -> float:
+        """When the prompt that is dropped next was last used, by `time.monotonic`; infinity where there is none."""
+        with self._lock:
+            return next(iter(self._held.values()), math.inf)
+
+    def find(self, prompt: AssembledPrompt, making: Making | None, least: int = 0) -> tuple[HeldPrompt, int] | None:
+        """Return the prompt that shares most with a new one, and how many rows; None if it is not more than `least`.
+
+        `making` says how the new prompt is blended; None of one that is prefilled in full. Its last row is always computed.
+        """
+        if prompt.places is not None:
+            return None
+        token_ids, stored = np.array(prompt.layout.token_ids[:-1], np.int64), _stored(prompt, making)
+        while True:
+            with self._lock:
+                shared = {each: each.shared_rows(token_ids, stored, making) for each in self._held}
+            held = max(shared, key=shared.__getitem__, default=None)
+            if held is None or shared[held] < max(least + 1, _LEAST_ROWS):
+                return None
+            if self._is_fresh(held):
+                with self._lock:
+                    # It may have been dropped meanwhile.
+                    if held in self._held:
+                        del self._held[held]
+                        self._held[held] = time.monotonic()
+                        return held, shared[held]
+
+    def keep(
+        self,
+        prompt: AssembledPrompt,
+        output_ids: Sequence[int],
+        making: Making | None,
+        rows: int,
+        kv: Any,
+        nbytes: int,
+    ) -> bool:
+        """Keep a prompt and its answer, whose first `rows` the KV is of; return whether it is kept, or was at least cut."""
+        if prompt.places is not None or nbytes > self.limit_bytes or rows < _LEAST_ROWS:
+            return False
+        chunks = (*prompt.chunks, *prompt.computed)
+        lives = self._store.lifetimes([chunk.key for chunk in chunks]) if chunks else []
+        ends = [math.inf if life is None else time.time() + life for life in lives]
+        seen = [_Seen(chunk.start, chunk.id, chunk.key, end) for chunk, end in zip(chunks, ends, strict=True)]
+        token_ids = np.array((*prompt.layout.token_ids, *output_ids)[:rows], np.int64)
+        held = HeldPrompt(token_ids, _stored(prompt, making), making, tuple(seen), kv, nbytes)
+        with self._lock:
+            if self._closed:
+                return False
+            for each in list(self._held):
+                # What begins the new one has nothing that this has not.
+                if held.shared_rows(each.token_ids, each.stored, each.making) == len(each.token_ids):
+                    self._cut(each, 0)
+            self._held[held] = time.monotonic()
+            while len(self._held) > _MOST_PROMPTS or self.nbytes > self.limit_bytes:
+                self.drop_oldest()
+        # A chunk may have been deleted while the prompt was computed.
+        self._is_fresh(held)
+        return True
+
+    def drop_oldest(self) -> None:
+        """Drop the prompt that was used least recently, if there is one."""
+        with self._lock:
+            if self._held:
+                self._cut(next(iter(self._held)), 0)
+
+    def refresh(self) -> None:
+        """Drop all rows that have seen a chunk which is gone or replaced."""
+        with self._lock:
+            held = list(self._held)
+        for each in held:
+            self._is_fresh(each)
+
+    def close(self) -> None:
+        """Drop everything, and keep nothing any more."""
+        with self._lock:
+            self._closed = True
+            for each in list(self._held):
+                self._cut(each, 0)
+
+    def _is_fresh(self, held: HeldPrompt) -> bool:
+        """Return whether all chunks that a prompt has seen are still there, and the same; drop its rows from the first that is not."""
+        ids = list({each.id for each in held.seen if each.id is not None})
+        # What cannot be read may be gone.
+        known = (self._store.lookup(self._namespace, ids) if ids else None) or ()
+        keys, now = {each.id: each.key for each in known if each is not None}, time.time()
+        stale = [
+            each.row
+            for each in held.seen
+            if each.expires_at <= now or (each.id is not None and keys.get(each.id) != each.key)
+        ]
+        if stale:
+            self._cut(held, min(stale))
+        return not stale
+
+    def _cut(self, held: HeldPrompt, rows: int) -> None:
+        """Keep the first rows of a prompt only."""
+        with self._lock:
+            used = self._held.pop(held, None)
+            if used is None:
+                return
+            rows = 0 if rows < _LEAST_ROWS else rows
+            kv = self._cut_kv(held.kv, rows)
+            if rows:
+                shorter = HeldPrompt(
+                    held.token_ids[:rows],
+                    tuple(each for each in held.stored if each.start < rows),
+                    held.making,
+                    tuple(each for each in held.seen if each.row < rows),
+                    kv,
+                    held.nbytes * rows // len(held.token_ids),
+                )
+                self._held[shorter] = used
+
+
+def _stored(prompt: AssembledPrompt, making: Making | None) -> tuple[_Stored, ...]:
+    """Return the chunks of a prompt whose rows are not computed."""
+    chunks = prompt.chunks if making is not None else ()
+    return tuple(_Stored(chunk.start, chunk.stop, chunk.key, chunk.first) for chunk in chunks)
+
+
+def cut_layers(layers: list[LayerKV], rows: int) -> list[LayerKV]:
+    """Return the first rows of layers, ``(1, num_kv_heads, rows, head_dim)``, without what the others keep in memory."""
+    return [LayerKV(*(tensor[:, :, :rows].clone() for tensor in layer)) for layer in layers if rows]
+
+
+def storage_bytes(layers: Sequence[LayerKV]) -> int:
+    """Return the bytes that layers keep in memory: each may be the beginning of a buffer with room after it."""
+    storages = {tensor.untyped_storage() for layer in layers for tensor in layer}
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def reader_of(token_ids: tuple[int, ...], layers: Sequence[LayerKV]) -> KVReader:
+    """Return a reader of the first rows of layers on their devices, as many as there are tokens."""
+    # Layers are put together in another stream than that in which the KV was computed.
+    done = {device: event_now(device) for device in {layer.keys.device for layer in layers}}
+    rows = len(token_ids)
+    uploads = [
+        Upload(LayerKV(*(tensor[0, :, :rows] for tensor in layer)), done[layer.keys.device]) for layer in layers
+    ]
+    return DeviceReader(ResidentKV(token_ids, 0, uploads))
