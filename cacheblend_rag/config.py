@@ -221,8 +221,8 @@ class EngineConfig(SettingsBase):
         have the same chunk ids, documents and deletions. By default each folder has its own. A `SecretStr`
         too.
     prefix_bytes : int
-        Maximum bytes of KV that an engine keeps of its last prompts and their answers, in the memory in which the model computes: what
-        the next prompt begins with as they do is not computed again. 0 keeps none.
+        Maximum bytes of KV that an engine keeps of its last prompts and their answers, in the memory in which the model
+        computes: what the next prompt begins with as they do is not computed again. 0 keeps none.
 
     Raises
     ------

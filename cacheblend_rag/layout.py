@@ -34,7 +34,7 @@ class PromptLayout:
     positions: tuple[int, ...]
     # In prompt order, not overlapping.
     chunks: tuple[ChunkSpan, ...]
-    # How many leading rows are taken over from an earlier prompt or a fixed head, which are neither computed nor part of any chunk here.
+    # How many leading rows are taken over from an earlier prompt or a fixed head; they are neither computed nor of a chunk here.
     resumed_rows: int = 0
     # Whether the stored KV of any chunk knows of text that stands before it in its document. Full prefill of the prompt
     # then gives another answer, not the one that blending falls short of.

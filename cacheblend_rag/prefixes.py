@@ -247,7 +247,7 @@ class PrefixCache:
                 self._cut(each, 0)
 
     def _is_fresh(self, held: HeldPrompt) -> bool:
-        """Return whether all chunks that a prompt has seen are still there, and the same; drop its rows from the first that is not."""
+        """Drop a prompt's rows from the first chunk on that is gone, replaced or over; return whether there was none."""
         ids = list({each.id for each in held.seen if each.id is not None})
         # What cannot be read may be gone.
         known = (self._store.lookup(self._namespace, ids) if ids else None) or ()
@@ -303,7 +303,5 @@ def reader_of(token_ids: tuple[int, ...], layers: Sequence[LayerKV]) -> KVReader
     # Layers are put together in another stream than that in which the KV was computed.
     done = {device: event_now(device) for device in {layer.keys.device for layer in layers}}
     rows = len(token_ids)
-    uploads = [
-        Upload(LayerKV(*(tensor[0, :, :rows] for tensor in layer)), done[layer.keys.device]) for layer in layers
-    ]
+    uploads = [Upload(LayerKV(*(tensor[0, :, :rows] for tensor in layer)), done[layer.keys.device]) for layer in layers]
     return DeviceReader(ResidentKV(token_ids, 0, uploads))

@@ -211,7 +211,7 @@ class KVSupply:
                 yield key, kv
 
     def open_all(self, request: Request) -> dict[str, KVReader | None]:
-        """Return a reader, or None, of each chunk behind what is taken over of an earlier prompt, by its key; hits, tiers and times are filled in."""
+        """Return a reader, or None, of each chunk that is not taken over, by its key; hits, tiers and times are filled in."""
         opening = time.perf_counter()
         found: dict[str, KVReader | None] = {}
         for chunk in {chunk.key: chunk for chunk in request.waiting}.values():

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from cacheblend_gguf.llama import Llama
 from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.prefixes import Making, PrefixCache, ReusedPrefix
 from cacheblend_rag.store import KVReader
 
 __all__ = ["Answering", "Decoding", "processors"]
@@ -81,20 +81,37 @@ class Answering:
     end_ids: frozenset[int]
     processors: list[Any]
     criteria: list[Any]
+    # Where its engine keeps earlier prompts, and how the rows behind its chunks are made, None of a full prefill.
+    prefixes: PrefixCache
+    making: Making | None
+    row_bytes: int
     # How many last tokens of the prompt the scores are wanted after, instead of an answer.
     logits_to_keep: int = 0
     scores: list[Scores] = field(default_factory=list)
     sequence: int = -1
     output: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    # The KV of the prompt and the answer but for its last token, if the request is a turn of a conversation.
-    kept: list[LayerKV] = field(default_factory=list)
     done: Future[None] = field(default_factory=Future)
 
     @property
     def cells(self) -> int:
         """Cells that the prompt and the answer take at most."""
         return len(self.request.prompt.layout) + self.limit
+
+    def shared(self) -> tuple[int | None, int]:
+        """Return the sequence of an earlier prompt that this one begins like, and how many rows, if there is one."""
+        request, head = self.request, self.request.prompt.head
+        if not request.shares or not request.blend.enabled:
+            return None, 0
+        found = self.prefixes.find(request.prompt, self.making, 0 if head is None else head.rows)
+        if found is None:
+            return None, 0
+        held, rows = found
+        layout = request.prompt.layout
+        chunks = () if self.making is None else tuple(span for span in layout.chunks if span.start >= rows)
+        request.resumed = ReusedPrefix(replace(layout, chunks=chunks, resumed_rows=rows), 0)
+        request.figures["head_tokens"] = 0
+        return held.kv, rows
 
     def choose(self, scores: Scores) -> bool:
         """Choose the next token by its scores, ``(vocab,)``; return whether it is the last one."""
@@ -178,11 +195,20 @@ class Decoding:
         """Begin with those that wait, in their order, as far as there are cells for them; one, where answers are under way."""
         while True:
             with self._changed:
-                sequence = self._llama.begin(self._waiting[0].cells) if self._waiting else None
-                if sequence is None:
-                    return
-                answering = self._waiting.popleft()
-                answering.sequence = sequence
+                answering = self._waiting[0] if self._waiting else None
+            if answering is None:
+                return
+            held, rows = answering.shared()
+            sequence = self._llama.begin(answering.cells, held, rows)
+            if sequence is None:
+                return
+            answering.sequence = sequence
+            with self._changed:
+                if answering not in self._waiting:
+                    # Given up meanwhile.
+                    self._llama.end(sequence)
+                    continue
+                self._waiting.remove(answering)
                 self._active.append(answering)
                 self._changed.notify_all()
             self._attempt(answering, self._prefill)
@@ -194,8 +220,9 @@ class Decoding:
         request, layout = answering.request, answering.request.prompt.layout
         request.queue_s += max(time.perf_counter() - request.ready - request.encode_s - request.open_s, 0.0)
         request.forward_started = time.perf_counter()
-        row = 0
-        for begin in sorted(answering.readers):
+        row = 0 if request.resumed is None or request.resumed.head else request.resumed.layout.resumed_rows
+        request.figures["load_bytes"] = 0
+        for begin in sorted(each for each in answering.readers if each >= row):
             self._llama.decode(layout.token_ids[row:begin], row, answering.sequence)
             row = begin + self._put(answering, begin)
         last = len(layout) - max(answering.logits_to_keep, 1)
@@ -220,6 +247,7 @@ class Decoding:
                 keys.append(request.prompt.head.key)
             raise ChunkReadError(keys[0], str(error)) from error
         request.wait_s += time.perf_counter() - loading
+        request.figures["load_bytes"] += len(reader.token_ids) * answering.row_bytes
         return len(reader.token_ids)
 
     def _step(self) -> None:
@@ -247,19 +275,28 @@ class Decoding:
                 request = answering.request
                 if request.streamer is not None:
                     request.streamer.end()
-                if request.turn is not None:
-                    # Its last token was chosen, not read.
-                    count = len(request.prompt.layout) + len(answering.output) - 1
-                    answering.kept = self._llama.take(0, count, answering.sequence)
                 self._leave(answering)
         except Exception as error:  # handed to who asked for it
             self._leave(answering, error)
 
     def _leave(self, answering: Answering, error: Exception | None = None) -> None:
-        self._llama.end(answering.sequence)
+        if error is not None or not self._keep(answering):
+            self._llama.end(answering.sequence)
         with self._changed:
             self._active.remove(answering)
         if error is None:
             answering.done.set_result(None)
         else:
             answering.done.set_exception(error)
+
+    def _keep(self, answering: Answering) -> bool:
+        """Keep what an ended answer has read for the prompts to come; return whether it is kept."""
+        request = answering.request
+        if not answering.output or not request.shares or not request.blend.enabled:
+            return False
+        # Its last token was chosen, not read.
+        rows = len(request.prompt.layout) + len(answering.output) - 1
+        self._llama.keep(answering.sequence, rows)
+        return answering.prefixes.keep(
+            request.prompt, answering.output, answering.making, rows, answering.sequence, rows * answering.row_bytes
+        )

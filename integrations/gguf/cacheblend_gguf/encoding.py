@@ -37,7 +37,7 @@ class LlamaEncoder(ChunkEncoder):
         for batch in self.batches(targets):
             for reading in batch:
                 length = len(self.preamble) + max(len(sequence) for sequence, _ in reading)
-                while not self._llama.has_room(length):
+                while not self._llama.make_room(length):
                     yield []
                     time.sleep(_PAUSE_S)
                 try:

@@ -23,7 +23,6 @@ from cacheblend_gguf.llama import HEAD_CELLS, Llama, LlamaOptions
 from cacheblend_gguf.tokenizer import check_tokenizer, read_tokenizer
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.conversation import Conversation, KeptTurns, Making, Resumption, Turn
 from cacheblend_rag.engine import BlendStream, ChunkLibrary, GenerationResult, StopStrings
 from cacheblend_rag.engine.background import in_thread
 from cacheblend_rag.engine.decode import token_ids
@@ -34,9 +33,9 @@ from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.engine.scheduler import Patience
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.fuse.plan import Plan
-from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import ModelCard
+from cacheblend_rag.prefixes import Making, PrefixCache, ReusedPrefix
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader, KVStore
@@ -118,7 +117,8 @@ class GGUFEngine(ChunkLibrary):
             llama.scheduler,
             llama.vocab_size,
         )
-        self._kept = KeptTurns(self._answering, self.namespace, config.conversation_bytes)
+        self._prefixes = PrefixCache(self._answering, self.namespace, config.prefix_bytes, llama.cut)
+        llama.kept.add(self._prefixes)
         self._decoding = Decoding(llama) if decoding is None else decoding
         self._owns_llama = False
 
@@ -178,7 +178,7 @@ class GGUFEngine(ChunkLibrary):
 
     def close(self, *, wait: bool = True) -> None:
         super().close(wait=wait)
-        self._kept.close()
+        self._prefixes.close()
         if self._owns_llama:
             with self.llama.scheduler:
                 self.llama.close()
@@ -204,8 +204,8 @@ class GGUFEngine(ChunkLibrary):
 
     def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
         known = super().delete(ids, sources=sources)
-        # Conversations forget what may know of them.
-        self._kept.refresh()
+        # What has seen them goes with them.
+        self._prefixes.refresh()
         return known
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
@@ -219,19 +219,14 @@ class GGUFEngine(ChunkLibrary):
             )
         return blend
 
-    def conversation(self, max_bytes: int | None = None) -> Conversation:
-        self._check_open()
-        return Conversation(self._kept, max_bytes)
-
     def prefill(
         self,
         prompt: BlendPrompt,
         *,
         blend: BlendConfig | None = None,
-        conversation: Conversation | None = None,
         logits_to_keep: int | None = None,
     ) -> PrefillResult:
-        request = self._begin(prompt, None, {"blend": blend, "conversation": conversation})
+        request = self._begin(prompt, None, {"blend": blend}, shares=False)
         count, layout = 1 if logits_to_keep is None else logits_to_keep, request.prompt.layout
         text = len(layout) - max((chunk.stop for chunk in layout.chunks), default=0)
         if not 1 <= count <= text:
@@ -292,14 +287,14 @@ class GGUFEngine(ChunkLibrary):
     ) -> list[GenerationResult]:
         return await in_thread(partial(self.generate_many, prompts, max_new_tokens, **options))
 
-    def _begin(self, prompt: BlendPrompt, max_new_tokens: int | None, options: dict[str, Any]) -> Request:
+    def _begin(
+        self, prompt: BlendPrompt, max_new_tokens: int | None, options: dict[str, Any], shares: bool = True
+    ) -> Request:
         """Return the request for a prompt, checked, in tokens and under the settings in force, but not computed."""
         self._check_open()
         started = time.perf_counter()
         given = {name: value for name, value in options.items() if value is not None}
-        blend, conversation = given.pop("blend", None), given.pop("conversation", None)
-        # Before all that takes time: what is reset from now on forgets this turn too.
-        turn = None if conversation is None else Turn(conversation, self._kept)
+        blend = given.pop("blend", None)
         patience = Patience.of(given.pop("wait_s", None))
         if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} leaves nothing to generate; give 1 or more")
@@ -311,7 +306,7 @@ class GGUFEngine(ChunkLibrary):
         if settings.enabled:
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
         return Request(
-            prompt, assembled, settings, started, patience, turn, max_new_tokens=max_new_tokens, options=given
+            prompt, assembled, settings, started, patience, shares, max_new_tokens=max_new_tokens, options=given
         )
 
     def _is_blended(self, request: Request) -> bool:
@@ -328,10 +323,6 @@ class GGUFEngine(ChunkLibrary):
         ends |= {id for each in criteria if isinstance(each, StopStrings) for id in each.ids}
         answering = self._compute(request, frozenset(ends), criteria)
         output = request.output_ids = tuple(answering.output)
-        if request.turn is not None:
-            layers = [LayerKV(*(tensor[None] for tensor in layer)) for layer in answering.kept]
-            making = None if request.recomputed is None else _MAKING
-            request.turn.keep(request.prompt, output, layers, request.resumed, making)
         report = make_report(request, len(self.llama.form.layers), output, answering.times)
         self._observe(report)
         text = lexer_of(self.tokenizer).text(output, skip_special_tokens=True)
@@ -347,18 +338,24 @@ class GGUFEngine(ChunkLibrary):
     ) -> Answering:
         """Have a prompt answered, or only read as far as that many last scores; return what came of it."""
         while True:
-            if request.turn is not None:
-                request.turn.begin(request.prompt, self._answering, self.config.ttl_s)
             try:
                 readers = self._readers(request)
-                loaded, whole = sum(len(each.token_ids) for each in readers.values()), len(request.prompt.layout)
-                counts = {"load_bytes": loaded, "kv_bytes": whole, "kv_bytes_before": whole}
-                request.figures |= {name: count * self.kv_bytes_per_token for name, count in counts.items()}
+                whole = len(request.prompt.layout) * self.kv_bytes_per_token
+                request.figures |= {"kv_bytes": whole, "kv_bytes_before": whole}
                 limit = min(
                     request.max_new_tokens or _DEFAULT_NEW_TOKENS, self.llama.window - len(request.prompt.layout)
                 )
                 answering = Answering(
-                    request, readers, limit, ends, processors(request.options), list(criteria), logits_to_keep
+                    request,
+                    readers,
+                    limit,
+                    ends,
+                    processors(request.options),
+                    list(criteria),
+                    self._prefixes,
+                    None if request.recomputed is None else _MAKING,
+                    self.kv_bytes_per_token,
+                    logits_to_keep,
                 )
                 self._decoding.answer(answering)
                 return answering
@@ -369,12 +366,12 @@ class GGUFEngine(ChunkLibrary):
     def _readers(self, request: Request) -> dict[int, KVReader]:
         """Return readers of the rows of a prompt that are stored or kept, by their first; misses are encoded first."""
         is_blended = self._is_blended(request)
-        self._resume(request, is_blended)
+        head = self._head(request, is_blended)
         if not is_blended:
             refusal = "the prompt has no chunks" if request.blend.enabled and not request.prompt.chunks else None
             request.plan, request.recomputed = Plan(None, "full", fallback_reason=refusal), None
             self._supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
-            return _reused(request)
+            return head
         found = self._supply.open_all(request)
         missing = [key for key, reader in found.items() if reader is None]
         if missing and self._supply.limit_misses(request, missing):
@@ -384,7 +381,7 @@ class GGUFEngine(ChunkLibrary):
         readers = self._supply.readers(request, found)
         for chunk in request.waiting:
             self._check_place(chunk.key, readers[chunk.start], chunk.first)
-        return {**readers, **_reused(request)}
+        return {**readers, **head}
 
     def _check_place(self, key: str, reader: KVReader, first: int) -> None:
         """Raise `ChunkReadError` if KV was not computed behind the preamble and what its key says, as far as can be seen."""
@@ -392,23 +389,15 @@ class GGUFEngine(ChunkLibrary):
         if start != behind if not reader.context else not behind < start < self.llama.window:
             raise ChunkReadError(key, f"it was computed at position {reader.start}, where it cannot have been")
 
-    def _resume(self, request: Request, is_blended: bool) -> None:
-        """Take over the prompt's head, and what its conversation has computed, where blending is on."""
+    def _head(self, request: Request, is_blended: bool) -> dict[int, KVReader]:
+        """Return a reader of the prompt's fixed head by its first row, where it has one and blending is on."""
         request.resumed, request.figures["head_tokens"] = None, 0
-        if not request.blend.enabled:
-            return
-        head = request.prompt.head
-        if head is not None and head.rows > HEAD_CELLS:
-            head = None
-        rows = 0 if head is None else head.rows
-        if request.turn is not None:
-            asked = _MAKING if is_blended else None
-            request.resumed = request.turn.resume(request.prompt, asked, moves=is_blended, head=rows)
-        if head is not None and (request.resumed is None or request.resumed.head):
-            if request.resumed is None:
-                layout = request.prompt.layout if is_blended else replace(request.prompt.layout, chunks=())
-                request.resumed = Resumption(replace(layout, resumed_rows=rows), rows)
-            request.resumed.readers[0] = self._supply.head(request, head)
+        head, layout = request.prompt.head, request.prompt.layout
+        if not request.blend.enabled or head is None or head.rows > HEAD_CELLS:
+            return {}
+        own = layout if is_blended else replace(layout, chunks=())
+        request.resumed = ReusedPrefix(replace(own, resumed_rows=head.rows), head.rows)
+        return {0: self._supply.head(request, head)}
 
     def _observe(self, report: BlendReport) -> None:
         self.metrics.observe(report)
@@ -418,12 +407,6 @@ class GGUFEngine(ChunkLibrary):
     def _check_model(self) -> None:
         # A file that llama.cpp has loaded does not change.
         pass
-
-
-def _reused(request: Request) -> dict[int, KVReader]:
-    """Return readers of what a prompt takes over, by their first rows."""
-    readers = {} if request.resumed is None else request.resumed.readers
-    return {start: reader for start, reader in readers.items() if reader.token_ids}
 
 
 def _raised(number: int, error: Exception) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from weakref import WeakSet
 
 import llama_cpp
 import numpy as np
@@ -20,6 +23,7 @@ from cacheblend_rag.config import SettingsBase, warn_of_unknown_variables
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.prefixes import PrefixCache
 
 __all__ = ["HEAD_CELLS", "Llama", "LlamaOptions"]
 
@@ -33,6 +37,8 @@ _BATCH = 2048
 _BESIDE = 1024
 HEAD_CELLS = 512
 _READ_BYTES = 1 << 24
+
+_Runs = list[tuple[object, int]]
 
 # Sequences that no answer has: what all chunks are encoded after, where they are encoded, and where states are put in and out.
 _PREAMBLE, _ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2, 3
@@ -137,9 +143,14 @@ class Llama:
         self.end_ids = tuple(id for id in range(self.vocab_size) if llama_cpp.llama_vocab_is_eog(self._vocab, id))
         self.cells = int(llama_cpp.llama_n_ctx(self._context))
         self._sliding = int(llama_cpp.llama_model_n_swa(self._model))
-        self._free = list(range(_FIRST_ANSWER, _FIRST_ANSWER + options.n_seq_max))
-        # The cells that each answer's sequence will have at most.
-        self._answers: dict[int, int] = {}
+        self._free = list(range(_FIRST_ANSWER, _FIRST_ANSWER + 2 * options.n_seq_max))
+        self._answers: set[int] = set()
+        # The cells of each answer and of each earlier prompt, in runs: who begins as another one shares its runs. Of an answer
+        # under way they are as many as it will have at most.
+        self._runs: dict[int, _Runs] = {}
+        # What the engines over this model keep of earlier prompts, each in a sequence; what of these is not wanted any more.
+        self.kept: WeakSet[PrefixCache] = WeakSet()
+        self._cuts: deque[tuple[int, int]] = deque()
         self._preamble: tuple[int, ...] = ()
         if llama_cpp.llama_model_has_encoder(self._model) or not llama_cpp.llama_memory_can_shift(self._memory):
             raise UnsupportedModelError(
@@ -149,16 +160,11 @@ class Llama:
         self._look()
         self.scheduler = Scheduler()
 
-    def has_room(self, cells: int) -> bool:
-        """Whether a sequence of that many cells fits beside the answers under way; one that is alone always does."""
-        taken = sum(self._answers.values())
-        return not taken or self.cells - len(self._preamble) - HEAD_CELLS - taken >= cells
-
     def _open_context(self) -> Any:
         asked = llama_cpp.llama_context_default_params()
         asked.n_ctx = self.window + _BESIDE
         asked.n_batch = _BATCH
-        asked.n_seq_max = _FIRST_ANSWER + self.options.n_seq_max
+        asked.n_seq_max = _FIRST_ANSWER + 2 * self.options.n_seq_max
         asked.kv_unified = True
         # Cells that slid out of the window are wanted when a chunk is moved.
         asked.swa_full = True
@@ -212,19 +218,79 @@ class Llama:
 
     # Sequences
 
-    def begin(self, cells: int) -> int | None:
-        """Return a sequence for an answer that takes that many cells at most; None if there is no room for it now."""
-        if not self._free or not self.has_room(cells):
+    def make_room(self, cells: int, shared: _Runs | None = None) -> bool:
+        """Whether that many cells fit beside the answers under way, those of `shared` among them; drop earlier prompts for them.
+
+        What is alone always fits.
+        """
+        self._apply_cuts()
+        runs = [*(shared or ()), (object(), cells - _length(shared or ()))]
+        limit = self.cells - len(self._preamble) - HEAD_CELLS
+        if self._answers and _cells([runs, *(self._runs[each] for each in self._answers)]) > limit:
+            return False
+        while _cells([runs, *self._runs.values()]) > limit and self._drop_oldest():
+            pass
+        return True
+
+    def _drop_oldest(self) -> bool:
+        """Drop the earlier prompt that was used least recently; return whether there was one."""
+        oldest = min(self.kept, key=lambda each: each.oldest_use, default=None)
+        if oldest is None or oldest.oldest_use == math.inf:
+            return False
+        oldest.drop_oldest()
+        self._apply_cuts()
+        return True
+
+    def begin(self, cells: int, source: int | None = None, rows: int = 0) -> int | None:
+        """Return a sequence for an answer that takes that many cells at most; None if there is no room for it now.
+
+        It begins with the first `rows` of an earlier prompt, the sequence `source`, if that is given.
+        """
+        self._apply_cuts()
+        if len(self._answers) >= self.options.n_seq_max:
             return None
+        while not self._free:
+            self._drop_oldest()
         sequence = self._free.pop()
-        self._answers[sequence] = cells
+        shared = [] if source is None else _first(self._runs[source], rows)
+        if source is not None:
+            # Before room is made: these cells stay, whatever becomes of the earlier prompt.
+            llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, 0, rows)
+        if not self.make_room(cells, shared):
+            self.remove(sequence)
+            self._free.append(sequence)
+            return None
+        self._runs[sequence] = [*shared, (object(), cells - rows)]
+        self._answers.add(sequence)
         return sequence
 
+    def keep(self, sequence: int, rows: int) -> None:
+        """Have an answer's sequence stay as an earlier prompt of that many rows, which is all that it has."""
+        self._answers.remove(sequence)
+        self._runs[sequence] = _first(self._runs[sequence], rows)
+
     def end(self, sequence: int) -> None:
-        """Free the cells of an answer's sequence."""
-        self.remove(sequence)
-        del self._answers[sequence]
-        self._free.append(sequence)
+        """Free an answer's sequence."""
+        self._answers.discard(sequence)
+        self._cuts.append((sequence, 0))
+        self._apply_cuts()
+
+    def cut(self, sequence: int, rows: int) -> int:
+        """Have the sequence of an earlier prompt cut to its first rows, or freed, before anything else is computed.
+
+        Any thread may call it.
+        """
+        self._cuts.append((sequence, rows))
+        return sequence
+
+    def _apply_cuts(self) -> None:
+        while self._cuts:
+            sequence, rows = self._cuts.popleft()
+            self.remove(sequence, rows)
+            self._runs[sequence] = _first(self._runs[sequence], rows)
+            if not rows:
+                del self._runs[sequence]
+                self._free.append(sequence)
 
     def remove(self, sequence: int, first: int = -1) -> None:
         """Remove a sequence's tokens from position `first` on, all by default."""
@@ -332,6 +398,29 @@ class Llama:
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)
             self._context = self._model = None
+
+
+def _length(runs: Iterable[tuple[object, int]]) -> int:
+    return sum(length for _, length in runs)
+
+
+def _first(runs: _Runs, rows: int) -> _Runs:
+    """Return the runs of the first rows."""
+    found: _Runs = []
+    for run, length in runs:
+        if rows > 0:
+            found.append((run, min(length, rows)))
+        rows -= length
+    return found
+
+
+def _cells(sequences: Iterable[_Runs]) -> int:
+    """Return how many cells sequences have together: of a run as many as who has most of it."""
+    longest: dict[object, int] = {}
+    for runs in sequences:
+        for run, length in runs:
+            longest[run] = max(longest.get(run, 0), length)
+    return sum(longest.values())
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # llama_cpp is not here where types are checked
