@@ -224,7 +224,7 @@ class Runner:
         request.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
 
     def _resume(self, request: Request, ratio: float | None) -> None:
-        """Take over the fixed head, or what an earlier prompt shares, where blending is on; `ratio` is None for a full prefill."""
+        """Take over the fixed head or what an earlier prompt shares; `ratio` is None for a full prefill."""
         blend, layout, head = request.blend, request.prompt.layout, request.prompt.head
         if not blend.enabled or self._refusal(layout) is not None:
             return
