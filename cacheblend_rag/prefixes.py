@@ -182,7 +182,8 @@ class PrefixCache:
         token_ids, stored = np.array(prompt.layout.token_ids[:-1], np.int64), _stored(prompt, making)
         while True:
             with self._lock:
-                shared = {each: each.shared_rows(token_ids, stored, making) for each in self._held}
+                # Of several that share as much, the last used one, so that the others grow old.
+                shared = {each: each.shared_rows(token_ids, stored, making) for each in reversed(self._held)}
             held = max(shared, key=shared.__getitem__, default=None)
             if held is None or shared[held] < max(least + 1, _LEAST_ROWS):
                 return None

@@ -57,8 +57,8 @@ WORKSHOPS = {
     "cacheblend_pml": ("cli",),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store", "reading"),
-    "cacheblend_gguf": tuple("encode fuse kv model prefixes prompt selection store".split()),
-    "cacheblend_hybrid": tuple("codec fuse kv model prompt reading selection store".split()),
+    "cacheblend_gguf": tuple("encode fuse kv model prefixes selection store".split()),
+    "cacheblend_hybrid": tuple("codec fuse kv model prefixes prompt reading selection store".split()),
     "vllm_cacheblend": ("kv", "prompt", "layout", "rope", "store", "model", "encode", "loader"),
 }
 # Which distributions they build on.

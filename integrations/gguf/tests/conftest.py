@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_gguf import GGUFEngine
+from cacheblend_rag import EngineConfig
 from integrations.gguf.tests.kit import gemma, smollm
 
 pytest.importorskip("llama_cpp")
@@ -30,5 +31,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def engine(path: Path) -> Iterator[GGUFEngine]:
-    with GGUFEngine.from_pretrained(path, n_ctx=2048, n_threads=2) as engine:
+    # What is asked twice is computed twice, unless a test is about that.
+    config = EngineConfig(prefix_bytes=0)
+    with GGUFEngine.from_pretrained(path, n_ctx=2048, n_threads=2, config=config) as engine:
         yield engine

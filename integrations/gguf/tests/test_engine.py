@@ -75,30 +75,6 @@ def test_any_order_of_hits_and_misses(filled: GGUFEngine) -> None:
         filled.add(harbour())
 
 
-def test_conversations(filled: GGUFEngine) -> None:
-    filled.add([Chunk("The cats of Lund sleep at noon, and wake when the fish comes in.", "cats")])
-    turns = filled.conversation()
-    first = filled.generate(ask("cats", "h1"), 8, conversation=turns)
-    said = [*first.prompt_ids, *first.token_ids]
-    follow = BlendPrompt(segments=[said, "\nAnd where? ", ChunkRef("h2"), "\nAnswer:"])
-    second = filled.generate(follow, 8, conversation=turns)
-    assert second.report.conversation_tokens == len(said) - 1
-    assert second.report.hits == 1
-    # History behind another context is moved, as chunks are.
-    moved = filled.generate(
-        BlendPrompt(segments=["Now: ", ChunkRef("h0"), said[12:], "\nWhat?"]), 4, conversation=turns
-    )
-    assert moved.report.conversation_tokens > len(said) - 20
-    assert filled.generate(follow, 8, conversation=turns).token_ids == second.token_ids
-    filled.delete(["cats"])
-    assert turns.tokens <= 12
-    bounded = filled.conversation(first.report.prompt_tokens // 2 * filled.kv_bytes_per_token)
-    filled.generate(ask("h0", "h1"), 4, conversation=bounded)
-    assert 0 < bounded.nbytes <= bounded.max_bytes
-    with filled.for_tenant("other") as other, pytest.raises(ConfigError, match="belongs to another engine"):
-        other.generate(BlendPrompt("Why?"), 4, conversation=turns)
-
-
 def test_scores(filled: GGUFEngine) -> None:
     prompt = ask("h0", "h1")
     with last_scores(filled) as seen:

@@ -1,0 +1,108 @@
+"""Earlier prompts in llama.cpp's cells: the answers are those without them, and there is always room for the next one."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cacheblend_gguf import GGUFEngine
+from cacheblend_rag import BlendPrompt, Chunk, ChunkRef, EngineConfig
+from integrations.gguf.tests.kit import HARBOUR, ask, harbour, last_scores, read_in_full
+
+WORDS = " ".join(HARBOUR).split()
+
+
+@pytest.fixture
+def sharing(engine: GGUFEngine) -> Iterator[GGUFEngine]:
+    with engine.another(config=EngineConfig()) as sharing:
+        sharing.add(harbour())
+        yield sharing
+
+
+def text(draw: random.Random, most: int) -> str:
+    return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, most)))
+
+
+@pytest.mark.parametrize("pairs", [12, pytest.param(1000, marks=pytest.mark.full)])
+def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, sharing: GGUFEngine, pairs: int) -> None:
+    engine.add(harbour())
+    shared = 0
+    for seed in range(pairs):
+        draw = random.Random(seed)
+        first = [text(draw, 20), *(ChunkRef(f"h{draw.randrange(4)}") for _ in range(draw.randrange(3))), text(draw, 20)]
+        answer = sharing.generate(BlendPrompt(segments=first), 3).token_ids
+        place = draw.randrange(len(first))
+        second = draw.choice(
+            (
+                first,
+                [*first, answer, text(draw, 9)],
+                [*first[:place], text(draw, 9)],
+                [*first[:place], ChunkRef(f"h{draw.randrange(4)}"), *first[place + 1 :], " And?"],
+                [" ".join([draw.choice(WORDS), *str(first[0]).split()[1:]]), *first[1:]],
+            )
+        )
+        with last_scores(engine) as scores:
+            wanted = engine.generate(BlendPrompt(segments=second), 6)
+        found = sharing.generate(BlendPrompt(segments=second), 6)
+        assert wanted.report.prefix_tokens == 0
+        shared += found.report.prefix_tokens
+        if found.token_ids == wanted.token_ids:
+            continue
+        # Two reads of llama.cpp's own differ by as much, and where two tokens are as likely within that, either may be chosen.
+        noise = abs(read_in_full(engine, wanted.prompt_ids) - read_in_full(engine, wanted.prompt_ids, 37)).max()
+        for ours, theirs, row in zip(found.token_ids, wanted.token_ids, scores, strict=False):
+            if ours != theirs:
+                assert row[theirs] - row[ours] <= noise, seed
+                break
+    assert shared > 10 * pairs
+
+
+def test_a_chat_pays_for_what_is_new(sharing: GGUFEngine) -> None:
+    said: list[int] = list(sharing.prompt_ids(BlendPrompt("You keep the harbour of Lund, and answer in a word.")))
+    for turn in range(6):
+        question = sharing.prompt_ids(BlendPrompt(segments=[f"\nQuestion {turn}: when does it close?\nAnswer:"]))[1:]
+        result = sharing.generate(BlendPrompt(segments=[(*said, *question)]), 6)
+        assert result.report.prefix_tokens == (0 if turn == 0 else len(said) - 1)
+        said = [*result.prompt_ids, *result.token_ids]
+    again = sharing.generate(BlendPrompt(segments=[tuple(result.prompt_ids)]), 6)
+    assert (again.token_ids, again.report.prefix_tokens) == (result.token_ids, len(result.prompt_ids) - 1)
+
+
+def test_what_a_deleted_chunk_was_read_by_is_gone(sharing: GGUFEngine) -> None:
+    sharing.add([Chunk("The cats of Lund sleep at noon, and wake when the fish comes in.", "cats")])
+    prompt = BlendPrompt(segments=["Read all of this before you answer. ", ChunkRef("h0"), ChunkRef("cats"), "\nWhat?"])
+    first, second = (sharing.generate(prompt, 4) for _ in range(2))
+    assert second.report.prefix_tokens == len(first.prompt_ids) - 1
+    assert [chunk.tier for chunk in second.report.chunks] == ["prefix", "prefix"]
+    sharing.delete(["cats"])
+    sharing.add([Chunk("The cats of Lund sleep at noon, and wake when the fish comes in.", "cats")])
+    third = sharing.generate(prompt, 4)
+    assert third.report.chunks[0].tier == "prefix"
+    assert third.report.chunks[1].tier != "prefix"
+    assert third.token_ids == first.token_ids
+
+
+def test_there_is_always_room(path: Path) -> None:
+    with GGUFEngine.from_pretrained(path, n_ctx=512, n_seq_max=3) as engine, engine.for_tenant("other") as other:
+        draw, engines = random.Random(5), (engine, other)
+        for each in engines:
+            each.add(harbour())
+
+        def call(number: int) -> int:
+            ids = [f"h{draw.randrange(4)}" for _ in range(draw.randrange(4))]
+            head = "Read this. " * draw.randrange(20)
+            prompt = BlendPrompt(segments=[head or "a", *map(ChunkRef, ids), text(draw, 60)])
+            return len(engines[number % 2].generate(prompt, draw.randint(1, 60), eos_token_id=[]).token_ids)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(call, range(40)))
+        # A prompt that fills the window, and goes on: what it shares is not counted twice.
+        long = (" ".join(draw.choice(WORDS) for _ in range(600)),)
+        ids = engine.prompt_ids(BlendPrompt(segments=list(long)))[:440]
+        first = engine.generate(BlendPrompt(segments=[ids]), 8, eos_token_id=[])
+        longer = engine.generate(BlendPrompt(segments=[(*first.prompt_ids, *first.token_ids)]), 8, eos_token_id=[])
+        assert longer.report.prefix_tokens == len(first.prompt_ids) + 7
+        assert engine.generate(ask("h0", "h1"), 4).token_ids
+    assert len(engine.llama._free) == 6

@@ -1,0 +1,301 @@
+"""What a prompt takes over of earlier ones: the same answers as without, and nothing behind the first difference."""
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_attachments import Repair, SnapKV
+from cacheblend_lab.settings import blend_settings
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from tests.engines import MakeEngine
+from tests.families import ATTENTION, FAMILIES, FURTHER, tiny_model, tiny_tokenizer, words
+
+ENGINE = {"strict": True, "self_check": False, "prefix_bytes": 1 << 28}
+CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 14, 17, 9))]
+HEAD = words(10, 80)
+# BOS and the head, and the two chunks and what follows them.
+UP_TO_THE_FIRST_CHUNK, UP_TO_THE_SECOND_CHUNK, WHOLE = 11, 31, 11 + 42 + 9 + 5
+
+
+@pytest.fixture
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
+    def make(store: Any = None, model: Any = "llama", **settings: Any) -> BlendEngine:
+        engine = make_engine(store, model, **settings)
+        engine.add(CHUNKS)
+        return engine
+
+    return make
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(tiny_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def chat(chunks: Sequence[Chunk], history: Sequence[int] = (), question: str | None = None) -> BlendPrompt:
+    """A chat as LlamaIndex's context chat writes it: instructions, context, what was said, and the question."""
+    asked = words(5, 1) if question is None else question
+    return BlendPrompt(segments=[HEAD, *chunks, words(9, 90), tuple(history), ids_of(asked)])
+
+
+def reused(engine: BlendEngine, prompt: BlendPrompt, **blend: Any) -> int:
+    settings = blend_settings(engine.blend, **blend) if blend else None
+    return engine.generate(prompt, 1, blend=settings).report.prefix_tokens
+
+
+def own_answer(model: PreTrainedModel, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+    ids = torch.tensor([prompt_ids])
+    options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    return tuple(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist())
+
+
+Segment = str | ChunkRef | tuple[int, ...]
+
+
+def drawn_pair(draw: random.Random) -> tuple[list[Segment], list[Segment], bool]:
+    """Return two prompts that begin alike, up to anywhere, and whether the second has the answer to the first in it."""
+
+    def segment() -> Segment:
+        kind = draw.choice(("text", "text", "ids", "chunk"))
+        if kind == "chunk":
+            return ChunkRef(f"n{draw.randrange(len(CHUNKS))}")
+        text = words(draw.randint(1, 15), draw.randrange(10_000))
+        return ids_of(text) if kind == "ids" else text
+
+    first = [segment() for _ in range(draw.randint(1, 5))] + [words(draw.randint(1, 9), draw.randrange(10_000))]
+    kind = draw.choice(("same", "longer", "answer", "cut", "changed", "other word"))
+    if kind in ("same", "longer", "answer"):
+        return first, first + [segment()] * (kind != "same") + [words(3, 7)] * (kind != "same"), kind == "answer"
+    place = draw.randrange(len(first))
+    if kind == "cut":
+        return first, [*first[:place], words(4, draw.randrange(99))], False
+    second = list(first)
+    said = second[place]
+    if kind == "other word" and isinstance(said, str):
+        spoken = said.split()
+        spoken[draw.randrange(len(spoken))] = words(1, draw.randrange(99))
+        second[place] = " ".join(spoken)
+    else:
+        second[place] = segment()
+    return first, second, False
+
+
+@pytest.mark.parametrize("pairs", [40, pytest.param(1000, marks=pytest.mark.full)])
+def test_answers_are_those_of_an_engine_without_sharing(make_engine: MakeEngine, pairs: int) -> None:
+    sharing, lone = make_engine(), make_engine(prefix_bytes=0)
+    shared = 0
+    for seed in range(pairs):
+        draw = random.Random(seed)
+        first, second, with_answer = drawn_pair(draw)
+        blend = BlendConfig(recompute_ratio=draw.choice((0.0, 0.0, 1.0)))
+        answer = sharing.generate(BlendPrompt(segments=first), 4, blend=blend).token_ids
+        if with_answer:
+            second[len(first) : len(first)] = [answer]
+        asked = BlendPrompt(segments=second)
+        found, wanted = (engine.generate(asked, 8, blend=blend) for engine in (sharing, lone))
+        assert found.token_ids == wanted.token_ids, seed
+        assert wanted.report.prefix_tokens == 0
+        shared += found.report.prefix_tokens
+    # Half of what is asked, or so, is known.
+    assert shared > 10 * pairs
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *FURTHER])
+def test_a_growing_chat_has_the_models_own_answers_and_pays_for_what_is_new(
+    family: str, make_engine: MakeEngine
+) -> None:
+    model = tiny_model(family, ATTENTION[family][0])
+    engine = make_engine(model=model, recompute_ratio=1.0)
+    history: list[int] = []
+    for turn in range(4):
+        question = words(5, 100 + turn)
+        result = engine.generate(chat(CHUNKS[:1], history, question), 10)
+        assert result.token_ids == own_answer(model, result.prompt_ids, 10)
+        # All but the last token of the answer before, which the model has not read, and the question.
+        assert result.report.prefix_tokens == (0 if turn == 0 else result.report.prompt_tokens - 5 - 1)
+        history += [*ids_of(question), *result.token_ids]
+    again = engine.generate(chat(CHUNKS[:1], history[: -len(result.token_ids) - 5], question), 10)
+    assert (again.token_ids, again.report.prefix_tokens) == (result.token_ids, len(result.prompt_ids) - 1)
+
+
+def test_a_changed_first_word_shares_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    said = words(60, 5)
+    assert reused(engine, BlendPrompt(segments=[said])) == 0
+    assert reused(engine, BlendPrompt(segments=[said])) == 60
+    other = [*ids_of(said)]
+    other[0] = ids_of("ferry")[0] if other[0] != ids_of("ferry")[0] else ids_of("harbour")[0]
+    assert reused(engine, BlendPrompt(segments=[tuple(other)])) == 0
+
+
+def test_text_behind_other_chunks_is_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    assert reused(engine, chat(CHUNKS[:2])) == 0
+    assert reused(engine, chat(CHUNKS[:2])) == WHOLE - 1
+    assert reused(engine, chat([CHUNKS[0], CHUNKS[2]])) == UP_TO_THE_SECOND_CHUNK
+    assert reused(engine, chat(CHUNKS[2:4])) == UP_TO_THE_FIRST_CHUNK
+    # The same words, but not as a chunk.
+    spelled = BlendPrompt(segments=[HEAD, ids_of(CHUNKS[0].text), ids_of(CHUNKS[1].text), words(9, 90)])
+    assert reused(engine, spelled) == UP_TO_THE_FIRST_CHUNK
+    report = engine.generate(chat(CHUNKS[:2]), 1).report
+    assert [(chunk.tier, chunk.hit) for chunk in report.chunks] == [("prefix", True)] * 2
+    assert report.load_bytes == report.recomputed_tokens == 0
+
+
+def test_what_was_made_otherwise_is_shared_up_to_the_first_chunk(make_engine: MakeEngine) -> None:
+    better, worse = {"recompute_ratio": 0.5}, {"recompute_ratio": 0.2}
+    for before, after, rows in (
+        (better, worse, WHOLE - 1),
+        (worse, better, UP_TO_THE_FIRST_CHUNK),
+        (better, {**worse, "selector": "random"}, UP_TO_THE_FIRST_CHUNK),
+        ({"recompute_ratio": 0.0}, worse, UP_TO_THE_FIRST_CHUNK),
+        ({"recompute_ratio": 0.0}, {"selector": "none", "recompute_ratio": 0.3}, WHOLE - 1),
+        ({"recompute_ratio": 1.0}, {"recompute_ratio": 0.0}, UP_TO_THE_FIRST_CHUNK),
+        ({"recompute_ratio": 0.0}, {"recompute_ratio": 1.0}, UP_TO_THE_FIRST_CHUNK),
+        ({"recompute_ratio": 1.0}, {"recompute_ratio": 1.0}, WHOLE - 1),
+        ({"enabled": False}, {"recompute_ratio": 1.0}, 0),
+        ({"recompute_ratio": 1.0}, {"enabled": False}, 0),
+    ):
+        engine = make_engine(selector="hkvd")
+        reused(engine, chat(CHUNKS[:2]), **before)
+        assert reused(engine, chat(CHUNKS[:2]), **after) == rows, (before, after)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_a_deleted_or_replaced_chunk_leaves_nothing_behind_it(
+    make_engine: MakeEngine, tmp_path: Path, ratio: float
+) -> None:
+    engine, other = (make_engine(tmp_path, recompute_ratio=ratio) for _ in range(2))
+    reused(engine, chat(CHUNKS[:2]))
+    engine.delete(["n4"])
+    held = engine._prefixes.nbytes
+    engine.delete(["n1"])
+    assert engine._prefixes.nbytes < held
+    engine.add(CHUNKS)
+    assert reused(engine, chat(CHUNKS[:2])) == UP_TO_THE_SECOND_CHUNK
+    # Another process over the same folder.
+    other.delete(["n0"])
+    other.add(CHUNKS)
+    assert reused(engine, chat(CHUNKS[:2])) == WHOLE - 1
+    other.add([Chunk(words(20, 77), "n0")])
+    asked = BlendPrompt(segments=[HEAD, ChunkRef("n0"), CHUNKS[1], words(9, 90)])
+    assert reused(engine, asked) == UP_TO_THE_FIRST_CHUNK
+
+
+def test_a_chunk_that_is_deleted_while_an_answer_is_written_is_not_kept(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    stream = engine.stream(chat(CHUNKS[:2]), 60, eos_token_id=None)
+    next(stream)
+    engine.delete(["n0"])
+    stream.result()
+    engine.add(CHUNKS)
+    assert reused(engine, chat(CHUNKS[:2])) == UP_TO_THE_FIRST_CHUNK
+
+
+def test_what_has_seen_a_chunk_lives_no_longer_than_it(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    engine = make_engine()
+    engine.delete(["n0", "n1"])
+    engine.add([CHUNKS[0]], ttl_s=100)
+    engine.add([CHUNKS[1]], ttl_s=50)
+    reused(engine, chat(CHUNKS[:2]))
+    now += 49
+    assert reused(engine, chat(CHUNKS[:2])) == WHOLE - 1
+    now += 2
+    assert reused(engine, chat(CHUNKS[:2])) == UP_TO_THE_SECOND_CHUNK
+
+
+def test_no_more_is_kept_than_the_budget(make_engine: MakeEngine) -> None:
+    whole = make_engine()
+    reused(whole, chat(CHUNKS[:2]))
+    size = whole._prefixes.nbytes
+    engine = make_engine(prefix_bytes=2 * size + size // 2)
+    first, second, third = (chat(CHUNKS[number : number + 2]) for number in (0, 2, 3))
+    for prompt in (first, second, first, third):
+        reused(engine, prompt)
+        assert engine._prefixes.nbytes <= engine.config.prefix_bytes
+    assert reused(engine, first) == WHOLE - 1
+    # The one that was used least recently went.
+    assert reused(engine, second) == UP_TO_THE_FIRST_CHUNK
+    small = make_engine(prefix_bytes=size // 2)
+    reused(small, first)
+    assert small._prefixes.nbytes == 0
+    # What begins a longer prompt is kept with it.
+    reused(whole, chat(CHUNKS[:2], ids_of(words(5, 1)), words(6, 2)))
+    assert len(whole._prefixes._held) == 1
+    whole.close()
+    assert whole._prefixes.nbytes == 0
+
+
+def test_streams_keep_what_they_have_read(make_engine: MakeEngine) -> None:
+    engine = make_engine(recompute_ratio=1.0)
+    stream = engine.stream(chat(CHUNKS[:2]), 400, eos_token_id=None)
+    next(stream)
+    stream.close()
+    said = stream.result()
+    history = [*ids_of(words(5, 1)), *said.token_ids]
+    result = engine.generate(chat(CHUNKS[:2], history, words(6, 2)), 8)
+    assert result.token_ids == own_answer(engine.model, result.prompt_ids, 8)
+    assert result.report.prefix_tokens == WHOLE + len(said.token_ids) - 1
+    with engine._runner.scheduler:
+        closed = engine.stream(chat(CHUNKS[2:]))
+        closed.close()
+    assert list(closed) == []
+
+
+def test_many_callers_and_batches(make_engine: MakeEngine) -> None:
+    engine, lone = make_engine(recompute_ratio=1.0), make_engine(recompute_ratio=1.0, prefix_bytes=0)
+    prompts = [chat(CHUNKS[:2], ids_of(words(9, seed % 3)), words(6, seed)) for seed in range(8)]
+    wanted = [lone.generate(prompt, 5).token_ids for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert [each.token_ids for each in pool.map(lambda each: engine.generate(each, 5), prompts)] == wanted
+    results = engine.generate_many(prompts, 5)
+    assert [each.token_ids for each in results] == wanted
+    assert all(each.report.prefix_tokens == each.report.prompt_tokens - 1 for each in results)
+
+
+def test_tenants_share_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    said = BlendPrompt(segments=[words(60, 5)])
+    assert reused(engine, said) == 0
+    with engine.for_tenant("other") as other:
+        assert reused(other, said) == 0
+    assert reused(engine, said) == 60
+
+
+def test_scores_of_a_prefill_are_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    prompt = chat(CHUNKS[:2])
+    first = engine.prefill(prompt, logits_to_keep=4)
+    reused(engine, prompt)
+    again = engine.prefill(prompt, logits_to_keep=4)
+    assert again.report.prefix_tokens == 0
+    assert torch.equal(first.logits, again.logits)
+
+
+def test_prompts_with_places_of_their_own_and_dropped_rows_are_left_out(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    placed = BlendPrompt(segments=[words(20, 3)], positions=[4])
+    assert reused(engine, placed) == reused(engine, placed) == 0
+    engine.attach(SnapKV(24, observation_window=4))
+    long = chat(CHUNKS)
+    evicted = engine.generate(long, 6).report.evicted_tokens
+    assert evicted > 0
+    assert reused(engine, long) == 0
+
+
+def test_repair_works_on_chunks_that_were_taken_over(make_engine: MakeEngine) -> None:
+    engine = make_engine(selector="none")
+    reused(engine, chat(CHUNKS[:2]))
+    engine.attach(Repair(1.0, limit=0.0))
+    report = engine.generate(chat(CHUNKS[:2], ids_of(words(9, 4)), words(6, 2)), 6).report
+    assert report.prefix_tokens > UP_TO_THE_FIRST_CHUNK
