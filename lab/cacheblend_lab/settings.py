@@ -48,9 +48,10 @@ def setting_names() -> list[str]:
 def engine_settings(base: EngineSettings | None = None, **values: Any) -> EngineSettings:
     """Return the settings of an engine that differ in `values` from `base`, by default the environment's.
 
-    Options of selectors are those of the selector that is named, or that `base` has.
+    By default nothing is taken over of earlier prompts, which would help what is measured. Options of selectors are those of the
+    selector that is named, or that `base` has.
     """
-    base = base or EngineSettings(config=EngineConfig(), blend=BlendConfig(), tuning=Tuning())
+    base = base or EngineSettings(config=EngineConfig(prefix_bytes=0), blend=BlendConfig(), tuning=Tuning())
     tuning = {name: value for name, value in values.items() if name in _TUNING}
     engine = {name: value for name, value in values.items() if EngineConfig.kinds.get(name) is EngineConfig}
     others = {name: value for name, value in values.items() if name not in tuning | engine}

@@ -10,7 +10,7 @@
     ram: "KV from RAM",
     disk: "KV from disk",
     head: "fixed head, KV stored",
-    conversation: "KV from the conversation",
+    prefix: "KV from an earlier prompt",
   };
   const ORDER = Object.keys(SAYS);
   const WAITS = {

@@ -33,7 +33,7 @@ _FRAME_HEIGHT = 760
 _FIGURES = (
     "ttft_s queue_s overhead_s load_s encode_s recompute_s tpot_s prompt_tokens context_tokens recomputed_tokens "
     "recompute_ratio charged_ratio hits misses selector fallback_reason guard output_tokens load_bytes kv_bytes "
-    "head_tokens conversation_tokens repaired_tokens evicted_tokens batch_size"
+    "head_tokens prefix_tokens repaired_tokens evicted_tokens batch_size"
 ).split()
 
 

@@ -192,24 +192,22 @@ def test_an_option_without_meaning_is_named(value: Any) -> None:
         BlendConfig(recompute_ratio="auto")
 
 
-def test_a_turn_of_a_conversation_survives_damaged_kv(path: Path, tmp_path: Path) -> None:
+def test_what_an_earlier_prompt_begins_with_is_kept_where_kv_is_damaged(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    with make_engine(path, folder, ram_bytes=0, device_bytes=0) as engine:
+    with make_engine(path, folder, ram_bytes=0, device_bytes=0, prefix_bytes=2**26) as engine:
         write_profile(path, engine, fixed_s=0.0)
         engine.add(CHUNKS)
-        conversation = engine.conversation()
-        engine.generate(BlendPrompt(segments=[words(4, 90), *CHUNKS[:3], words(6, 91)]), 4, conversation=conversation)
+        engine.generate(BlendPrompt(segments=[words(4, 90), *CHUNKS[:3], words(6, 91)]), 4)
         record = engine.records(["n4"])[0]
         assert record is not None
         [file] = (each for each in folder.rglob(f"{record.key}*") if each.is_file())
         damage(file)
         segments = [words(4, 90), *CHUNKS[:3], CHUNKS[4], CHUNKS[5], words(6, 92)]
-        result = engine.prefill(BlendPrompt(segments=segments), conversation=conversation)
-        # Text before the context, and the context as far as it is that of the turn before.
-        assert result.report.conversation_tokens == 1 + 4 + 90
-        assert [chunk.tier for chunk in result.report.chunks][:3] == ["conversation"] * 3
-        assert conversation.tokens == result.report.prompt_tokens
-        # The store is asked before the conversation here; what the conversation has is a hit all the same.
+        report = engine.generate(BlendPrompt(segments=segments), 4).report
+        # Text before the context, and the context as far as it is that of the prompt before.
+        assert report.prefix_tokens == 1 + 4 + 90
+        assert [chunk.tier for chunk in report.chunks][:3] == ["prefix"] * 3
+        # The store is asked first here; what an earlier prompt has is a hit all the same.
         evict(engine, "n1")
-        result = engine.prefill(BlendPrompt(segments=segments), conversation=conversation)
-        assert (result.report.hits, result.report.misses) == (5, 0)
+        report = engine.generate(BlendPrompt(segments=segments), 4).report
+        assert (report.hits, report.misses) == (5, 0)

@@ -43,10 +43,11 @@ def fates(view: dict[str, Any]) -> list[str]:
     return [fate for fate, count in view["fates"] for _ in range(count)]
 
 
-def make_engine(store: Path | None = None) -> BlendEngine:
+def make_engine(store: Path | None = None, prefix_bytes: int = 0) -> BlendEngine:
     model = tiny_model("llama")
     model.config.max_position_embeddings = 4096
-    settings = engine_settings(strict=True, self_check=False, recompute_ratio=0.0, preamble="")
+    asked = {"recompute_ratio": 0.0, "preamble": "", "prefix_bytes": prefix_bytes}
+    settings = engine_settings(strict=True, self_check=False, **asked)
     return BlendEngine(model, tiny_tokenizer(), store=store, **settings)
 
 
@@ -100,15 +101,14 @@ def test_a_head_that_is_computed_and_one_that_is_stored(engine: BlendEngine) -> 
     assert after.count("head") == second.head_tokens
 
 
-def test_a_conversation(engine: BlendEngine) -> None:
-    engine.add(CHUNKS)
-    conversation = engine.conversation()
-    engine.generate(PROMPT, 4, conversation=conversation)
-    longer = BlendPrompt(segments=[*PROMPT.segments, words(9, 60)])
-    report = engine.generate(longer, 4, conversation=conversation).report
-    own = fates(data_of(inspector_page(engine, report))["views"][0])
-    assert own.count("conversation") == report.conversation_tokens > 59
-    assert own[-1] == "computed"
+def test_what_an_earlier_prompt_begins_with() -> None:
+    with make_engine(prefix_bytes=2**26) as engine:
+        engine.add(CHUNKS)
+        engine.generate(PROMPT, 4)
+        report = engine.generate(BlendPrompt(segments=[*PROMPT.segments, words(9, 60)]), 4).report
+        own = fates(data_of(inspector_page(engine, report))["views"][0])
+        assert own.count("prefix") == report.prefix_tokens > 59
+        assert own[-1] == "computed"
 
 
 def test_full_prefill_beside_it(engine: BlendEngine) -> None:

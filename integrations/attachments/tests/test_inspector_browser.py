@@ -147,7 +147,7 @@ def test_it_fits_the_screen_and_can_be_read(browser: Any, file: Path, size: str,
                 }
             };
             const probes = [...document.querySelectorAll(".note, h2, dd, dt, .chunk header span, .lane > span, #switch button")];
-            for (const fate of ["computed", "recomputed", "encoded", "device", "ram", "disk", "remote", "head", "conversation"]) {
+            for (const fate of ["computed", "recomputed", "encoded", "device", "ram", "disk", "remote", "head", "prefix"]) {
                 const token = document.createElement("span");
                 token.className = `t f-${fate}`;
                 document.getElementById("prompt").append(token);

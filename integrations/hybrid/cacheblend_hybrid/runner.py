@@ -88,6 +88,7 @@ class StateRunner(Runner):
         tenant: str,
     ) -> None:
         super().__init__(model, None, unsupported, supply, tuning, prefixes)
+        self._store = supply.store
         self._states, self._namespace, self._tenant = states, namespace, tenant
         self._lexer = lexer_of(tokenizer)
 

@@ -173,9 +173,9 @@ class AnswersTogether:
             return await Runnable.abatch(self, inputs, configs, return_exceptions=return_exceptions, **kwargs)  # type: ignore[arg-type]
 
     def _answer(self, call: Call) -> Answer:
-        """Answer one call, together with the others of its batch if it is of one and no turn of a conversation."""
+        """Answer one call, together with the others of its batch if it is of one."""
         meeting = _joined.get()
-        if meeting is None or "conversation" in call.options:
+        if meeting is None:
             return call.ending.read(self.engine.generate(call.prompt, **call.options))
         # A prompt that cannot be served fails alone.
         self.engine.prompt_layout(call.prompt)
@@ -188,7 +188,7 @@ class AnswersTogether:
         """Answer asynchronously; see `_answer`. Cancelling ends the generation, that of a batch when all are cancelled."""
         call = await run_in_executor(None, make_call)
         meeting = _joined.get()
-        if meeting is not None and "conversation" not in call.options:
+        if meeting is not None:
             await run_in_executor(None, self.engine.prompt_layout, call.prompt)
             return call.ending.read(await asyncio.wrap_future(meeting.ask(call)))
         # A stream, so that a cancelled task does not leave the engine busy with an answer that is not wanted any more.

@@ -17,7 +17,7 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, Runn
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
@@ -25,7 +25,6 @@ from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
 from cacheblend_rag.chat.render import VARIABLES, knows_tools, render_chat, template_variables
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.chunk import carried_prompt
-from cacheblend_rag.engine import EngineConversation
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.thoughts import Thought
@@ -83,18 +82,10 @@ class ChatBlend(BlendModel, BaseChatModel):
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
 
-    _conversation: EngineConversation | None = PrivateAttr(default=None)
-
     def model_post_init(self, context: Any) -> None:
         """Refuse variables that the chat template does not read."""
         super().model_post_init(context)
         template_variables(self.engine.tokenizer, vars(self))
-
-    def in_conversation(self, conversation: EngineConversation) -> ChatBlend:
-        """Return the same model, but each of its calls is a turn of a conversation (`BlendEngine.conversation`)."""
-        model = self.model_copy()
-        model._conversation = conversation
-        return model
 
     def blend_prompt(
         self,
@@ -311,10 +302,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         if grammar is not None:
             guide = Guide(self.engine, after_thoughts(grammar, thinking))
             options["logits_processor"] = with_objects(options, "logits_processor", guide)
-        call = self._call(prompt, stop, options, thinking)
-        if self._conversation is not None:
-            call.options["conversation"] = self._conversation
-        return call
+        return self._call(prompt, stop, options, thinking)
 
     def _chunks(self, piece: str | Answer, gate: ToolGate | None, kwargs: dict[str, Any]) -> list[ChatGenerationChunk]:
         if isinstance(piece, Thought):

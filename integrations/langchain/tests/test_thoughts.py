@@ -21,7 +21,7 @@ LOOK = {
 
 @pytest.fixture
 def dictation() -> Iterator[Dictation]:
-    made = Dictation("Qwen3")
+    made = Dictation("Qwen3", prefix_bytes=2**26)
     with made.engine:
         yield made
 
@@ -34,27 +34,26 @@ def as_messages(turns: list[dict[str, Any]]) -> list[BaseMessage]:
     ]
 
 
-def test_ten_conversations_keep_what_the_template_allows(dictation: Dictation) -> None:
-    for number in range(10):
-        llm = ChatBlend(engine=dictation.engine).in_conversation(dictation.engine.conversation())
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_chat_pays_for_what_the_template_changes_and_for_what_is_new(streams: bool, dictation: Dictation) -> None:
+    llm = ChatBlend(engine=dictation.engine)
 
-        def ask(turns: list[dict[str, Any]], tokens: int, number: int = number, llm: Any = llm) -> tuple[str, str, int]:
-            if number % 2:
-                *_, answer = [
-                    sum(pieces[1:], pieces[0]) for pieces in [list(llm.stream(as_messages(turns), max_tokens=tokens))]
-                ]
-            else:
-                answer = llm.invoke(as_messages(turns), max_tokens=tokens)
-            [thought, *_] = answer.content_blocks
-            assert thought["type"] == "reasoning"
-            assert answer.usage_metadata["output_token_details"]["reasoning"] > 0
-            return thought["reasoning"], answer.content, answer.response_metadata["blend"]["conversation_tokens"]
+    def ask(turns: list[dict[str, Any]], tokens: int) -> tuple[str, str, int]:
+        if streams:
+            pieces = list(llm.stream(as_messages(turns), max_tokens=tokens))
+            answer = sum(pieces[1:], pieces[0])
+        else:
+            answer = llm.invoke(as_messages(turns), max_tokens=tokens)
+        [thought, *_] = answer.content_blocks
+        assert thought["type"] == "reasoning"
+        assert answer.usage_metadata["output_token_details"]["reasoning"] > 0
+        return thought["reasoning"], answer.content, answer.response_metadata["blend"]["prefix_tokens"]
 
-        dictation.holds_five_turns(ask)
+    dictation.holds_six_turns(ask)
 
 
 async def test_thoughts_are_no_calls_and_are_kept_while_calls_go_on(dictation: Dictation) -> None:
-    llm = ChatBlend(engine=dictation.engine, max_tokens=300).in_conversation(dictation.engine.conversation())
+    llm = ChatBlend(engine=dictation.engine, max_tokens=300)
     bound, messages = llm.bind_tools([LOOK]), [HumanMessage("Is it raining in Oslo?")]
     says = f"<think>\n{CALL}\n</think>\n\n{CALL}"
     dictation.say(says, ends=True)
@@ -77,10 +76,10 @@ async def test_thoughts_are_no_calls_and_are_kept_while_calls_go_on(dictation: D
     dictation.say(THINKS + "Yes.", ends=True)
     last = bound.invoke(messages)
     # All that was generated, thoughts and call, but the token that ended it.
-    assert last.response_metadata["blend"]["conversation_tokens"] >= before["total_tokens"] - 1
+    assert last.response_metadata["blend"]["prefix_tokens"] >= before["total_tokens"] - 1
     dictation.say(THINKS, ends=True)
     after = bound.invoke([*messages, last, HumanMessage("And tomorrow?")])
-    assert after.response_metadata["blend"]["conversation_tokens"] == before["input_tokens"]
+    assert after.response_metadata["blend"]["prefix_tokens"] == before["input_tokens"]
 
 
 def test_variables_reach_the_template_and_the_keys_of_caches(dictation: Dictation) -> None:

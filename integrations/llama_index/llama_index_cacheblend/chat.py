@@ -1,4 +1,4 @@
-"""Chat engines whose turns reuse what earlier turns have computed."""
+"""Chat engines whose contexts are blended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from llama_index.core.memory import BaseMemory, Memory
 from llama_index.core.storage.chat_store.base_db import MessageStatus
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import EngineConversation
 from cacheblend_rag.errors import CacheBlendError
 from llama_index_cacheblend.context import Rounds
 from llama_index_cacheblend.llm import blend_llm
@@ -96,14 +95,10 @@ class _BlendChat:
             # A wrong setting is said now and not by the first message.
             model.engine.check_blend(blend_config)
         self._blend_config = blend_config
-        self._conversation = model.engine.conversation()
-        self._condensing = model.engine.conversation()
-        self._talking = model.in_conversation(self._conversation)
         self._turns: ContextVar[_Turn] = ContextVar("turn")
         if kwargs.get("node_postprocessors") and not isinstance(retriever, BlendRetriever):
             retriever = BlendRetriever(retriever, model)
-        # What LlamaIndex asks the model besides the answer, for a condensed question, makes a conversation of its own.
-        super().__init__(retriever, model.in_conversation(self._condensing), *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(retriever, model, *args, **kwargs)  # type: ignore[call-arg]
 
     @classmethod
     def from_defaults(
@@ -156,11 +151,6 @@ class _BlendChat:
         made._blend_config = blend_config
         return made
 
-    @property
-    def conversation(self) -> EngineConversation:
-        """The KV that is kept from turn to turn."""
-        return self._conversation
-
     def chat(self, message: str, chat_history: list[ChatMessage] | None = None, **kwargs: Any) -> AgentChatResponse:
         """Answer a message.
 
@@ -206,12 +196,6 @@ class _BlendChat:
         with self._turning() as turn:
             return turn.complete(await super().astream_chat(message, chat_history, **kwargs))  # type: ignore[misc, no-any-return]
 
-    def reset(self) -> None:
-        """Forget what was said, and its KV."""
-        super().reset()  # type: ignore[misc]
-        self._conversation.reset()
-        self._condensing.reset()
-
     @contextmanager
     def _turning(self) -> Iterator[_Turn]:
         turn = _Turn()
@@ -226,7 +210,7 @@ class _BlendChat:
         return _TurnSynthesizer(
             self._turns.get(),
             self._memory,  # type: ignore[attr-defined]
-            llm=self._talking,
+            llm=self._llm,  # type: ignore[attr-defined]
             text_qa_template=own._text_qa_template,
             refine_template=own._refine_template,
             blend_config=self._blend_config,
@@ -236,11 +220,10 @@ class _BlendChat:
 
 
 class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[misc]
-    """LlamaIndex's `ContextChatEngine` with a blended context, and with KV reused from turn to turn.
+    """LlamaIndex's `ContextChatEngine` with a blended context.
 
-    Each message retrieves a context, which goes into the system message before the history. Tokens at the same place as in the
-    previous turn are not computed again; history that is elsewhere now is blended like a chunk. `Conversation` says how
-    exact that is. One engine is one chat: send one message at a time.
+    Each message retrieves a context, which goes into the system message before the history. While it is the same, a turn computes
+    only what is new; history behind another context is computed again. One engine is one chat: send one message at a time.
 
     Parameters
     ----------
@@ -261,7 +244,7 @@ class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[mis
 
 
 class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngine):  # type: ignore[misc]
-    """LlamaIndex's `CondensePlusContextChatEngine` with a blended context, and with KV reused from turn to turn.
+    """LlamaIndex's `CondensePlusContextChatEngine` with a blended context.
 
     Like `BlendContextChatEngine`, but the model first rewrites each message, with the history, as a standalone question, which is
     used to retrieve. Parameters and errors are the same, with `CondensePlusContextChatEngine` in place of `ContextChatEngine`.

@@ -21,7 +21,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -34,7 +34,7 @@ from cacheblend_rag.chat.answer import Ending, ModelCall
 from cacheblend_rag.chat.render import VARIABLES, template_variables
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, carried_prompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
-from cacheblend_rag.engine import BlendEngine, BlendStream, Engine, EngineConversation
+from cacheblend_rag.engine import BlendEngine, BlendStream, Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lexer import lexer_of
@@ -137,8 +137,6 @@ class BlendLLM(JSONAnswers):
 
     engine: SkipJsonSchema[Engine] = Field(exclude=True, repr=False, description="The engine that computes.")
 
-    _conversation: EngineConversation | None = PrivateAttr(default=None)
-
     def __init__(
         self,
         model: Any = None,
@@ -224,12 +222,6 @@ class BlendLLM(JSONAnswers):
     def class_name(cls) -> str:
         """Return the name under which LlamaIndex records this class."""
         return "BlendLLM"
-
-    def in_conversation(self, conversation: EngineConversation) -> BlendLLM:
-        """Return the same model, but each of its calls is a turn of a conversation (`BlendEngine.conversation`)."""
-        model = self.model_copy()
-        model._conversation = conversation
-        return model
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -337,7 +329,7 @@ class BlendLLM(JSONAnswers):
                 f"{', '.join(variables)} set variables of the chat template, which does not write this prompt; give them to "
                 "chat, or to BlendLLM"
             )
-        asked = {"prompt": prompt, "blend": others.pop("blend_config", None), "conversation": self._conversation}
+        asked = {"prompt": prompt, "blend": others.pop("blend_config", None)}
         asked["max_new_tokens"] = others.pop("max_new_tokens", self.max_new_tokens)
         temperature, stop = others.pop("temperature", self.temperature), others.pop("stop", self.stop)
         options, stops = _decoding_options(temperature, stop, others)

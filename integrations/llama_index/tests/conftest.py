@@ -84,8 +84,15 @@ def model(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
 def make_llm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeLLM]:
     engines: list[BlendEngine] = []
 
-    def make(recompute_ratio: float = EVERY_ROW, model: Any = model, store: Any = None, **options: Any) -> BlendLLM:
-        settings = engine_settings(recompute_ratio=recompute_ratio, self_check=False, selector="hkvd")
+    def make(
+        recompute_ratio: float = EVERY_ROW,
+        model: Any = model,
+        store: Any = None,
+        prefix_bytes: int = 0,
+        **options: Any,
+    ) -> BlendLLM:
+        asked = {"recompute_ratio": recompute_ratio, "prefix_bytes": prefix_bytes}
+        settings = engine_settings(self_check=False, selector="hkvd", **asked)
         engines.append(BlendEngine(model, tokenizer, store=store, **settings))
         return BlendLLM(engine=engines[-1], **({"max_new_tokens": 12} | options))
 

@@ -1,13 +1,14 @@
-"""Chat engines: the answers of the model's own generate and of LlamaIndex's engines, what turns reuse, and what memory keeps."""
+"""Chat engines: the answers of the model's own generate and of LlamaIndex's engines, what turns pay for, and what memory keeps."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import pytest
 import torch
 from llama_index.core import Settings, StorageContext, VectorStoreIndex
+from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.chat_engine.types import StreamingAgentChatResponse
@@ -15,6 +16,7 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChat
 from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer, Memory
 from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index.core.schema import QueryBundle
 from llama_index.core.storage.chat_store.base_db import MessageStatus
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -33,6 +35,7 @@ from llama_index_cacheblend import (
     install,
     uninstall,
 )
+from tests.families import tiny_reader
 
 MakeIndex = Callable[..., VectorStoreIndex]
 ENGINES = {
@@ -118,7 +121,6 @@ def test_at_ratio_1_all_forms_say_what_generate_says_and_what_compact_mode_says(
                 "completion_tokens": len(raw["token_ids"]),
                 "total_tokens": len(prompt_ids) + len(raw["token_ids"]),
             }
-            assert (response.metadata["blend"]["conversation_tokens"] > 0) == (number % TURNS > 0)
             wanted_text, wanted = ask(unblended, question)
             assert text == wanted_text
             assert _shown(response.source_nodes) == _shown(wanted.source_nodes)
@@ -146,32 +148,34 @@ def _questions(count: int) -> list[str]:
     return [f"{node.get_content().splitlines()[0]} Is that so?" for node in corpus().nodes[:count]]
 
 
+class _Same(BaseRetriever):
+    """Finds the same nodes whatever is asked."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        super().__init__()
+        self._nodes = nodes
+
+    def _retrieve(self, query_bundle: QueryBundle) -> Nodes:
+        return self._nodes
+
+
 @pytest.mark.parametrize("kind", ENGINES)
-def test_turns_reuse_what_was_computed_and_blend_the_rest(kind: str, make_llm: MakeLLM, make_index: MakeIndex) -> None:
-    llm = make_llm(0.15)
-    chat = ENGINES[kind][0].from_defaults(_retriever(make_index(llm)), llm=llm)
-    reports = [chat.chat(question).metadata["blend"] for question in _questions(3)]
-    assert reports[0]["conversation_tokens"] == 0
-    assert 0 < reports[1]["conversation_tokens"] < reports[2]["conversation_tokens"]
-    for report in reports:
-        assert (report["hits"], report["misses"], report["fallback_reason"]) == (4, 0, None)
-    # Of all that is neither a chunk nor the new question, most was computed in the turn before.
-    computed = reports[2]["prompt_tokens"] - reports[2]["context_tokens"] - reports[2]["conversation_tokens"]
-    question = len(llm.engine.tokenizer.encode(_questions(3)[2]))
-    assert computed < question + reports[1]["output_tokens"] + 40
-
-
-def test_the_condensed_question_has_a_conversation(make_llm: MakeLLM, make_index: MakeIndex, events: EventLog) -> None:
-    llm = make_llm(1.0)
-    chat = BlendCondensePlusContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm)
-    for question in _questions(2):
-        chat.chat(question)
-    held = chat._condensing.tokens
-    assert held > 100
-    chat.chat(_questions(3)[2])
-    assert chat._condensing.tokens > held
-    chat.reset()
-    assert chat._condensing.tokens == chat.conversation.tokens == 0
+def test_a_turn_pays_for_what_is_new(kind: str, make_llm: MakeLLM, make_index: MakeIndex, events: EventLog) -> None:
+    llm = make_llm(0.15, model=tiny_reader(max_position_embeddings=4096, eos_token_id=None), prefix_bytes=2**28)
+    retriever = _Same(_retriever(make_index(llm)).retrieve("Where?"))
+    chat = ENGINES[kind][0].from_defaults(retriever, llm=llm)
+    held: list[int] = []
+    before = 0
+    for question in _questions(6):
+        report = chat.chat(question).metadata["blend"]
+        ids = llm.engine.prompt_ids(events.of(LLMChatStartEvent)[-1].additional_kwargs["blend_prompt"])
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids[:-1], strict=False)))
+        assert report["prefix_tokens"] == same >= before
+        held = [*ids, *events.of(LLMChatEndEvent)[-1].response.raw["token_ids"][:-1]]
+        before = report["prompt_tokens"]
+    template = {"context_template" if kind == "context" else "context_prompt": "Else: {context_str}"}
+    other = ENGINES[kind][0].from_defaults(retriever, llm=llm, **template)
+    assert other.chat(_questions(1)[0]).metadata["blend"]["prefix_tokens"] == 0
 
 
 def test_prompts_memory_and_postprocessors(make_llm: MakeLLM, make_index: MakeIndex, events: EventLog) -> None:
@@ -195,8 +199,6 @@ def test_prompts_memory_and_postprocessors(make_llm: MakeLLM, make_index: MakeIn
     assert (before.content, asked.content) == ("Before.", question)
     assert [message.role.value for message in memory.get_all()] == ["user", "user", "assistant"]
     assert memory.get_all()[-1].content == response.response
-    # Nothing that is ours alone is in what listeners write down.
-    assert "conversation" not in json.dumps(started.model_dump(mode="json", exclude={"model_dict"}))
 
 
 def test_nothing_retrieved_is_an_empty_response(make_llm: MakeLLM, make_index: MakeIndex) -> None:
@@ -254,7 +256,7 @@ def test_a_stream_that_fails_takes_its_message_back(failing: tuple[_Fails, Blend
         chat.chat(_questions(2)[1])
     assert [message.content for message in chat.chat_history] == before
     fails.armed = False
-    assert chat.chat(_questions(2)[1]).metadata["blend"]["conversation_tokens"] > 0
+    assert chat.chat(_questions(2)[1]).metadata["blend"]["output_tokens"] == 12
     assert len(chat.chat_history) == 4
 
 
@@ -359,7 +361,6 @@ def test_an_unread_or_closed_stream_is_remembered_whole(make_llm: MakeLLM, make_
     assert [message.role.value for message in chat.chat_history] == ["user", "assistant"] * 2
     assert all(message.content for message in chat.chat_history)
     assert unread.metadata["blend"]["output_tokens"] == 12
-    assert chat.chat(_questions(3)[2]).metadata["blend"]["conversation_tokens"] > 0
 
 
 def test_as_chat_engine_takes_the_response_mode_after_install(make_llm: MakeLLM, make_index: MakeIndex) -> None:

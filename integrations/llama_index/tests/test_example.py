@@ -57,7 +57,7 @@ def test_a_chat_engine_answers_and_turns_reuse(run: Callable[[str], str]) -> Non
     out = run("llama_index_chat.py")
     assert len(answers(out)) == 4
     assert sum(answer == expected for answer, expected in answers(out)) >= 3
-    reused = re.findall(r"of 12 stored chunks, (\d+) of the conversation", out)
+    reused = re.findall(r"of 12 stored chunks, (\d+) that an earlier prompt", out)
     assert reused[0] == "0" and all(int(tokens) > 0 for tokens in reused[1:])
 
 

@@ -30,27 +30,29 @@ def as_message(turn: dict[str, Any]) -> ChatMessage:
     return message
 
 
-async def test_ten_conversations_keep_what_the_template_allows(dictation: Dictation) -> None:
-    for number in range(10):
-        llm = BlendLLM(engine=dictation.engine).in_conversation(dictation.engine.conversation())
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_chat_pays_for_what_the_template_changes_and_for_what_is_new(streams: bool) -> None:
+    dictation = Dictation("Qwen3", prefix_bytes=2**26)
+    llm = BlendLLM(engine=dictation.engine)
 
-        def ask(turns: list[dict[str, Any]], tokens: int, number: int = number, llm: Any = llm) -> tuple[str, str, int]:
-            messages, streamed = list(map(as_message, turns)), []
-            if number % 2:
-                streamed = list(llm.stream_chat(messages, max_new_tokens=tokens))
-                answer = streamed[-1]
-                assert "".join(each.delta for each in streamed) == answer.message.content
-            else:
-                answer = llm.chat(messages, max_new_tokens=tokens)
-            [thought, _] = answer.message.blocks
-            assert isinstance(thought, ThinkingBlock) and thought.content
-            told = [each.additional_kwargs.get("thinking_delta") or "" for each in streamed]
-            assert not streamed or "".join(told) == thought.content
-            details = answer.raw["usage"]["completion_tokens_details"]
-            assert details == {"reasoning_tokens": thought.num_tokens}
-            return thought.content, answer.message.content or "", answer.raw["blend"]["conversation_tokens"]
+    def ask(turns: list[dict[str, Any]], tokens: int) -> tuple[str, str, int]:
+        messages, streamed = list(map(as_message, turns)), []
+        if streams:
+            streamed = list(llm.stream_chat(messages, max_new_tokens=tokens))
+            answer = streamed[-1]
+            assert "".join(each.delta for each in streamed) == answer.message.content
+        else:
+            answer = llm.chat(messages, max_new_tokens=tokens)
+        [thought, _] = answer.message.blocks
+        assert isinstance(thought, ThinkingBlock) and thought.content
+        told = [each.additional_kwargs.get("thinking_delta") or "" for each in streamed]
+        assert not streamed or "".join(told) == thought.content
+        details = answer.raw["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": thought.num_tokens}
+        return thought.content, answer.message.content or "", answer.raw["blend"]["prefix_tokens"]
 
-        dictation.holds_five_turns(ask)
+    with dictation.engine:
+        dictation.holds_six_turns(ask)
 
 
 class Sure(BaseModel):

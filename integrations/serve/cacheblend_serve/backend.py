@@ -98,8 +98,6 @@ class Asked:
         How the model's thoughts are told from its answer, to which the stop strings apply; None where they are not.
     is_raw : bool
         Whether who asks tells them apart and cuts the answer: it is given as it was written, up to the token with a stop string.
-    conversation : str or None
-        What the conversation is called that this is a turn of, whose KV is kept where the backend can.
     """
 
     prompt: BlendPrompt
@@ -123,7 +121,6 @@ class Asked:
     one_call: bool = False
     thinking: Thinking | None = None
     is_raw: bool = False
-    conversation: str | None = None
 
     def reply(self, answer: Answer) -> ToolReply | None:
         """Return what is read of an answer that may call tools; None where there are none."""

@@ -261,7 +261,6 @@ def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         grammar=grammar,
-        conversation=request.prompt_cache_key,
         blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
     )
 

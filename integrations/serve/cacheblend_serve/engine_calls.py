@@ -180,7 +180,6 @@ def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> A
         grammar=request.grammar,
         thinking=thinking,
         is_raw=thinking is not None,
-        conversation=request.conversation,
         blend=request.blend,
     )
 

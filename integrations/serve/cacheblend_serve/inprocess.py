@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import anyio.to_thread
 from transformers import GenerationConfig
@@ -29,8 +25,6 @@ _ANSWER_TOKENS = 256
 _DRAWN = ("temperature", "top_p", "top_k", "min_p")
 # The temperature from which the likeliest token is as good as certain, and less would make scores infinite.
 _LIKELIEST = 1e-5
-# Of one tenant; their KV has a budget of its own (`EngineConfig.conversation_bytes`).
-_MOST_CONVERSATIONS = 1000
 
 
 class EngineBackend(Backend):
@@ -45,9 +39,6 @@ class EngineBackend(Backend):
     def __init__(self, engine: BlendEngine) -> None:
         super().__init__(engine.model_name, engine)
         self._engine = engine
-        # Of each tenant's engine, by their names; the least recently used first.
-        self._conversations: WeakKeyDictionary[Engine, OrderedDict[str, Any]] = WeakKeyDictionary()
-        self._naming = threading.Lock()
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -62,9 +53,7 @@ class EngineBackend(Backend):
     async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
         assert isinstance(library, Engine)
         ending = Ending(asked.stop, Deadline(asked.timeout_s), asked.thinking)
-        conversation = None if asked.conversation is None else self._conversation(library, asked.conversation)
-        begin = partial(_stream, library, asked, ending, conversation)
-        stream = await anyio.to_thread.run_sync(begin)
+        stream = await anyio.to_thread.run_sync(_stream, library, asked, ending)
         shown = Ending((), ending.deadline) if asked.is_raw else ending
         try:
             async with aclosing(acut_pieces(stream, StopCutter(shown.stop, shown.thinking))) as pieces:
@@ -73,15 +62,6 @@ class EngineBackend(Backend):
             yield shown.read(await stream.aresult())
         finally:
             stream.close()
-
-    def _conversation(self, engine: Engine, name: str) -> Any:
-        """Return a conversation of a tenant by its name."""
-        with self._naming:
-            known = self._conversations.setdefault(engine, OrderedDict())
-            known[name] = known.pop(name, None) or engine.conversation()
-            if len(known) > _MOST_CONVERSATIONS:
-                known.popitem(last=False)
-            return known[name]
 
 
 @contextmanager
@@ -111,7 +91,7 @@ def command(wanted: Wanted) -> str:
     raise ConfigError("the backend 'engine' computes in this process and starts no server; choose another --backend")
 
 
-def _stream(engine: Engine, asked: Asked, ending: Ending, conversation: Any) -> Any:
+def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
     """Begin an answer."""
     # A model that is not of transformers has no settings of its own.
     own = engine.model.generation_config if isinstance(engine, BlendEngine) else GenerationConfig()
@@ -144,4 +124,4 @@ def _stream(engine: Engine, asked: Asked, ending: Ending, conversation: Any) -> 
         options["logits_processor"] = processors
     if asked.blend:
         options["blend"] = engine.blend.replace(**asked.blend)
-    return engine.stream(asked.prompt, conversation=conversation, **options)
+    return engine.stream(asked.prompt, **options)

@@ -13,6 +13,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.chat.catalog import catalog_of
@@ -20,7 +21,7 @@ from cacheblend_rag.chat.render import render_chat
 from cacheblend_serve import spans
 from cacheblend_serve.wire import ChatRequest, CompletionRequest
 from integrations.langchain.tests.asking import TOOL_TEMPLATE
-from integrations.serve.tests.conftest import CHUNKS, Serve
+from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/serve.md"
 QUESTION = [{"role": "user", "content": "Where was Mara born?"}]
@@ -91,6 +92,29 @@ def test_a_stream_has_the_same_answer(engine: BlendEngine, serve: Serve) -> None
     assert [piece["finish_reason"] for piece in pieces] == [None] * len(pieces)
     assert (end["delta"], end["finish_reason"]) == ({}, "length")
     assert all(event["choices"] for event in events(client, **body))
+
+
+def test_what_two_prompts_begin_with_is_computed_once_whatever_their_cache_key(
+    tiny: LlamaForCausalLM, serve: Serve
+) -> None:
+    with engine_of(tiny, prefix_bytes=2**26) as engine:
+        client = serve(engine)
+
+        def shared(words: str, key: str | None = None) -> tuple[int, int]:
+            """How many of its tokens a prompt has and took over."""
+            body = {"prompt": words, "prompt_cache_key": key, "report": True, **GREEDY}
+            reply = client.post("/v1/completions", json=body).json()
+            [report] = reply["blend"]
+            return report["prompt_tokens"], report["prefix_tokens"]
+
+        private = "Mara was born in Oslo. Her code is five. Where did she go then, and with whom?"
+        length, tokens = shared(private, "one")
+        assert tokens == 0
+        assert shared(private) == shared(private, "one") == shared(private, "two") == (length, length - 1)
+        # The end of a prompt is the same, and stands behind other words.
+        assert shared(private.replace("Mara", "Otto"), "one")[1] == 0
+        begins = len(engine.prompt_ids(BlendPrompt("Mara was born in Oslo. Her code is")))
+        assert shared(private.replace("five", "not known"), "one")[1] == begins
 
 
 def test_completions_of_one_prompt_and_several(engine: BlendEngine, serve: Serve) -> None:

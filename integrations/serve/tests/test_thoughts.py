@@ -16,32 +16,33 @@ from tests.thinking import Dictation
 THINKS = "<think>\nIt rains.\n</think>\n\n"
 
 
-def test_ten_conversations_keep_what_the_template_allows(serve: Serve) -> None:
-    dictation = Dictation("Qwen3")
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_chat_pays_for_what_the_template_changes_and_for_what_is_new(serve: Serve, streams: bool) -> None:
+    dictation = Dictation("Qwen3", prefix_bytes=2**26)
     with dictation.engine:
         client = serve(dictation.engine)
-        for number in range(10):
 
-            def spoken(turns: list[dict[str, Any]], tokens: int, number: int = number) -> tuple[str, str, int]:
-                body = {"messages": turns, "max_tokens": tokens, "report": True, "prompt_cache_key": f"chat {number}"}
-                if number % 2:
-                    *pieces, last = events(client, temperature=0, **body)
-                    deltas = [ChatCompletionChunk.model_validate(piece).choices[0].delta for piece in pieces]
-                    thoughts = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
-                    words, whole = "".join(delta.content or "" for delta in deltas), last
-                else:
-                    whole = ask(client, **body)
-                    message: Any = ChatCompletion.model_validate(whole).choices[0].message
-                    thoughts, words = message.reasoning_content, message.content
-                assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
-                return thoughts, words, whole["blend"][0]["conversation_tokens"]
+        def spoken(turns: list[dict[str, Any]], tokens: int) -> tuple[str, str, int]:
+            # Another name for each turn makes no difference.
+            body = {"messages": turns, "max_tokens": tokens, "report": True, "prompt_cache_key": f"turn {len(turns)}"}
+            if streams:
+                *pieces, whole = events(client, temperature=0, **body)
+                deltas = [ChatCompletionChunk.model_validate(piece).choices[0].delta for piece in pieces]
+                thoughts = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+                words = "".join(delta.content or "" for delta in deltas)
+            else:
+                whole = ask(client, **body)
+                message: Any = ChatCompletion.model_validate(whole).choices[0].message
+                thoughts, words = message.reasoning_content, message.content
+            assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+            return thoughts, words, whole["blend"][0]["prefix_tokens"]
 
-            dictation.holds_five_turns(spoken)
+        dictation.holds_six_turns(spoken)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "gpt-oss"])
 def test_the_engine_that_asks_a_server_tells_them_apart(serve: Serve, name: str) -> None:
-    dictation = Dictation(name)
+    dictation = Dictation(name, prefix_bytes=2**26)
     says = (
         THINKS
         if name == "Qwen3"
@@ -51,16 +52,12 @@ def test_the_engine_that_asks_a_server_tells_them_apart(serve: Serve, name: str)
         text = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
         thinking = lexer_of(served.tokenizer).thinking([text])
         ending = Ending(("ai",), None, thinking)
-        conversation, counts = served.conversation(), []
+        counts = []
         for _ in range(2):
             dictation.say(f"{says}It paints.", ends=True)
-            result = served.generate(
-                BlendPrompt(segments=[text]),
-                60,
-                conversation=conversation,
-                stopping_criteria=ending.criteria(served.tokenizer),
-            )
+            criteria = ending.criteria(served.tokenizer)
+            result = served.generate(BlendPrompt(segments=[text]), 60, stopping_criteria=criteria)
             answer = ending.read(result)
             assert (answer.thoughts, answer.text, answer.finish_reason) == ("It rains.", "It p", "stop")
-            counts.append(answer.report.conversation_tokens)
+            counts.append(answer.report.prefix_tokens)
         assert counts[0] == 0 < counts[1]

@@ -39,7 +39,7 @@ def demo(
     """Put pages of Python's manual into Chroma, and answer questions about them by full prefill and from stored KV.
 
     Half go through LlamaIndex and half through LangChain. KV is computed on the way in; a second run finds it there.
-    llama.cpp answers where cacheblend-gguf is installed, otherwise transformers.
+    llama.cpp answers where cacheblend-gguf is installed, otherwise transformers. Neither way is helped by earlier prompts.
     """
     started = time.perf_counter()
     name = model or str(_packaged_model())
@@ -49,8 +49,9 @@ def demo(
         with needs_extra("demo", "the demo"):
             from cacheblend_lab.demo.run import run_demo
             from cacheblend_lab.demo.screen import show_demo
+            from cacheblend_lab.settings import engine_settings
         progress(1, 2)
-        engine = stack.enter_context(open_engine(name, store=folder / "kv"))
+        engine = stack.enter_context(open_engine(name, store=folder / "kv", config=engine_settings()["config"]))
         held = stack.pop_all()
     with (
         held,

@@ -138,6 +138,7 @@ eval_app.command()(draw)
 
 def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any]) -> None:
     from cacheblend_lab.eval import default_workers, evaluate
+    from cacheblend_lab.settings import engine_settings
 
     if shared["together"] and shared["plot"] is not None:
         raise ConfigError(
@@ -154,7 +155,7 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
 
         def engine() -> BlendEngine:
             if not opened:
-                opened.append(stack.enter_context(open_engine(model)))
+                opened.append(stack.enter_context(open_engine(model, config=engine_settings()["config"])))
             return opened[0]
 
         request = TaskRequest(

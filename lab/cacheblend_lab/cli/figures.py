@@ -72,7 +72,7 @@ def figures(
     from cacheblend_lab.eval.inside_figures import draw_inside
     from cacheblend_lab.eval.inside_result import InsideSetting, look_inside
     from cacheblend_lab.eval.methods import split_names
-    from cacheblend_rag.config import EngineConfig
+    from cacheblend_lab.settings import engine_settings
 
     needs_drawing()
     asked = parse_ratios(ratios)
@@ -86,7 +86,8 @@ def figures(
         raise ConfigError(f"task {task!r} is unknown; choose one of {', '.join(TASKS)}")
     started = time.perf_counter()
     # The papers' chunks are encoded alone.
-    with open_engine(model, config=EngineConfig(context="none")) as engine, progress_bar("looking") as progress:
+    config = engine_settings(context="none")["config"]
+    with open_engine(model, config=config) as engine, progress_bar("looking") as progress:
         request = TaskRequest(questions, seed, chunk_tokens, top_k, embeddings, lambda: engine.tokenizer)
         made = TASKS[task](request, **_own(task, data))
         result = look_inside(engine, made, setting, progress)

@@ -87,7 +87,7 @@ def prove(model: PreTrainedModel, tolerance: float = 2e-5) -> Proof:
     if why is not None:
         return Proof(why)
     # The prompt's first chunk stands where it was encoded, but after other text.
-    config = EngineConfig(preamble=_words(4, 9))
+    config = EngineConfig(preamble=_words(4, 9), prefix_bytes=0)
     with BlendEngine(model, _tokenizer(), config=config) as engine:
         differences: list[tuple[str, float]] = []
         if engine.decoder is not None:

@@ -8,7 +8,6 @@ import math
 import os
 import tempfile
 import threading
-import uuid
 import weakref
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ from cacheblend_rag.engine.background import AddJob, Jobs, in_thread
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult
 from cacheblend_rag.engine.many import options_of_each
-from cacheblend_rag.engine.protocol import AddOptions, EngineCollection, EngineConversation, Present
+from cacheblend_rag.engine.protocol import AddOptions, EngineCollection, Present
 from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.report import AddResult, WarmEstimate
@@ -64,7 +63,7 @@ class ServedEngine:
     of the tenant whose key it is given.
 
     Some of what an engine of this process does stays there: schemas (PML), and transformers' own options of decoding beyond
-    temperature, `top_p`, `top_k` and stop strings. The KV of a conversation is kept by the server, if it answers in its process.
+    temperature, `top_p`, `top_k` and stop strings.
 
     Parameters
     ----------
@@ -260,9 +259,6 @@ class ServedEngine:
     def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
         return self.prompt_layout(prompt).token_ids
 
-    def conversation(self, max_bytes: int | None = None) -> EngineConversation:
-        return _ServedConversation()
-
     # Answers
 
     def is_called(self, model: str) -> bool:
@@ -319,15 +315,12 @@ class ServedEngine:
         max_new_tokens: int | None = None,
         *,
         blend: BlendConfig | None = None,
-        conversation: EngineConversation | None = None,
         wait_s: float | None = None,
         **options: Any,
     ) -> Callable[[Callable[[str], None] | None, threading.Event], GenerationResult]:
         """Return what asks for an answer, shows its pieces, and ends it when an event is set."""
         asked, deadline = asked_decoding(options)
         body = {"prompt": PromptItem.of(prompt), "max_tokens": max_new_tokens, "wait_s": wait_s} | asked
-        if isinstance(conversation, _ServedConversation):
-            body["conversation"] = conversation.name
         if blend is not None:
             given = BlendConfig.of(blend)
             body["blend"] = given.model_dump(mode="json", include=given.model_fields_set)
@@ -372,16 +365,6 @@ def served_engine(url: str) -> ServedEngine:
 
 _engines: weakref.WeakValueDictionary[tuple[str, str | None], ServedEngine] = weakref.WeakValueDictionary()
 _engines_lock = threading.Lock()
-
-
-class _ServedConversation:
-    """A conversation whose KV the server keeps, if it can, under a name."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.name = uuid.uuid4().hex
 
 
 class _ServedCollection:

@@ -142,8 +142,6 @@ class AnswerCall(Item):
         What the answer may be, in llguidance's form of Lark.
     thinks : bool
         Whether stop strings apply to what follows the thoughts of a model that thinks; the answer is given as it was written.
-    conversation : str or None
-        What the conversation is called that this is a turn of.
     """
 
     prompt: PromptItem
@@ -157,7 +155,6 @@ class AnswerCall(Item):
     top_k: int | None = Field(default=None, ge=0)
     grammar: str | None = Field(default=None, min_length=1)
     thinks: bool = False
-    conversation: str | None = Field(default=None, min_length=1, max_length=1000)
     blend: dict[str, Any] = Field(default={}, max_length=50)
 
 
