@@ -12,18 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt
-from cacheblend_rag.selection import Selector, make_selector
 from cacheblend_rag.store import KVReader, NodeRecord
 from cacheblend_rag.store.memory import DeviceReader, ResidentKV, Upload, event_now
 
 __all__ = [
     "HeldPrompt",
     "KnownChunks",
-    "Making",
     "PrefixCache",
     "ReusedPrefix",
     "cut_layers",
@@ -41,24 +38,6 @@ class KnownChunks(Protocol):
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None: ...
     def lifetimes(self, keys: Sequence[str]) -> list[float | None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Making:
-    """How the rows behind stored chunks were made, or are asked for; a selector that recomputes nothing has ratio 0."""
-
-    ratio: float
-    selector: Selector
-
-    @classmethod
-    def of(cls, blend: BlendConfig, ratio: float) -> Making:
-        """Return what settings ask for at a ratio."""
-        selector = make_selector(blend.selector)
-        return cls(0.0 if selector.name == "none" else ratio, selector)
-
-    def serves(self, asked: Making) -> bool:
-        """Return whether rows made so are no worse than what is asked for; ratios of two selectors cannot be compared."""
-        return self.ratio == asked.ratio == 0 or (self.selector == asked.selector and asked.ratio <= self.ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +65,8 @@ class HeldPrompt:
     """A prompt and its answer whose KV is at hand, without the last token, which the model has not read."""
 
     token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
-    # The chunks that were not computed, ascending. All rows before the first are the model's own.
+    # The chunks that were not computed, ascending.
     stored: tuple[_Stored, ...]
-    # None where all was computed.
-    making: Making | None
     seen: tuple[_Seen, ...]
     # The KV itself, in the form of who keeps it.
     kv: Any
@@ -99,9 +76,8 @@ class HeldPrompt:
         self,
         token_ids: np.ndarray[tuple[int], np.dtype[np.int64]],
         stored: tuple[_Stored, ...],
-        making: Making | None,
     ) -> int:
-        """Return how many first rows are those of a prompt, which is made so."""
+        """Return how many first rows are those of a prompt with these tokens and stored chunks."""
         rows = min(len(self.token_ids), len(token_ids))
         differs = self.token_ids[:rows] != token_ids[:rows]
         rows = int(differs.argmax()) if differs.any() else rows
@@ -109,8 +85,6 @@ class HeldPrompt:
             if mine != other:
                 rows = min([rows, *(each.start for each in (mine, other) if each is not None)])
                 break
-        if self.stored and (making is None or self.making is None or not self.making.serves(making)):
-            rows = min(rows, self.stored[0].start)
         # A chunk that is held in part comes from the store whole.
         return min([rows, *(each.start for each in stored if each.start < rows < each.stop)])
 
@@ -136,8 +110,8 @@ class PrefixCache:
     """The most recent prompts of an engine, of which the next ones take over what both begin with.
 
     Rows are shared if all tokens up to there are the same, and stand behind the same stored chunks: the KV is then what the
-    prompt would compute itself. Rows behind chunks that were recomputed in part are shared only if that was done by the same
-    selector and at no lower ratio. What has seen a chunk that was deleted or replaced since, by any process, whose id the store
+    prompt would compute itself. What a selector recomputes depends on the whole prompt, so a prompt with a ratio shares what
+    stands before its first chunk. What has seen a chunk that was deleted or replaced since, by any process, whose id the store
     does not know, or whose time to live is over, is dropped before it would be used. All methods may be called from any thread.
 
     Parameters
@@ -172,18 +146,19 @@ class PrefixCache:
         with self._lock:
             return next(iter(self._held.values()), math.inf)
 
-    def find(self, prompt: AssembledPrompt, making: Making | None, least: int = 0) -> tuple[HeldPrompt, int] | None:
+    def find(self, prompt: AssembledPrompt, ratio: float | None, least: int = 0) -> tuple[HeldPrompt, int] | None:
         """Return the prompt that shares most with a new one, and how many rows; None if it is not more than `least`.
 
-        `making` says how the new prompt is blended; None of one that is prefilled in full. Its last row is always computed.
+        `ratio` is how much of the new prompt's chunks is recomputed; None of a full prefill. Its last row is always computed.
         """
         if prompt.places is not None:
             return None
-        token_ids, stored = np.array(prompt.layout.token_ids[:-1], np.int64), _stored(prompt, making)
+        token_ids = np.array(prompt.layout.token_ids[: _most_rows(prompt, ratio, len(prompt.layout) - 1)], np.int64)
+        stored = _stored(prompt, ratio)
         while True:
             with self._lock:
                 # Of several that share as much, the last used one, so that the others grow old.
-                shared = {each: each.shared_rows(token_ids, stored, making) for each in reversed(self._held)}
+                shared = {each: each.shared_rows(token_ids, stored) for each in reversed(self._held)}
             held = max(shared, key=shared.__getitem__, default=None)
             if held is None or shared[held] < max(least + 1, _LEAST_ROWS):
                 return None
@@ -199,26 +174,30 @@ class PrefixCache:
         self,
         prompt: AssembledPrompt,
         output_ids: Sequence[int],
-        making: Making | None,
+        ratio: float | None,
         rows: int,
         kv: Any,
         nbytes: int,
     ) -> bool:
         """Keep a prompt and its answer, whose first `rows` the KV is of; return whether it is kept, or was at least cut."""
-        if prompt.places is not None or nbytes > self.limit_bytes or rows < _LEAST_ROWS:
+        most = _most_rows(prompt, ratio, rows)
+        if prompt.places is not None or nbytes > self.limit_bytes or most < _LEAST_ROWS:
             return False
-        chunks = (*prompt.chunks, *prompt.computed)
+        if most < rows:
+            kv, nbytes, rows = self._cut_kv(kv, most), nbytes * most // rows, most
+        chunks = [chunk for chunk in (*prompt.chunks, *prompt.computed) if chunk.start < rows]
         lives = self._store.lifetimes([chunk.key for chunk in chunks]) if chunks else []
         ends = [math.inf if life is None else time.time() + life for life in lives]
         seen = [_Seen(chunk.start, chunk.id, chunk.key, end) for chunk, end in zip(chunks, ends, strict=True)]
         token_ids = np.array((*prompt.layout.token_ids, *output_ids)[:rows], np.int64)
-        held = HeldPrompt(token_ids, _stored(prompt, making), making, tuple(seen), kv, nbytes)
+        stored = tuple(chunk for chunk in _stored(prompt, ratio) if chunk.start < rows)
+        held = HeldPrompt(token_ids, stored, tuple(seen), kv, nbytes)
         with self._lock:
             if self._closed:
                 return False
             for each in list(self._held):
                 # What begins the new one has nothing that this has not.
-                if held.shared_rows(each.token_ids, each.stored, each.making) == len(each.token_ids):
+                if held.shared_rows(each.token_ids, each.stored) == len(each.token_ids):
                     self._cut(each, 0)
             self._held[held] = time.monotonic()
             while len(self._held) > _MOST_PROMPTS or self.nbytes > self.limit_bytes:
@@ -274,7 +253,6 @@ class PrefixCache:
                 shorter = HeldPrompt(
                     held.token_ids[:rows],
                     tuple(each for each in held.stored if each.start < rows),
-                    held.making,
                     tuple(each for each in held.seen if each.row < rows),
                     kv,
                     held.nbytes * rows // len(held.token_ids),
@@ -282,9 +260,14 @@ class PrefixCache:
                 self._held[shorter] = used
 
 
-def _stored(prompt: AssembledPrompt, making: Making | None) -> tuple[_Stored, ...]:
+def _most_rows(prompt: AssembledPrompt, ratio: float | None, rows: int) -> int:
+    """Return how many of its first rows a prompt may share."""
+    return min(rows, prompt.chunks[0].start) if ratio and prompt.chunks else rows
+
+
+def _stored(prompt: AssembledPrompt, ratio: float | None) -> tuple[_Stored, ...]:
     """Return the chunks of a prompt whose rows are not computed."""
-    chunks = prompt.chunks if making is not None else ()
+    chunks = prompt.chunks if ratio is not None else ()
     return tuple(_Stored(chunk.start, chunk.stop, chunk.key, chunk.first) for chunk in chunks)
 
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.supply import KVSupply
@@ -20,7 +21,7 @@ from cacheblend_rag.fuse.plan import Plan, make_plan
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.prefixes import Making, PrefixCache, ReusedPrefix, reader_of, storage_bytes
+from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix, reader_of, storage_bytes
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
@@ -228,9 +229,8 @@ class Runner:
         blend, layout, head = request.blend, request.prompt.layout, request.prompt.head
         if not blend.enabled or self._refusal(layout) is not None:
             return
-        making = None if ratio is None else Making.of(blend, ratio)
         rows = 0 if head is None else head.rows
-        found = self._prefixes.find(request.prompt, making, rows) if request.shares else None
+        found = self._prefixes.find(request.prompt, _effective(blend, ratio), rows) if request.shares else None
         if found is None and head is None:
             return
         held, rows = found or (None, rows)
@@ -251,9 +251,9 @@ class Runner:
         layers = cache.kv_layers[: self._supply.num_kv_layers]
         is_whole = all(layer.held_tokens and not layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(request.prompt.layout, len(request.output_ids)) is None:
-            making = None if plan.selection is None else Making.of(request.blend, plan.ratio)
+            ratio = None if plan.selection is None else _effective(request.blend, plan.ratio)
             kv, rows = cache.kv(), layers[0].held_tokens
-            self._prefixes.keep(request.prompt, request.output_ids, making, rows, kv, storage_bytes(kv))
+            self._prefixes.keep(request.prompt, request.output_ids, ratio, rows, kv, storage_bytes(kv))
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
         """Return why this model cannot be blended, or not on this prompt and an answer of that many tokens."""
@@ -264,3 +264,8 @@ class Runner:
                 "depend on the length of the prompt"
             )
         return self._unsupported
+
+
+def _effective(blend: BlendConfig, ratio: float | None) -> float | None:
+    """Return the ratio of what is recomputed, whatever was asked for; None of a full prefill."""
+    return 0.0 if ratio is not None and make_selector(blend.selector).name == "none" else ratio

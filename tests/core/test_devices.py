@@ -156,23 +156,29 @@ def test_many_prompts_together_and_at_once(engines: dict[str, BlendEngine], devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_stream_a_conversation_and_a_sample(engines: dict[str, BlendEngine], device: str) -> None:
+def test_a_stream_and_a_sample(engines: dict[str, BlendEngine], device: str) -> None:
     prompt, engine = PROMPTS["every chunk stored"], engines[device]
     stream = engine.stream(prompt, 12, do_sample=False)
     text = "".join(stream)
     assert_same_answer(stream.result(), engines["cpu"].generate(prompt, 12, do_sample=False))
     assert text == stream.result().text
-    answers: dict[str, list[str]] = {}
-    for name in dict.fromkeys(("cpu", device)):
-        conversation = engines[name].conversation()
-        first = engines[name].generate(prompt, 6, do_sample=False, conversation=conversation)
-        asked = BlendPrompt(prompt.prefix, prompt.chunks, f"{prompt.suffix} {first.text} {words(4, 90)}")
-        second = engines[name].generate(asked, 6, do_sample=False, conversation=conversation)
-        assert second.report.conversation_tokens > 0
-        answers[name] = [first.text, second.text]
-    assert answers[device] == answers["cpu"]
     # Drawn by the device's own generator, so that it is another answer; but an answer.
     assert 1 <= len(engine.generate(prompt, 6, do_sample=True, temperature=1.0).token_ids) <= 6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_growing_chat(device: str) -> None:
+    prompt = PROMPTS["every chunk stored"]
+    answers: dict[str, list[str]] = {}
+    for name in dict.fromkeys(("cpu", device)):
+        with engine_on(name, prefix_bytes=1 << 28) as engine:
+            engine.add([*DOCUMENT, *ALONE])
+            first = engine.generate(prompt, 6, do_sample=False)
+            asked = BlendPrompt(prompt.prefix, prompt.chunks, f"{prompt.suffix} {first.text} {words(4, 90)}")
+            second = engine.generate(asked, 6, do_sample=False)
+            assert second.report.prefix_tokens > 0
+            answers[name] = [first.text, second.text]
+    assert answers[device] == answers["cpu"]
 
 
 @pytest.mark.cuda

@@ -25,7 +25,7 @@ from cacheblend_gguf.llama import Llama
 from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
-from cacheblend_rag.prefixes import Making, PrefixCache, ReusedPrefix
+from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
 from cacheblend_rag.store import KVReader
 
 __all__ = ["Answering", "Decoding", "processors"]
@@ -81,9 +81,9 @@ class Answering:
     end_ids: frozenset[int]
     processors: list[Any]
     criteria: list[Any]
-    # Where its engine keeps earlier prompts, and how the rows behind its chunks are made, None of a full prefill.
+    # Where its engine keeps earlier prompts, and how much of its chunks is recomputed: nothing, or all (None).
     prefixes: PrefixCache
-    making: Making | None
+    ratio: float | None
     row_bytes: int
     # How many last tokens of the prompt the scores are wanted after, instead of an answer.
     logits_to_keep: int = 0
@@ -103,12 +103,12 @@ class Answering:
         request, head = self.request, self.request.prompt.head
         if not request.shares or not request.blend.enabled:
             return None, 0
-        found = self.prefixes.find(request.prompt, self.making, 0 if head is None else head.rows)
+        found = self.prefixes.find(request.prompt, self.ratio, 0 if head is None else head.rows)
         if found is None:
             return None, 0
         held, rows = found
         layout = request.prompt.layout
-        chunks = () if self.making is None else tuple(span for span in layout.chunks if span.start >= rows)
+        chunks = () if self.ratio is None else tuple(span for span in layout.chunks if span.start >= rows)
         request.resumed = ReusedPrefix(replace(layout, chunks=chunks, resumed_rows=rows), 0)
         request.figures["head_tokens"] = 0
         return held.kv, rows
@@ -298,5 +298,5 @@ class Decoding:
         rows = len(request.prompt.layout) + len(answering.output) - 1
         self._llama.keep(answering.sequence, rows)
         return answering.prefixes.keep(
-            request.prompt, answering.output, answering.making, rows, answering.sequence, rows * answering.row_bytes
+            request.prompt, answering.output, answering.ratio, rows, answering.sequence, rows * answering.row_bytes
         )

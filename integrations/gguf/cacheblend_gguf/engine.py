@@ -35,7 +35,7 @@ from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, 
 from cacheblend_rag.fuse.plan import Plan
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import ModelCard
-from cacheblend_rag.prefixes import Making, PrefixCache, ReusedPrefix
+from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader, KVStore
@@ -46,8 +46,6 @@ __all__ = ["GGUFEngine"]
 logger = logging.getLogger(__name__)
 
 _DEFAULT_NEW_TOKENS = 256
-# How all rows are made that are not exact.
-_MAKING = Making(0.0, make_selector("none"))
 _AT_ONCE = 16
 
 
@@ -353,7 +351,7 @@ class GGUFEngine(ChunkLibrary):
                     processors(request.options),
                     list(criteria),
                     self._prefixes,
-                    None if request.recomputed is None else _MAKING,
+                    None if request.recomputed is None else 0.0,
                     self.kv_bytes_per_token,
                     logits_to_keep,
                 )

@@ -88,7 +88,7 @@ class StateRunner(Runner):
         tenant: str,
     ) -> None:
         super().__init__(model, None, unsupported, supply, tuning, prefixes)
-        self._store = supply.store
+        self._supply.store = supply.store
         self._states, self._namespace, self._tenant = states, namespace, tenant
         self._lexer = lexer_of(tokenizer)
 
@@ -120,9 +120,11 @@ class StateRunner(Runner):
         for chunk in prompt.computed:
             if chunk.start < first.start:
                 return f"the first chunk, {chunk.id!r}, is no document: {chunk.note}"
-        named = self._store.targets(self._namespace, [first.id])[0] if first.id is not None and first.named else None
+        named = (
+            self._supply.store.targets(self._namespace, [first.id])[0] if first.id is not None and first.named else None
+        )
         document = None if named is None else named.document
-        order = [first.id] if document is None else self._store.document(self._namespace, document) or []
+        order = [first.id] if document is None else self._supply.store.document(self._namespace, document) or []
         chunks: list[PromptChunk] = []
         for chunk, id in zip(prompt.chunks, order, strict=False):
             between = prompt.layout.token_ids[chunks[-1].stop if chunks else chunk.start : chunk.start]
@@ -181,7 +183,7 @@ class StateRunner(Runner):
         borders = prefix.borders if self._states.in_one else prefix.borders[-1:]
         keys = {self._key(ids[:border]): border for border in borders}
         for key, border in reversed(keys.items()):
-            reader = None if request.unreadable.get(key) is False else self._store.open(key)
+            reader = None if request.unreadable.get(key) is False else self._supply.store.open(key)
             if reader is None:
                 continue
             if (reader.num_layers, reader.token_ids, reader.context) != (self._states.count, ids[:border], _CONTEXT):
@@ -197,7 +199,7 @@ class StateRunner(Runner):
             request.wait_s += request.note("open", started)
             return cache, border
         request.wait_s += request.note("open", started)
-        fates: Mapping[str, Any] = self._store.fates(list(keys)) | dict.fromkeys(request.unreadable, "damaged")
+        fates: Mapping[str, Any] = self._supply.store.fates(list(keys)) | dict.fromkeys(request.unreadable, "damaged")
         fate = next(filter(None, map(fates.get, keys)), None)
         request.fates |= {chunk.key: fate for chunk in prefix.chunks}
         return self._states.begin(), 0
@@ -223,17 +225,17 @@ class StateRunner(Runner):
         state = pack_kv(ChunkKV(ids, 0, self._states.take(cache), _CONTEXT), EXACT)
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": earliest(prefix.lives_s, self._supply.ttl_s)}
         if prefix.tied is not None:
-            self._store.cache(key, state, **owner, tied=prefix.tied)
+            self._supply.store.cache(key, state, **owner, tied=prefix.tied)
         else:
             record = NodeRecord(name, key, text_hash(name), ids, source=prefix.source)
-            self._store.put_later(key, state, self._namespace, [record], **owner)
+            self._supply.store.put_later(key, state, self._namespace, [record], **owner)
         if prefix.source is None:
             return
         # Who deleted or replaced a chunk since the prompt came has not found the state.
-        known = self._store.lookup(self._namespace, [str(chunk.id) for chunk in prefix.chunks]) or []
+        known = self._supply.store.lookup(self._namespace, [str(chunk.id) for chunk in prefix.chunks]) or []
         if any(now is None or now.key != chunk.key for now, chunk in zip(known, prefix.chunks, strict=False)):
             try:
-                self._store.store.forget(self._namespace, [], [prefix.source])
+                self._supply.store.store.forget(self._namespace, [], [prefix.source])
             except StoreError as error:
                 logger.warning("the state of a chunk that was deleted just now is still stored: %s", error)
 

@@ -1,4 +1,4 @@
-"""Chat engines: the answers of the model's own generate and of LlamaIndex's engines, what turns pay for, and what memory keeps."""
+"""Chat engines: the answers of the model's own generate and of LlamaIndex's engines, what turns pay for, what memory keeps."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -3,7 +3,6 @@
 import time
 from contextlib import closing
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -233,66 +232,16 @@ def test_streams_many_prompts_eviction_and_repair(make_engine: MakeEngine) -> No
         assert attention[0] == pytest.approx(attention[1], abs=1e-4)
 
 
-# Conversations
-
-
-def turn(engine: BlendEngine, conversation: Any, history: tuple[int, ...], *chunks: Chunk, head: str = HEAD) -> Any:
-    prompt = BlendPrompt(segments=[FixedText(head), *chunks, history, QUESTION])
-    return engine.generate(prompt, 5, conversation=conversation)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_a_conversation_takes_what_reaches_further(make_engine: MakeEngine, ratio: float) -> None:
-    engine = make_engine(recompute_ratio=ratio)
+def test_an_earlier_prompt_serves_where_it_reaches_further(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefix_bytes=1 << 28)
     engine.add(CHUNKS)
-    conversation = engine.conversation()
-    first = turn(engine, conversation, (), CHUNKS[0])
-    assert (first.report.head_tokens, first.report.conversation_tokens) == (0, 0)
-    # The same prompt, and more: the conversation has it all.
-    said = (*engine.prompt_ids(BlendPrompt(segments=[QUESTION]))[1:], *first.token_ids)
-    second = turn(engine, conversation, said, CHUNKS[0])
-    assert second.report.head_tokens == 0
-    assert second.report.conversation_tokens >= HEAD_TOKENS
-    # Another beginning: the store has the head of it, and what was said is moved.
-    other = words(15, 72)
-    engine.prefill(BlendPrompt(segments=[FixedText(other), QUESTION]))
-    third = turn(engine, conversation, said, CHUNKS[1], head=other)
-    assert third.report.head_tokens == 16
-    # All but the row that is computed in any case.
-    assert third.report.conversation_tokens == (0 if ratio == 1 else len(said) + 6 - 1)
-    # A conversation that begins takes the head.
-    fresh = turn(engine, engine.conversation(), (), CHUNKS[2])
-    assert fresh.report.head_tokens == HEAD_TOKENS
-
-
-def test_a_deleted_chunk_is_forgotten_behind_a_head_from_the_store(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.add(CHUNKS)
-    engine.prefill(asking())
-    conversation = engine.conversation()
-    turn(engine, conversation, (), CHUNKS[0], CHUNKS[1])
-    engine.delete(["c1"])
-    assert conversation.tokens == HEAD_TOKENS + 12
-    engine.delete(["c0"])
-    assert conversation.tokens == HEAD_TOKENS
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=2, max_size=5))
-@settings(max_examples=25)
-def test_turns_of_any_kind_are_full_prefill_where_computed_as_a_whole(turns: list[tuple[int, int, bool]]) -> None:
-    engine = _shared_engine()
-    conversation = engine.conversation()
-    history: tuple[int, ...] = ()
-    for head, chunk, is_whole in turns:
-        segments: list[Any] = [FixedText(words(9 + 4 * head, 70 + head)), CHUNKS[chunk], history, words(5, chunk)]
-        prompt = BlendPrompt(segments=segments)
-        config = engine.blend.replace(recompute_ratio=1.0 if is_whole else 0.2)
-        result = engine.prefill(prompt, blend=config, conversation=conversation)
-        if is_whole:
-            assert same(result.logits, own_logits(engine, prompt))
-        report = result.report
-        assert not report.head_tokens or report.head_tokens == 10 + 4 * head
-        history = (*history, *engine.prompt_ids(BlendPrompt(segments=[words(5, chunk)]))[1:])
+    first, second, third = (
+        engine.generate(asking(*chunks), 5).report for chunks in ((CHUNKS[0],), (CHUNKS[0], CHUNKS[1]), (CHUNKS[2],))
+    )
+    assert (first.head_tokens, first.prefix_tokens) == (0, 0)
+    assert (second.head_tokens, second.prefix_tokens) == (0, HEAD_TOKENS + 12)
+    # No further than the head.
+    assert (third.head_tokens, third.prefix_tokens) == (HEAD_TOKENS, 0)
 
 
 # In the store
@@ -440,9 +389,8 @@ def test_where_nothing_can_be_written_it_is_kept_in_memory(
 
 def test_nothing_of_a_question_or_history_is_kept(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(store=tmp_path)
-    conversation = engine.conversation()
-    for _, question in pairwise(["", "t40 t41 t42", "t43 t44 t45"]):
-        engine.generate(asking(question=question), 4, conversation=conversation)
+    for question in ("t40 t41 t42", "t43 t44 t45"):
+        engine.generate(asking(question=question), 4)
     engine.flush()
     records = engine.records([*engine.heads(), *engine.ids()])
     known = {record.token_ids for record in records if record is not None}

@@ -163,25 +163,24 @@ def test_a_tenant_has_documents_of_its_own(tmp_path: Path, open_engine: MakeEngi
     assert check_store(tmp_path / "store").is_clean
 
 
-def test_a_conversation_is_cut_where_a_chunk_behind_a_changed_context_begins(open_engine: MakeEngine) -> None:
-    engine = open_engine(conversation_bytes=10**7)
+def test_what_stands_behind_a_chunk_with_a_changed_context_is_not_shared(open_engine: MakeEngine) -> None:
+    engine = open_engine(prefix_bytes=10**7)
     engine.add([*TEXT.chunks, Chunk(words(6, 9), "alone")])
     chunks = ["alone", "d-0", "d-3", "d-2"]
     rows = [6, 8, 8, 7]
     ahead = 1 + 2
 
-    def turn(conversation: Any, question: str) -> int:
+    def shared(question: str) -> int:
         prompt = BlendPrompt(segments=["t5 t6", *(Chunk(text_of[id], id) for id in chunks), "t7 t8", question])
-        return int(engine.prefill(prompt, conversation=conversation).report.conversation_tokens)
+        return engine.generate(prompt, 1).report.prefix_tokens
 
     text_of = {str(chunk.id): chunk.text for chunk in TEXT.chunks} | {"alone": words(6, 9)}
-    conversation = engine.conversation()
-    assert turn(conversation, "t9 t10") == 0
-    assert turn(conversation, "t11") >= ahead + sum(rows)
+    assert shared("t9 t10") == 0
+    assert shared("t11") >= ahead + sum(rows)
     engine.delete(["d-1"])
     # d-0 stands before what is gone; d-3, which stands behind it, comes first in the prompt.
-    assert turn(conversation, "t11") == ahead + rows[0] + rows[1]
-    assert turn(conversation, "t12") >= ahead + sum(rows)
+    assert shared("t11") == ahead + rows[0] + rows[1]
+    assert shared("t12") >= ahead + sum(rows)
     engine.add([Chunk(words(9, 1), "new", document="d", start=0)])
     # It begins where d-0 does, and came later.
-    assert turn(conversation, "t11") == ahead + rows[0] + rows[1]
+    assert shared("t11") == ahead + rows[0] + rows[1]
