@@ -161,7 +161,7 @@ class _Same(BaseRetriever):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_turn_pays_for_what_is_new(kind: str, make_llm: MakeLLM, make_index: MakeIndex, events: EventLog) -> None:
-    llm = make_llm(0.15, model=tiny_reader(max_position_embeddings=4096, eos_token_id=None), prefix_bytes=2**28)
+    llm = make_llm(0.0, model=tiny_reader(max_position_embeddings=4096, eos_token_id=None), prefix_bytes=2**28)
     retriever = _Same(_retriever(make_index(llm)).retrieve("Where?"))
     chat = ENGINES[kind][0].from_defaults(retriever, llm=llm)
     held: list[int] = []
