@@ -6,6 +6,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
+from transformers import AddedToken
 
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendEngine
@@ -83,6 +84,23 @@ def test_a_schema_allows_what_fits_it_and_no_properties_without_a_name(vocabular
     assert fits(vocabulary, calls, '{"name": "time", "arguments": {}}')
 
 
+def test_a_call_is_written_in_the_tokens_of_the_templates_tags() -> None:
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = "<tool_call>\n{{ messages[0].content }}\n</tool_call>"
+    tool = {"type": "function", "function": {"name": "book", "parameters": flag("a")}}
+    text = '<tool_call>\n{"name": "book", "arguments": {"a": true}}\n</tool_call>'
+    assert fits(from_tokenizer(tokenizer, slices=[]), call_grammar([tool], tokenizer), text)
+    # As Qwen has them: added, and not special.
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in ("<tool_call>", "</tool_call>")])
+    matcher = LLMatcher(
+        from_tokenizer(tokenizer, slices=[]), LLMatcher.grammar_from_lark(call_grammar([tool], tokenizer))
+    )
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert {tokens[0], tokens[-1]} == set(tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"]))
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert matcher.is_accepting()
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
@@ -134,7 +152,7 @@ NEVER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NEVER)
 def test_a_schema_that_nothing_fits_is_refused_before_anything_is_generated(name: str) -> None:
-    with pytest.raises(ConfigError, match="without an end|nsatisfiable"):
+    with pytest.raises(ConfigError, match=r"without an end|nsatisfiable"):
         json_grammar(NEVER[name])
     tool = {"type": "function", "function": {"name": "book", "parameters": NEVER[name]}}
     with pytest.raises(ConfigError):
@@ -142,7 +160,8 @@ def test_a_schema_that_nothing_fits_is_refused_before_anything_is_generated(name
 
 
 @pytest.mark.parametrize(
-    "held", [{"anyOf": [OWN, {"type": "null"}]}, {"type": "array", "items": OWN}, one(**OWN) | {"type": ["object", "null"]}]
+    "held",
+    [{"anyOf": [OWN, {"type": "null"}]}, {"type": "array", "items": OWN}, one(**OWN) | {"type": ["object", "null"]}],
 )
 def test_a_value_that_may_hold_another_of_its_own_kind_has_an_end(held: dict[str, Any]) -> None:
     assert json_grammar(own_kind(**one(**held)))
@@ -163,11 +182,18 @@ ENDLESS = {"Own": one(**OWN)}
 )
 def test_an_answer_that_cannot_be_finished_is_no_whole_one(schema: dict[str, Any], begun: str) -> None:
     with BlendEngine.from_pretrained("reference") as engine:
-        guide, ids, width = Guide(engine, json_grammar(schema)), [1], len(engine.tokenizer)
+        guide, end = Guide(engine, json_grammar(schema)), engine.end_ids[0]
         written = engine.tokenizer(begun, add_special_tokens=False)["input_ids"]
+
+        def write() -> None:
+            ids = [1]
+            for number in range(60):
+                scores = guide(torch.tensor([ids]), torch.zeros(1, len(engine.tokenizer)))
+                assert scores[0, end] == -torch.inf
+                # After its beginning whatever is allowed.
+                ids.append(written[number] if number < len(written) else int(scores.argmax()))
+                assert scores[0, ids[-1]] == 0
+
         with pytest.raises(StructuredOutputError, match="no text can go on") as raised:
-            for token in [*written, *[5] * 8]:
-                scores = guide(torch.tensor([ids]), torch.zeros(1, width))
-                assert scores[0, engine.end_ids[0]] == -torch.inf
-                ids = [*ids, token]
+            write()
         assert raised.value.text.lstrip().startswith(begun[:2])

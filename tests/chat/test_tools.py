@@ -83,8 +83,16 @@ def test_a_second_call_is_text_where_one_is_allowed(form: str) -> None:
             "[]",
         ),
         *('{"name": "weather", "days": 2}', '{"name": "gcc", "parameters": {"O": 2}}', "[weather(1)]", "<tool_", " \n"),
-        *(f"```json\n{as_json('gcc', {})}\n```", f"So:\n```json\n{as_json(*CALL)}\n```", '```json\n{"city": "Oslo"}\n```'),
-        *(f"```json\n{as_json(*CALL)}\n```\nThat is it.", f"```python\n{as_json(*CALL)}\n```", f"```\n{as_json(*CALL)}"),
+        *(
+            f"```json\n{as_json('gcc', {})}\n```",
+            f"So:\n```json\n{as_json(*CALL)}\n```",
+            '```json\n{"city": "Oslo"}\n```',
+        ),
+        *(
+            f"```json\n{as_json(*CALL)}\n```\nThat is it.",
+            f"```python\n{as_json(*CALL)}\n```",
+            f"```\n{as_json(*CALL)}",
+        ),
         *("Write `<tool_call>` first.", "<tool_call>nothing</tool_call>\n", '<tool_call>\n{"a": 1}\n</tool_call> x'),
     ],
 )
@@ -152,7 +160,9 @@ def test_a_stream_shows_what_the_answer_says(
         assert reply.text == text
 
 
-@pytest.mark.parametrize("text", ['{"answer": "It is ', '{"name": "gcc"', "[1, ", "<b>", f"{OTHER} It", '[{"id', "```py"])
+@pytest.mark.parametrize(
+    "text", ['{"answer": "It is ', '{"name": "gcc"', "[1, ", "<b>", f"{OTHER} It", '[{"id', "```py"]
+)
 def test_a_stream_waits_no_longer_than_a_call_may_begin(text: str) -> None:
     assert ToolGate(TOOLS).pass_on(text) == text
     gate = ToolGate(TOOLS)
@@ -160,7 +170,20 @@ def test_a_stream_waits_no_longer_than_a_call_may_begin(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "{", '{ "na', '{"name": "wea', '[{"function": {"name": "t', "[time", "<tool_c", "[TOOL_", "``", '```json\n{"na']
+    "text",
+    [
+        "",
+        " ",
+        "{",
+        '{ "na',
+        '{"name": "wea',
+        '[{"function": {"name": "t',
+        "[time",
+        "<tool_c",
+        "[TOOL_",
+        "``",
+        '```json\n{"na',
+    ],
 )
 def test_a_stream_waits_while_a_call_may_begin(text: str) -> None:
     assert ToolGate(TOOLS).pass_on(text) == ""

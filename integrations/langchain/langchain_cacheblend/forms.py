@@ -19,7 +19,15 @@ from cacheblend_rag.chat.grammar import schema_request
 from cacheblend_rag.chat.tools import ToolReply
 from cacheblend_rag.errors import ConfigError, StructuredOutputError
 
-__all__ = ["AnswerForm", "AnswerFormError", "as_functions", "call_chunks", "calls_of", "requested_schema", "with_schema"]
+__all__ = [
+    "AnswerForm",
+    "AnswerFormError",
+    "as_functions",
+    "call_chunks",
+    "calls_of",
+    "requested_schema",
+    "with_schema",
+]
 
 
 class AnswerFormError(StructuredOutputError, OutputParserException):
