@@ -76,13 +76,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def count(ask: Callable[[int], tuple[list[tuple[str, Any]], list[dict[str, Any]]]], number: int, model: str) -> None:
     """Ask so many times, four at once, and say which calls are wrong; `ask` returns calls and the tools that there were."""
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(ask, range(number)))
     wrong = []
-    for place, (calls, tools) in enumerate(answers):
-        found = [problem(*call, tools) for call in calls] or ["no call"]
-        print(place, calls, *filter(None, found))
-        wrong += [place] if any(found) else []
+    with ThreadPoolExecutor(4) as pool:
+        for place, (calls, tools) in enumerate(pool.map(ask, range(number))):
+            found = [problem(*call, tools) for call in calls] or ["no call"]
+            print(place, calls, *filter(None, found), flush=True)
+            wrong += [place] if any(found) else []
     print(f"{model}: {number - len(wrong)} of {number}")
     assert not wrong
 
