@@ -112,15 +112,15 @@ class AnswerTimeoutError(CacheBlendError, TimeoutError):
 
 
 class StructuredOutputError(CacheBlendError, ValueError):
-    """A model's answer does not have the requested form.
+    """A model's answer does not have the requested form, or can no longer get it.
 
     Attributes
     ----------
     text : str
-        What the model wrote.
+        What the model wrote; empty where a server does not say.
     """
 
-    def __init__(self, message: str, text: str) -> None:
+    def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)
         self.text = text
 

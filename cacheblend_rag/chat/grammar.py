@@ -6,8 +6,9 @@ import copy
 import json
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,10 +19,13 @@ from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor
 
 from cacheblend_rag.engine import Engine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StructuredOutputError
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["Guide", "after_thoughts", "json_grammar", "schema_request"]
+__all__ = ["Guide", "after_thoughts", "json_grammar", "schema_request", "written"]
+
+# How deep a schema is searched for what has no end; below that an answer may come to it.
+_DEEPEST = 32
 
 
 def schema_request(schema: dict[str, Any]) -> str:
@@ -29,17 +33,28 @@ def schema_request(schema: dict[str, Any]) -> str:
     return f"\n\nAnswer with JSON of this schema and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"
 
 
-def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
-    """Return the grammar, in llguidance's form of Lark, of the JSON texts that fit a schema, `before` and `after` around them.
+def written(text: str, read: Callable[[str], Sequence[int]]) -> str:
+    """Return what stands for a text in a grammar: its token, if it is a single one, as no text has a token that was added."""
+    ids = read(text)
+    return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text)
 
-    `ConfigError` if the schema holds what cannot be enforced.
+
+def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
+    """Return the grammar, in llguidance's form of Lark, of the JSON texts that fit a schema; `before` and `after` are Lark too.
+
+    `ConfigError` if the schema holds what cannot be enforced, contradicts itself, or asks for a value without an end.
     """
     # What is malformed is for llguidance to refuse.
     with suppress(AttributeError, TypeError, RecursionError):
         schema = _closed(schema)
+        if not _can_end(schema):
+            raise ConfigError(
+                "this JSON schema asks for a value without an end: an object or a list must hold another of its own kind, and "
+                "that one again; leave the inner one out of what is required, or allow null in its place"
+            )
     # Compact but for one blank after separators, as models write JSON; endless whitespace would be JSON too.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    grammar = f"start: {json.dumps(before)} %json {json.dumps(schema | {'x-guidance': form})} {json.dumps(after)}"
+    grammar = f"start: {before} %json {json.dumps(schema | {'x-guidance': form})} {after}"
     problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
     if problem:
         # Behind the reason stands the whole grammar.
@@ -53,11 +68,7 @@ def after_thoughts(grammar: str, thinking: Thinking | None) -> str:
     if thinking is None or thinking.is_over:
         return grammar
 
-    def mark(text: str) -> str:
-        # No text has a token that was added.
-        ids = thinking.read(text)
-        return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text)
-
+    mark = partial(written, read=thinking.read)
     opens, closes, answer = mark(thinking.opens), mark(thinking.closes), grammar.removeprefix("start: ")
     thoughts = f": /(?s:.*)/ {closes}" if closes[0] == "<" else f"[suffix={closes}]: /(?s:.*)/"
     begin = 'thoughts "\\n\\n"?' if thinking.is_open else f'({opens} thoughts "\\n\\n"?)?'
@@ -70,13 +81,15 @@ def after_thoughts(grammar: str, thinking: Thinking | None) -> str:
 class Guide(LogitsProcessor):
     """Lets a generation write only what a grammar (in Lark) allows, and end only where it may end.
 
-    `ConfigError` if the tokenizer's tokens cannot be taken apart into bytes.
+    `ConfigError` if the tokenizer's tokens cannot be taken apart into bytes; `StructuredOutputError` from a generation that has
+    come to where nothing may follow.
     """
 
     is_of_one_answer = True
 
     def __init__(self, engine: Engine, grammar: str) -> None:
         self._vocabulary = _vocabulary(engine)
+        self._tokenizer = engine.tokenizer
         self.grammar = grammar
         self._rules = LLMatcher.grammar_from_lark(grammar)
         self._matchers: list[LLMatcher] = []
@@ -94,15 +107,18 @@ class Guide(LogitsProcessor):
             for token in input_ids[row, self._read :].tolist():
                 if not matcher.is_stopped():
                     matcher.consume_token(token)
-            if matcher.is_stopped():
-                allowed[row, self._vocabulary.eos_tokens] = True
-            else:
+            if not matcher.is_stopped():
                 bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
                 allowed[row] = np.unpackbits(bits, bitorder="little")[: allowed.shape[1]]
-                if matcher.is_error():
-                    raise ConfigError(
-                        "no text can satisfy this JSON schema or grammar; remove the part that contradicts the rest"
-                    )
+            if matcher.is_error():
+                text = self._tokenizer.decode(input_ids[row, self._prompt_len :])
+                raise StructuredOutputError(
+                    f"no text can go on after {text[-80:]!r} so that it satisfies the JSON schema or grammar; remove the part "
+                    "that contradicts the rest, or has no end",
+                    text,
+                )
+            if matcher.is_stopped():
+                allowed[row, self._vocabulary.eos_tokens] = True
         self._read = input_ids.shape[1]
         mask = torch.zeros(scores.shape, dtype=torch.bool)
         width = min(scores.shape[1], allowed.shape[1])
@@ -139,16 +155,54 @@ def _parts(schema: dict[str, Any], root: dict[str, Any], found: dict[int, dict[s
     """Return by their places the schemas that the same value has to fit, those of references included."""
     parts = [each for name in ("allOf", "anyOf", "oneOf") for each in schema.get(name, ()) if isinstance(each, dict)]
     if "$ref" in schema:
-        target: Any = root
-        for name in schema["$ref"].split("/")[1:]:
-            target = target.get(name) if isinstance(target, dict) else None
         # What is not found may name any property.
-        parts.append(target if isinstance(target, dict) else {"additionalProperties": True})
+        parts.append(_target(schema, root) or {"additionalProperties": True})
     for each in parts:
         if id(each) not in found:
             found[id(each)] = each
             _parts(each, root, found)
     return found
+
+
+def _target(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the schema that another one refers to, if it is found."""
+    target: Any = root
+    for name in schema["$ref"].split("/")[1:]:
+        target = target.get(name) if isinstance(target, dict) else None
+    return target if isinstance(target, dict) else None
+
+
+def _can_end(root: dict[str, Any]) -> bool:
+    """Return whether a value that fits a JSON schema can have an end, as far as one must hold another."""
+    open_ones = {id(each): each for each in _subschemas(root)}
+    for _ in range(_DEEPEST):
+        ended = [place for place, each in open_ones.items() if _ends(each, root, open_ones)]
+        for place in ended:
+            del open_ones[place]
+        if not ended:
+            return id(root) not in open_ones
+    return True
+
+
+def _ends(schema: dict[str, Any], root: dict[str, Any], open_ones: dict[int, dict[str, Any]]) -> bool:
+    """Return whether a value of a schema can end, where those of the open ones cannot."""
+
+    def is_open(each: Any) -> bool:
+        return id(each) in open_ones
+
+    choices = [schema[name] for name in ("anyOf", "oneOf") if schema.get(name)]
+    if any(map(is_open, schema.get("allOf", ()))) or any(all(map(is_open, each)) for each in choices):
+        return False
+    if "$ref" in schema and is_open(_target(schema, root)):
+        return False
+    kinds = schema.get("type", ["null"])
+    if {*([kinds] if isinstance(kinds, str) else kinds)} - {"object", "array"}:
+        return True
+    named, others = schema.get("properties", {}), schema.get("additionalProperties")
+    object_ends = not any(is_open(named.get(name, others)) for name in schema.get("required", ()))
+    places, least = schema.get("prefixItems", []), schema.get("minItems", 0)
+    items = [*places[:least], *([schema.get("items")] if least > len(places) else [])]
+    return ("object" in kinds and object_ends) or ("array" in kinds and not any(map(is_open, items)))
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from cacheblend_rag.chat.grammar import json_grammar
+from cacheblend_rag.chat.grammar import json_grammar, written
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.thoughts import begun
 
 __all__ = ["ToolCall", "ToolGate", "ToolReply", "UnreadCall", "call_grammar", "chosen_tools", "parse_calls"]
@@ -22,8 +23,10 @@ __all__ = ["ToolCall", "ToolGate", "ToolReply", "UnreadCall", "call_grammar", "c
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CUT = "the call was cut off at the token limit of the answer; raise max_tokens"
 _BEGUN_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
-# Before calls that stand alone.
+# Before calls that stand alone, and around them.
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
+_FENCES = ("```json", "```")
+_FENCED = re.compile(r"\s*```(?:json)?\s(.*)```\s*", re.DOTALL)
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -77,14 +80,19 @@ def chosen_tools(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[list[dic
     return named, True
 
 
-def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
-    """Return the grammar of one call of one of the tools, in the form that a chat template shows calls in."""
+def call_grammar(tools: Sequence[dict[str, Any]], tokenizer: Any) -> str:
+    """Return the grammar of one call of one of the tools, in the form that a tokenizer's chat template shows calls in."""
+    template, read = str(tokenizer.get_chat_template(tools=tools)), lexer_of(tokenizer).read
     arguments = "parameters" if _OPEN not in template and '"parameters"' in template else "arguments"
-    before, after = (f"{_OPEN}\n", f"}}\n{_CLOSE}") if _OPEN in template else ("", "}")
+    before, after, line = "", json.dumps("}"), json.dumps("\n")
+    if _OPEN in template:
+        opens, closes = (written(tag, lambda text: read(text)[0]) for tag in (_OPEN, _CLOSE))
+        before, after = f"{opens} {line}", f"{after} {line} {closes}"
     calls = []
     for function in (tool["function"] for tool in tools):
-        begun = f'{before}{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{arguments}": '
-        calls.append(json_grammar(function.get("parameters") or {"type": "object", "properties": {}}, begun, after))
+        begun = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{arguments}": '
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        calls.append(json_grammar(schema, f"{before} {json.dumps(begun)}", after))
     return "start: " + " | ".join(call.removeprefix("start: ") for call in calls)
 
 
@@ -94,7 +102,8 @@ def parse_calls(
     """Read the calls of these tools in an answer; all else is text as it was written.
 
     The forms are those that models write: JSON or XML between ``<tool_call>`` tags, JSON alone (one object, several with ``;``
-    between them, or a list), with ``arguments`` or ``parameters``, ``[TOOL_CALLS]`` before a list, and a list of Python calls.
+    between them, or a list), also in a fence of Markdown, with ``arguments`` or ``parameters``, ``[TOOL_CALLS]`` before a list,
+    and a list of Python calls.
     XML does not say which of its values are text: what is, by the schemas of the tools, stays as it is written.
     `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is not text, and
     `one_call` that what is called after the first is text.
@@ -110,7 +119,8 @@ def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool, one_call: bo
     names = [tool["function"]["name"] for tool in tools]
     reply, place = ToolReply(""), 0
     if _begins(text, names):
-        body = text.strip()
+        fenced = _FENCED.fullmatch(text)
+        body = (fenced[1] if fenced else text).strip()
         for mark in _MARKS:
             body = body.removeprefix(mark).lstrip()
         if _take(reply, _json_calls(body) or _python_calls(body), body, names, one_call):
@@ -178,7 +188,7 @@ def _heads(names: tuple[str, ...], in_tags: bool) -> list[str]:
     heads = ["".join(f"{listed}{each}{key}".split()) for listed in ("", "[") for each in opened for key in keys]
     if in_tags:
         return heads + [f"<function={name}>" for name in names]
-    return [mark + head for mark in ("", *_MARKS) for head in (*heads, *(f"[{name}(" for name in names))]
+    return [mark + head for mark in ("", *_MARKS, *_FENCES) for head in (*heads, *(f"[{name}(" for name in names))]
 
 
 def _take(reply: ToolReply, calls: list[tuple[ToolCall, str]], body: str, names: Sequence[str], one_call: bool) -> bool:

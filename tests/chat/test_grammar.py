@@ -6,12 +6,13 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
+from transformers import AddedToken
 
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.chat.grammar import Guide, json_grammar
 from cacheblend_rag.chat.tools import call_grammar
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StructuredOutputError
 
 
 def flag(*names: str, **more: Any) -> dict[str, Any]:
@@ -76,11 +77,28 @@ def test_a_schema_allows_what_fits_it_and_no_properties_without_a_name(vocabular
     schema, good, bad = SCHEMAS[name]
     tool = {"type": "function", "function": {"name": "book", "parameters": schema}}
     other = {"type": "function", "function": {"name": "time"}}
-    calls = call_grammar([other, tool], "")
+    calls = call_grammar([other, tool], load_tokenizer())
     for text in (*good, *bad):
         assert fits(vocabulary, json_grammar(schema), text) == (text in good), text
         assert fits(vocabulary, calls, f'{{"name": "book", "arguments": {text}}}') == (text in good), text
     assert fits(vocabulary, calls, '{"name": "time", "arguments": {}}')
+
+
+def test_a_call_is_written_in_the_tokens_of_the_templates_tags() -> None:
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = "<tool_call>\n{{ messages[0].content }}\n</tool_call>"
+    tool = {"type": "function", "function": {"name": "book", "parameters": flag("a")}}
+    text = '<tool_call>\n{"name": "book", "arguments": {"a": true}}\n</tool_call>'
+    assert fits(from_tokenizer(tokenizer, slices=[]), call_grammar([tool], tokenizer), text)
+    # As Qwen has them: added, and not special.
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in ("<tool_call>", "</tool_call>")])
+    matcher = LLMatcher(
+        from_tokenizer(tokenizer, slices=[]), LLMatcher.grammar_from_lark(call_grammar([tool], tokenizer))
+    )
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert {tokens[0], tokens[-1]} == set(tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"]))
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize(
@@ -99,11 +117,83 @@ def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], said: str) -> 
         json_grammar(schema)
 
 
-def test_a_schema_that_no_text_fits_ends_no_answer_as_if_it_were_whole() -> None:
-    schema = flag("a", additionalProperties=False, patternProperties={"^a$": {"type": "boolean"}})
+def own_kind(**more: Any) -> dict[str, Any]:
+    """The schema of a value that holds one of its own kind."""
+    return {"$ref": "#/$defs/Own", "$defs": {"Own": more, "Other": flag("a", properties={"a": OWN})}}
+
+
+def one(**value: Any) -> dict[str, Any]:
+    """The schema of an object with one property, of which this is the schema."""
+    return {"type": "object", "properties": {"a": value}, "required": ["a"]}
+
+
+OWN, OTHER = {"$ref": "#/$defs/Own"}, {"$ref": "#/$defs/Other"}
+NEVER: dict[str, dict[str, Any]] = {
+    "its own kind": own_kind(**one(**OWN)),
+    "its own kind after another property": own_kind(**flag("v", properties={"v": {}, "n": OWN}, required=["v", "n"])),
+    "its own kind by way of another": own_kind(**one(**OTHER)),
+    "its own kind either way": own_kind(**one(anyOf=[OWN, OTHER])),
+    "its own kind in a list": own_kind(**one(type="array", items=OWN, minItems=1)),
+    "its own kind at a place of a list": own_kind(type="array", prefixItems=[OWN], minItems=1),
+    "its own kind under any name": own_kind(type="object", required=["x"], additionalProperties=OWN),
+    "itself": own_kind(**OWN),
+    "the whole": one(**{"$ref": "#"}),
+    "lengths": one(type="string", minLength=5, maxLength=2),
+    "limits": one(type="integer", minimum=5, maximum=2),
+    "a number between neighbours": one(type="integer", exclusiveMinimum=1, exclusiveMaximum=2),
+    "an enum of nothing": one(enum=[]),
+    "an enum of another type": one(type="string", enum=[1, 2]),
+    "parts that exclude each other": {"allOf": [one(type="string"), one(type="integer")]},
+    "two constants": one(allOf=[{"const": 1}, {"const": 2}]),
+    "more elements than may be": one(type="array", minItems=3, maxItems=1),
+    "a pattern that is too short": one(type="string", pattern="^ab$", minLength=5),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_a_schema_that_nothing_fits_is_refused_before_anything_is_generated(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"without an end|nsatisfiable"):
+        json_grammar(NEVER[name])
+    tool = {"type": "function", "function": {"name": "book", "parameters": NEVER[name]}}
+    with pytest.raises(ConfigError):
+        call_grammar([tool], load_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "held",
+    [{"anyOf": [OWN, {"type": "null"}]}, {"type": "array", "items": OWN}, one(**OWN) | {"type": ["object", "null"]}],
+)
+def test_a_value_that_may_hold_another_of_its_own_kind_has_an_end(held: dict[str, Any]) -> None:
+    assert json_grammar(own_kind(**one(**held)))
+    assert json_grammar(own_kind(type="object", properties={"next": OWN}))
+
+
+CLOSED = {"additionalProperties": False, "patternProperties": {"^a$": {"type": "boolean"}}}
+ENDLESS = {"Own": one(**OWN)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "begun"),
+    [
+        (flag("a", **CLOSED), '{"a": true, '),
+        ({"type": "object", "properties": {"b": OWN}, "$defs": ENDLESS}, '{"b": '),
+        ({"anyOf": [{"type": "boolean"}, OWN], "$defs": ENDLESS}, '{"a": {'),
+    ],
+)
+def test_an_answer_that_cannot_be_finished_is_no_whole_one(schema: dict[str, Any], begun: str) -> None:
     with BlendEngine.from_pretrained("reference") as engine:
-        guide, prompt = Guide(engine, json_grammar(schema)), [1]
-        written = engine.tokenizer('{"a": true, ', add_special_tokens=False)["input_ids"]
-        guide(torch.tensor([prompt]), torch.zeros(1, len(engine.tokenizer)))
-        with pytest.raises(ConfigError, match="no text can satisfy"):
-            guide(torch.tensor([prompt + written]), torch.zeros(1, len(engine.tokenizer)))
+        guide, end = Guide(engine, json_grammar(schema)), engine.end_ids[0]
+        written = engine.tokenizer(begun, add_special_tokens=False)["input_ids"]
+
+        def write() -> None:
+            ids = [1]
+            for number in range(60):
+                scores = guide(torch.tensor([ids]), torch.zeros(1, len(engine.tokenizer)))
+                assert scores[0, end] == -torch.inf
+                # After its beginning whatever is allowed.
+                ids.append(written[number] if number < len(written) else int(scores.argmax()))
+                assert scores[0, ids[-1]] == 0
+
+        with pytest.raises(StructuredOutputError, match="no text can go on") as raised:
+            write()
+        assert raised.value.text.lstrip().startswith(begun[:2])

@@ -34,6 +34,8 @@ FORMS = {
     "list without its mark": (f" [{as_json(*CALL)}]", [CALL]),
     "arguments as a string": (json.dumps({"name": "weather", "arguments": json.dumps(CALL[1])}), [CALL]),
     "OpenAI's": (json.dumps({"type": "function", "function": {"name": "weather", "arguments": CALL[1]}}), [CALL]),
+    "fence": (f"```json\n{as_json(*CALL)}\n```", [CALL]),
+    "fence without a language": (f"\n```\n[{', '.join(as_json(*each) for each in TWO)}]```\n", TWO),
     "python": ('[weather(city="Oslo", days=2), time()]', TWO),
 }
 
@@ -81,6 +83,16 @@ def test_a_second_call_is_text_where_one_is_allowed(form: str) -> None:
             "[]",
         ),
         *('{"name": "weather", "days": 2}', '{"name": "gcc", "parameters": {"O": 2}}', "[weather(1)]", "<tool_", " \n"),
+        *(
+            f"```json\n{as_json('gcc', {})}\n```",
+            f"So:\n```json\n{as_json(*CALL)}\n```",
+            '```json\n{"city": "Oslo"}\n```',
+        ),
+        *(
+            f"```json\n{as_json(*CALL)}\n```\nThat is it.",
+            f"```python\n{as_json(*CALL)}\n```",
+            f"```\n{as_json(*CALL)}",
+        ),
         *("Write `<tool_call>` first.", "<tool_call>nothing</tool_call>\n", '<tool_call>\n{"a": 1}\n</tool_call> x'),
     ],
 )
@@ -148,7 +160,9 @@ def test_a_stream_shows_what_the_answer_says(
         assert reply.text == text
 
 
-@pytest.mark.parametrize("text", ['{"answer": "It is ', '{"name": "gcc"', "[1, ", "<b>", f"{OTHER} It", '[{"id'])
+@pytest.mark.parametrize(
+    "text", ['{"answer": "It is ', '{"name": "gcc"', "[1, ", "<b>", f"{OTHER} It", '[{"id', "```py"]
+)
 def test_a_stream_waits_no_longer_than_a_call_may_begin(text: str) -> None:
     assert ToolGate(TOOLS).pass_on(text) == text
     gate = ToolGate(TOOLS)
@@ -156,7 +170,20 @@ def test_a_stream_waits_no_longer_than_a_call_may_begin(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "{", '{ "na', '{"name": "wea', '[{"function": {"name": "t', "[time", "<tool_c", "[TOOL_"]
+    "text",
+    [
+        "",
+        " ",
+        "{",
+        '{ "na',
+        '{"name": "wea',
+        '[{"function": {"name": "t',
+        "[time",
+        "<tool_c",
+        "[TOOL_",
+        "``",
+        '```json\n{"na',
+    ],
 )
 def test_a_stream_waits_while_a_call_may_begin(text: str) -> None:
     assert ToolGate(TOOLS).pass_on(text) == ""

@@ -15,7 +15,6 @@ from pydantic import BaseModel
 
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import EngineConfig
-from cacheblend_rag.chat.grammar import Guide, json_grammar
 from cacheblend_rag.chunk import BLANK_LINE
 from integrations.gguf.tests.kit import smollm
 from integrations.langchain.tests.asking import TOOL_TEMPLATE
@@ -96,8 +95,7 @@ def test_llama_index(reference: GGUFEngine) -> None:
     chat = BlendContextChatEngine.from_defaults(index.as_retriever(similarity_top_k=2), llm=llm)
     reports = [chat.chat(question).metadata["blend"] for question in (QUESTION, "What is her work?")]
     assert all(report["prefix_tokens"] > 0 for report in reports)
-    guide = Guide(reference, json_grammar(Place.model_json_schema()))
-    forms = BlendLLM(engine=reference, max_new_tokens=60, generation_kwargs={"logits_processor": [guide]})
+    forms = BlendLLM(engine=reference, max_new_tokens=60)
     assert forms.structured_predict(Place, PromptTemplate("Where was {name} born?"), name="Mara").name
     index.delete_nodes([node.node_id for node in nodes])
     assert not reference.contains("n0")

@@ -11,12 +11,10 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import Field
 
 from cacheblend_rag import BlendPrompt
@@ -201,16 +199,11 @@ class ChatBlend(BlendModel, BaseChatModel):
             If the method does not exist, part of the schema cannot be enforced, or the template has no tools.
         """
         traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-        parser: Runnable[Any, Any]
+        form = AnswerForm(schema)
         if method == "function_calling":
             name = convert_to_openai_tool(schema)["function"]["name"]
             llm = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=traced, **kwargs)
-            if isinstance(schema, type) and is_basemodel_subclass(schema):
-                parser = PydanticToolsParser(tools=[schema], first_tool_only=True)
-            else:
-                parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
         elif method in ("json_schema", "json_mode"):
-            form = AnswerForm(schema)
             asked: dict[str, Any] = {"type": "json_object"}
             if method == "json_schema":
                 json_schema = form.json_schema()
@@ -220,9 +213,9 @@ class ChatBlend(BlendModel, BaseChatModel):
                     "json_schema": {"name": json_schema.get("title", "answer"), "schema": json_schema},
                 }
             llm = self.bind(response_format=asked, ls_structured_output_format=traced, **kwargs)
-            parser = RunnableLambda(form.parse)
         else:
             raise ConfigError(f"method={method!r} is not known; give json_schema, json_mode or function_calling")
+        parser = RunnableLambda(form.parse)
         if not include_raw:
             return llm | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -294,7 +287,7 @@ class ChatBlend(BlendModel, BaseChatModel):
             if response_format["type"] == "json_schema":
                 messages = with_schema(messages, schema)
         elif must_call:
-            grammar = call_grammar(tools, str(self.engine.tokenizer.get_chat_template(tools=tools)))
+            grammar = call_grammar(tools, self.engine.tokenizer)
         variables = {name: options.pop(name) for name in VARIABLES if name in options}
         prompt = self.blend_prompt(messages, tools=tools, documents=documents, **variables)
         lexer = lexer_of(self.engine.tokenizer)

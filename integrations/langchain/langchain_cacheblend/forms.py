@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.messages import BaseMessage, HumanMessage, InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.json import parse_partial_json
@@ -17,9 +17,25 @@ from pydantic import BaseModel
 
 from cacheblend_rag.chat.grammar import schema_request
 from cacheblend_rag.chat.tools import ToolReply
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StructuredOutputError
 
-__all__ = ["AnswerForm", "as_functions", "call_chunks", "calls_of", "requested_schema", "with_schema"]
+__all__ = [
+    "AnswerForm",
+    "AnswerFormError",
+    "as_functions",
+    "call_chunks",
+    "calls_of",
+    "requested_schema",
+    "with_schema",
+]
+
+
+class AnswerFormError(StructuredOutputError, OutputParserException):
+    """An answer that does not have the form that was asked for, as LangChain's own parsers say it."""
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message, text)
+        self.llm_output = text
 
 
 @dataclass(frozen=True)
@@ -47,17 +63,21 @@ class AnswerForm:
         )
         return schema
 
-    def parse(self, message: BaseMessage) -> Any:
-        """Return an answer as an object of the pydantic model, or as a dict; `OutputParserException` says why not."""
-        text = _unfenced(message.text)
+    def parse(self, message: Any) -> Any:
+        """Return an answer, or the arguments of its first call, as an object of the pydantic model, or as a dict.
+
+        `AnswerFormError` says why not.
+        """
+        calls = [*message.tool_calls, *message.invalid_tool_calls]
+        given = calls[0]["args"] if calls else _unfenced(message.text)
         try:
-            return self._read(json.loads(text))
+            return self._read(json.loads(given) if isinstance(given, str) else given)
         except (ValueError, TypeError) as error:
-            cut = isinstance(message, AIMessage) and message.response_metadata.get("finish_reason") == "length"
+            cut = message.response_metadata.get("finish_reason") == "length"
             hint = "it was cut off at the token limit; raise max_tokens" if cut else "ask for that form in the prompt"
-            raise OutputParserException(
-                f"the model's answer {text[:200]!r} is not JSON of the form that was asked for ({error}); {hint}",
-                llm_output=text,
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            raise AnswerFormError(
+                f"the model's answer {text[:200]!r} is not JSON of the form that was asked for ({error}); {hint}", text
             ) from error
 
     def _read(self, value: Any) -> Any:

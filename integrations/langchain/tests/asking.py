@@ -1,16 +1,18 @@
 """What several of the LangChain tests do with a model."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
+from transformers import AddedToken
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from langchain_cacheblend import BlendLLM, ChatBlend
 
-__all__ = ["EXACT", "Kind", "KINDS", "Reports", "TOOL_TEMPLATE", "chunk_ids", "own_answer", "text_of"]
+__all__ = ["EXACT", "Kind", "KINDS", "Reports", "TOOL_TEMPLATE", "chunk_ids", "knows_tags", "own_answer", "text_of"]
 
 Kind = type[BlendLLM] | type[ChatBlend]
 KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
@@ -52,6 +54,14 @@ class Reports(BaseCallbackHandler):
 
 def chunk_ids(prompt: BlendPrompt) -> list[str | None]:
     return [segment.id for segment in prompt.segments if isinstance(segment, Chunk)]
+
+
+def knows_tags(tokenizer: Any) -> Any:
+    """A copy of a tokenizer with the template of Qwen, for whose tags it has tokens that are not special."""
+    known = copy.deepcopy(tokenizer)
+    known.add_tokens([AddedToken(tag, normalized=False) for tag in ("<tool_call>", "</tool_call>")])
+    known.chat_template = TOOL_TEMPLATE
+    return known
 
 
 def own_answer(engine: BlendEngine, prompt: BlendPrompt, tokens: int) -> str:

@@ -1,6 +1,5 @@
 """Tools: what the model is shown, how it is made to call one, what LangChain is told of its calls."""
 
-import copy
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -11,21 +10,20 @@ from langchain_core.messages import AIMessage, FunctionMessage, HumanMessage, To
 from langchain_core.output_parsers.openai_tools import PydanticToolsParser
 from langchain_core.tools import create_retriever_tool, tool
 from pydantic import BaseModel, Field
-from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.errors import ConfigError, PromptError
-from integrations.langchain.tests.asking import TOOL_TEMPLATE, chunk_ids
+from cacheblend_rag.errors import ConfigError, PromptError, StructuredOutputError
+from integrations.langchain.tests.asking import chunk_ids, knows_tags
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend
 from langchain_cacheblend.forms import AnswerForm, as_functions
+from tests.families import tiny_reader
 
 
 @pytest.fixture
-def tool_engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
-    shows = copy.deepcopy(tokenizer)
-    shows.chat_template = TOOL_TEMPLATE
-    with BlendEngine(tiny, shows, **engine_settings(self_check=False)) as engine:
+def tool_engine(tokenizer: Any) -> Iterator[BlendEngine]:
+    shows = knows_tags(tokenizer)
+    with BlendEngine(tiny_reader(vocab_size=len(shows)), shows, **engine_settings(self_check=False)) as engine:
         yield engine
 
 
@@ -86,8 +84,11 @@ async def test_a_call_that_has_to_be_made_fits_the_tool(tool_engine: BlendEngine
         assert whole.content == ""
         again = await bound.ainvoke("Rain?")
         assert [(c["name"], c["args"]) for c in again.tool_calls] == [(call["name"], call["args"])]
-    structured = llm.with_structured_output(Age, method="function_calling")
-    assert isinstance(structured.invoke("Sure?"), Age)
+    for schema in (Age, Age.model_json_schema()):
+        structured = llm.with_structured_output(schema, method="function_calling")
+        assert isinstance(structured.invoke("Sure?"), Age if schema is Age else dict)
+        both = [*llm.with_structured_output(schema, method="function_calling", include_raw=True).stream("Sure?")]
+        assert {name: value for each in both for name, value in each.items()}["parsed"] == structured.invoke("Sure?")
     assert isinstance((llm.bind_tools([Age], tool_choice="any") | PydanticToolsParser(tools=[Age])).invoke("?")[0], Age)
     with pytest.raises(ConfigError, match="none of the tools weather"):
         llm.bind_tools([weather], tool_choice="time")
@@ -116,6 +117,7 @@ ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
         (ONE, {"tools": []}, ONE, 0),
         (ONE, {"response_format": {"type": "json_object"}}, ONE, 0),
         (ONE, {"response_format": {"type": "text"}}, "", 1),
+        (f"```json\n{ONE}\n```", {}, "", 1),
         (f"{ONE}; {ONE}", {}, "", 2),
         (f"{ONE}; {ONE}", {"parallel_tool_calls": False}, f"; {ONE}", 1),
     ],
@@ -287,6 +289,40 @@ async def test_a_call_that_max_tokens_cut_is_invalid_in_every_way_of_asking(tool
             assert len(answer.invalid_tool_calls) == 1
             assert answer.response_metadata["finish_reason"] == "length"
         assert "raise max_tokens" in str(llm.invoke("Will it rain?").invalid_tool_calls[0]["error"])
+        asked = ChatBlend(engine=tool_engine, temperature=0, max_tokens=tokens)
+        structured = asked.with_structured_output(Age, method="function_calling")
+        with pytest.raises(StructuredOutputError, match="raise max_tokens") as raised:
+            structured.invoke("Sure?")
+        assert isinstance(raised.value, OutputParserException)
+        with pytest.raises(OutputParserException, match="raise max_tokens"):
+            list(structured.stream("Sure?"))
+
+
+class Node(BaseModel):
+    """One of a list that has no end."""
+
+    next: "Node"
+
+
+async def test_a_form_that_nothing_has_is_an_error_with_a_name(tool_engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=tool_engine, temperature=0, max_tokens=60)
+    with pytest.raises(ConfigError, match="without an end"):
+        llm.with_structured_output(Node)
+    endless = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+    own = {"type": "function", "function": {"name": "Node", "parameters": endless}}
+    with pytest.raises(ConfigError, match="without an end"):
+        llm.bind_tools([own], tool_choice="any").invoke("Which?")
+    # LangChain makes a tool of it that takes anything.
+    with pytest.raises(StructuredOutputError):
+        llm.with_structured_output(Node, method="function_calling").invoke("Which?")
+    # Each part of it has an end, both together have none.
+    stuck = {"title": "T", "allOf": [{"type": "object"}, {"properties": {"v": {"$ref": "#"}}, "required": ["v"]}]}
+    for method in ("json_schema", "function_calling"):
+        runnable = llm.with_structured_output(stuck, method=method)
+        with pytest.raises(StructuredOutputError, match="no text can go on"):
+            runnable.invoke("Which?")
+        with pytest.raises(StructuredOutputError, match="no text can go on"):
+            [each async for each in runnable.astream("Which?")]
 
 
 def test_a_tool_that_providers_run_is_refused(tool_engine: BlendEngine) -> None:

@@ -31,6 +31,7 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 from pydantic.json_schema import SkipJsonSchema
 
 from cacheblend_rag.chat.answer import Ending, ModelCall
+from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
 from cacheblend_rag.chat.render import VARIABLES, template_variables
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, carried_prompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
@@ -70,15 +71,19 @@ _ELSEWHERE = {
     "tokenizer_outputs_to_remove": "the engine gives the model what it takes",
 }
 
+# Options of ``generate`` by which callers constrain answers themselves.
+_CONSTRAINTS = {"logits_processor", "prefix_allowed_tokens_fn"}
+
 
 class BlendLLM(JSONAnswers):
     """An open-weight model in this process whose prompts may hold stored chunks.
 
     It is an ordinary LlamaIndex language model. Every call takes ``temperature``, ``max_new_tokens``, ``stop`` and options of
     transformers' ``generate``, which take precedence over those given here; ``blend_config``, blending settings for this call;
-    and ``blend_prompt``, the prompt as a `BlendPrompt`, with which the text or the messages are only shown to callbacks. A chat
-    also takes ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``; what its model thinks before it answers,
-    between the marks of the chat template, is a `ThinkingBlock` before the text (``thinking_delta`` in a stream).
+    ``output_cls``, a pydantic model of which the answer has to be an object as JSON; and ``blend_prompt``, the prompt as a
+    `BlendPrompt`, with which the text or the messages are only shown to callbacks. A chat also takes ``chat_template_kwargs``,
+    ``enable_thinking`` and ``reasoning_effort``; what its model thinks before it answers, between the marks of the chat template,
+    is a `ThinkingBlock` before the text (``thinking_delta`` in a stream).
 
     Parameters
     ----------
@@ -330,6 +335,7 @@ class BlendLLM(JSONAnswers):
                 "chat, or to BlendLLM"
             )
         asked = {"prompt": prompt, "blend": others.pop("blend_config", None)}
+        output_cls = others.pop("output_cls", None)
         asked["max_new_tokens"] = others.pop("max_new_tokens", self.max_new_tokens)
         temperature, stop = others.pop("temperature", self.temperature), others.pop("stop", self.stop)
         options, stops = _decoding_options(temperature, stop, others)
@@ -341,6 +347,9 @@ class BlendLLM(JSONAnswers):
             del options["stop_strings"]
             criteria = ending.criteria(self.engine.tokenizer)
             options["stopping_criteria"] = list(options.get("stopping_criteria", ())) + criteria
+        if output_cls is not None and not options.keys() & _CONSTRAINTS:
+            grammar = after_thoughts(json_grammar(output_cls.model_json_schema()), thinking)
+            options["logits_processor"] = [Guide(self.engine, grammar)]
         watchers = watching.get()
         for each in watchers:
             each.made.append(ModelCall(self.engine, prompt, asked["blend"]))

@@ -50,7 +50,7 @@ def asking_for(template: BasePromptTemplate, output_cls: type[BaseModel]) -> Bas
 
 
 class JSONAnswers(LLM):
-    """A language model that is asked for objects as JSON, and whose errors say what it wrote instead."""
+    """A language model that is asked for objects as JSON, which its answers are constrained to."""
 
     def structured_predict(
         self,
@@ -63,11 +63,13 @@ class JSONAnswers(LLM):
 
         Raises
         ------
+        ConfigError
+            If part of its schema cannot be enforced, contradicts the rest or has no end.
         StructuredOutputError
-            If what it writes is not such an object.
+            If what it writes is not such an object, being cut off.
         """
         program = self._program(output_cls, prompt, prompt_args)
-        answer = program(llm_kwargs=llm_kwargs, **prompt_args)
+        answer = program(llm_kwargs=_forming(output_cls, llm_kwargs), **prompt_args)
         dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
         return answer
 
@@ -80,7 +82,7 @@ class JSONAnswers(LLM):
     ) -> M:
         """Answer asynchronously; see `structured_predict`."""
         program = self._program(output_cls, prompt, prompt_args)
-        answer = await program.acall(llm_kwargs=llm_kwargs, **prompt_args)
+        answer = await program.acall(llm_kwargs=_forming(output_cls, llm_kwargs), **prompt_args)
         dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
         return answer
 
@@ -99,9 +101,9 @@ class JSONAnswers(LLM):
             At the end, if what the model wrote is not such an object.
         """
         check_mode(self.pydantic_program_mode)
-        last = None
+        last, options = None, _forming(output_cls, llm_kwargs)
         # A copy, because LlamaIndex leaves its parser on the template that it is given.
-        for last in super().stream_structured_predict(output_cls, prompt.partial_format(), llm_kwargs, **prompt_args):
+        for last in super().stream_structured_predict(output_cls, prompt.partial_format(), options, **prompt_args):
             yield last
         _check_complete(last, output_cls)
 
@@ -115,7 +117,7 @@ class JSONAnswers(LLM):
         """Stream answers asynchronously; see `stream_structured_predict`."""
         check_mode(self.pydantic_program_mode)
         partials = await super().astream_structured_predict(
-            output_cls, prompt.partial_format(), llm_kwargs, **prompt_args
+            output_cls, prompt.partial_format(), _forming(output_cls, llm_kwargs), **prompt_args
         )
 
         async def read() -> AsyncGenerator[M | FlexibleModel, None]:
@@ -135,12 +137,17 @@ class JSONAnswers(LLM):
         return LLMTextCompletionProgram(AnswerParser(output_cls), output_cls, prompt.partial_format(), self)
 
 
+def _forming(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the options of a call whose answer is to be an object."""
+    return {"output_cls": output_cls, **(llm_kwargs or {})}
+
+
 def _refuse(output_cls: type[BaseModel], text: str, why: str) -> StructuredOutputError:
     """Return the error for an answer that is not a valid `output_cls`."""
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     return StructuredOutputError(
-        f"the model's answer is not a valid {output_cls.__name__} ({why}): {shown!r}. Ask a model that can write JSON, raise "
-        "max_new_tokens if the answer is cut off, or constrain it by generation_kwargs, as with prefix_allowed_tokens_fn",
+        f"the model's answer is not a valid {output_cls.__name__} ({why}): {shown!r}. Raise max_new_tokens if the answer "
+        "is cut off, or leave out what else constrains it in generation_kwargs",
         text,
     )
 

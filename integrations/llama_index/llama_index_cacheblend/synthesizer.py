@@ -343,6 +343,8 @@ class BlendSynthesizer(BaseSynthesizer):
         options: dict[str, Any] = {"blend_prompt": prompt.blend}
         if self._blend_config is not None:
             options["blend_config"] = self._blend_config
+        if self._output_cls is not None:
+            options["output_cls"] = self._output_cls
         if prompt.messages is None:
             return getattr(self._model, f"{form}complete")(prompt.text, True, **options)
         return getattr(self._model, f"{form}chat")(prompt.messages, **options)

@@ -143,6 +143,37 @@ async def test_objects(writing: MakeLLM, nodes: Nodes, events: EventLog, chat: b
         assert response.metadata["blend"]["hits"] == len(nodes)
 
 
+class Age(BaseModel):
+    """Whether the age of a person is known."""
+
+    sure: bool
+
+
+class Node(BaseModel):
+    """One of a list that has no end."""
+
+    next: "Node"
+
+
+# LlamaIndex's own StructuredLLM calls a method that pydantic has given up.
+@pytest.mark.filterwarnings("ignore:The `json` method is deprecated")
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
+async def test_a_random_model_writes_what_the_schema_says(make_llm: MakeLLM, nodes: Nodes, chat: bool) -> None:
+    llm, template = make_llm(max_new_tokens=40, is_chat_model=chat), PromptTemplate("Is the age of {name} known?")
+    said = llm.structured_predict(Age, template, name="Mara")
+    assert isinstance(said, Age)
+    assert await llm.astructured_predict(Age, template, name="Mara") == said
+    assert list(llm.stream_structured_predict(Age, template, name="Mara"))[-1] == said
+    assert isinstance(llm.as_structured_llm(Age).complete(QUESTION).raw, Age)
+    blend = BlendSynthesizer(llm=llm, output_cls=Age)
+    assert isinstance(blend.synthesize(QUESTION, nodes).response, Age)
+    with pytest.raises(StructuredOutputError, match="max_new_tokens"):
+        llm.structured_predict(Age, template, {"max_new_tokens": 3}, name="Mara")
+    for ask in (llm.structured_predict, lambda *given, **more: list(llm.stream_structured_predict(*given, **more))):
+        with pytest.raises(ConfigError, match="without an end"):
+            ask(Node, template, name="Mara")
+
+
 def test_the_schema_stands_outside_the_chunks(writing: MakeLLM, nodes: Nodes, events: EventLog) -> None:
     llm = writing(JSON)
     BlendSynthesizer(llm=llm, output_cls=Place).synthesize(QUESTION, nodes)

@@ -19,7 +19,7 @@ from cacheblend_rag.chat.tools import ToolReply, parse_calls
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.errors import ConfigError, StoreError, StructuredOutputError
 from cacheblend_rag.thoughts import Thinking
 
 __all__ = ["Asked", "Backend", "Wanted", "backend_module"]
@@ -123,11 +123,20 @@ class Asked:
     is_raw: bool = False
 
     def reply(self, answer: Answer) -> ToolReply | None:
-        """Return what is read of an answer that may call tools; None where there are none."""
+        """Return what is read of an answer that may call tools; None where there are none.
+
+        `StructuredOutputError` if it had to call one, and has ended without doing so.
+        """
         if not self.tools:
             return None
         is_cut = answer.finish_reason == "length"
         reply = parse_calls(answer.text, self.tools, is_cut=is_cut, must_call=self.must_call, one_call=self.one_call)
+        if self.must_call and not reply.calls and not is_cut:
+            raise StructuredOutputError(
+                f"the answer had to be a tool call, and has ended without one: {answer.text[-80:]!r}; leave out stop strings "
+                "that stand in calls",
+                answer.text,
+            )
         # OpenAI's form has no place for calls that cannot be read: what was written is shown.
         return reply if not reply.invalid else ToolReply(answer.text)
 

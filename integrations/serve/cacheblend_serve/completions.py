@@ -212,7 +212,7 @@ def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig)
             shown = schema if form.description is None else {"description": form.description} | schema
             turns = around_question(turns, after=[schema_request(shown)]) or turns
     elif must_call and tools:
-        grammar = call_grammar(tools, str(library.tokenizer.get_chat_template(tools=tools)))
+        grammar = call_grammar(tools, library.tokenizer)
     documents = _passages(library, request.documents)
     variables = _variables(library.tokenizer, request)
     parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents, **variables)

@@ -20,6 +20,7 @@ from cacheblend_rag.errors import (
     PromptError,
     PromptTooLongError,
     StoreError,
+    StructuredOutputError,
     UnknownChunkError,
 )
 
@@ -112,6 +113,8 @@ _KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (EmptyChunkError, 400, "empty_chunk"),
     (PromptError, 400, "invalid_prompt"),
     (ConfigError, 400, "invalid_option"),
+    # No client is to try again, as it does after a 500.
+    (StructuredOutputError, 422, "unfinished_answer"),
 )
 
 

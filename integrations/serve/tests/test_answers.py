@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from transformers import LlamaForCausalLM
 
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.render import render_chat
 from cacheblend_serve import spans
 from cacheblend_serve.wire import ChatRequest, CompletionRequest
-from integrations.langchain.tests.asking import TOOL_TEMPLATE
+from integrations.langchain.tests.asking import TOOL_TEMPLATE, knows_tags
 from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of
+from tests.families import tiny_reader
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/serve.md"
 QUESTION = [{"role": "user", "content": "Where was Mara born?"}]
@@ -278,9 +281,20 @@ def test_a_seed_repeats_a_draw_in_any_company(engine: BlendEngine, serve: Serve)
     assert [choice["text"] for choice in together["choices"]] == [first] * 3
 
 
-def test_answers_of_a_schema_and_calls_of_tools(engine: BlendEngine, serve: Serve) -> None:
-    engine.tokenizer.chat_template = TOOL_TEMPLATE
-    client = serve(engine)
+@pytest.fixture(params=["tags as text", "tags as tokens"])
+def tool_engine(request: pytest.FixtureRequest, engine: BlendEngine) -> Iterator[BlendEngine]:
+    if request.param == "tags as text":
+        engine.tokenizer.chat_template = TOOL_TEMPLATE
+        yield engine
+        return
+    shows = knows_tags(engine.tokenizer)
+    model = tiny_reader(eos_token_id=None, vocab_size=len(shows))
+    with BlendEngine(model, shows, **engine_settings(self_check=False)) as engine:
+        yield engine
+
+
+def test_answers_of_a_schema_and_calls_of_tools(tool_engine: BlendEngine, serve: Serve) -> None:
+    client = serve(tool_engine)
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -358,6 +372,36 @@ def test_what_a_template_passes_over_is_shown_elsewhere(engine: BlendEngine, ser
     assert tokens({"role": "assistant", "content": None, "function_call": call["function"]}) > tokens()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_get_its_form_is_an_error_with_a_name(
+    tool_engine: BlendEngine, serve: Serve, stream: bool
+) -> None:
+    client = serve(tool_engine)
+    flag = {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]}
+    contrary = flag | {"properties": {"v": {"enum": []}}}
+    endless = flag | {"properties": {"v": {"$ref": "#"}}}
+    # Each part of it has an end, both together have none.
+    stuck = {"allOf": [{"type": "object"}, {"properties": {"v": {"$ref": "#"}}, "required": ["v"]}]}
+    asked = {"messages": QUESTION, "temperature": 0, "stream": stream}
+    for schema, status, code in [(contrary, 400, "invalid_option"), (endless, 400, "invalid_option"), (stuck, 0, "")]:
+        form = {"response_format": {"type": "json_schema", "json_schema": {"name": "v", "schema": schema}}}
+        tool = {"type": "function", "function": {"name": "v", "parameters": schema}}
+        for more in (form, {"tools": [tool], "tool_choice": "required"}):
+            reply = client.post("/v1/chat/completions", json=asked | more)
+            if status:
+                assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+            else:
+                # A stream that has begun ends with it.
+                assert reply.status_code == (200 if stream else 422)
+                assert "unfinished_answer" in reply.text and '"stop"' not in reply.text
+    # A stop string in the middle of a call; what max_tokens cuts says so, as OpenAI's does.
+    forced = {"tools": [{"type": "function", "function": {"name": "v", "parameters": flag}}], "tool_choice": "required"}
+    reply = client.post("/v1/chat/completions", json=asked | forced | {"stop": "name"})
+    assert "unfinished_answer" in reply.text
+    reply = client.post("/v1/chat/completions", json=asked | forced | {"max_tokens": 4})
+    assert '"finish_reason":"length"' in reply.text.replace(" ", "")
+
+
 ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 
 
@@ -370,6 +414,7 @@ ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
         (ONE.replace("weather", "gcc"), {}, ONE.replace("weather", "gcc"), 0),
         (ONE, {"tools": []}, ONE, 0),
         (ONE, {"response_format": {"type": "json_object"}}, ONE, 0),
+        (f"```json\n{ONE}\n```", {}, None, 1),
         (f"{ONE}; {ONE}", {}, None, 2),
         (f"{ONE}; {ONE}", {"parallel_tool_calls": False}, f"; {ONE}", 1),
         ('<tool_call>{"name": "weather", "argu', {}, '<tool_call>{"name": "weather", "argu', 0),

@@ -20,6 +20,7 @@ from cacheblend_rag.errors import (
     PromptError,
     PromptTooLongError,
     StoreError,
+    StructuredOutputError,
     UnknownChunkError,
 )
 
@@ -41,6 +42,7 @@ _KINDS: dict[str, type[CacheBlendError]] = {
     "invalid_prompt": PromptError,
     "store_error": StoreError,
     "timeout": AnswerTimeoutError,
+    "unfinished_answer": StructuredOutputError,
     "unknown_chunk": UnknownChunkError,
 }
 _END = "[DONE]"

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
 from cacheblend_pml import Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, errors
 from cacheblend_rag.chat.answer import Deadline, Ending
-from cacheblend_rag.chat.grammar import Guide
+from cacheblend_rag.chat.grammar import Guide, json_grammar
 from cacheblend_rag.engine import Engine
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
@@ -72,6 +72,10 @@ def test_stop_strings_end_an_answer(engine: BlendEngine, served: ServedEngine) -
 def test_a_grammar_holds_an_answer(served: ServedEngine) -> None:
     guide = Guide(served, 'start: "yes" | "no"')
     assert served.generate(PROMPT_OF_TEXT, 8, logits_processor=[guide]).text in ("yes", "no")
+    # Each part of it has an end, both together have none.
+    endless = {"allOf": [{"type": "object"}, {"properties": {"v": {"$ref": "#"}}, "required": ["v"]}]}
+    with pytest.raises(errors.StructuredOutputError, match="no text can go on"):
+        served.generate(PROMPT_OF_TEXT, 60, logits_processor=[Guide(served, json_grammar(endless))])
 
 
 PROMPT_OF_TEXT = BlendPrompt(segments=["Is it so?"])
