@@ -132,9 +132,7 @@ class Llama:
         self.window = min(_DEFAULT_TOKENS if options.n_ctx is None else options.n_ctx or trained, trained)
         self._context = self._open_context()
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
-        self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
-        self.end_ids = tuple(id for id in range(self.vocab_size) if llama_cpp.llama_vocab_is_eog(self._vocab, id))
+        self.vocab_size, self.end_ids = len(self.vocabulary), self.vocabulary.end_ids
         self.cells = int(llama_cpp.llama_n_ctx(self._context))
         self._sliding = int(llama_cpp.llama_model_n_swa(self._model))
         self._free = list(range(_FIRST_ANSWER, _FIRST_ANSWER + options.n_seq_max))
@@ -202,13 +200,6 @@ class Llama:
                     digest.update(data)
         digest.update(f"{self.form}|{llama_cpp.__version__}".encode())
         return digest.hexdigest()
-
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids that llama.cpp makes of a text, control tokens among them where it spells them."""
-        data = text.encode()
-        ids = (llama_cpp.llama_token * (len(data) + 8))()
-        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, len(ids), False, True)
-        return list(ids[:count])
 
     # Sequences
 
