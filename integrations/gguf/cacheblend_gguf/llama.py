@@ -16,6 +16,7 @@ from pydantic_settings import SettingsConfigDict
 
 from cacheblend_gguf.files import parts_of
 from cacheblend_gguf.state import join_state, split_state
+from cacheblend_gguf.vocabulary import Vocabulary
 from cacheblend_rag.config import SettingsBase, warn_of_unknown_variables
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
@@ -33,6 +34,8 @@ _BATCH = 2048
 _BESIDE = 1024
 HEAD_CELLS = 512
 _READ_BYTES = 1 << 24
+# The level of errors in ggml's log.
+_ERROR = 4
 
 # Sequences that no answer has: what all chunks are encoded after, where they are encoded, and where states are put in and out.
 _PREAMBLE, _ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2, 3
@@ -119,15 +122,14 @@ class Llama:
     def __init__(self, path: Path, options: LlamaOptions) -> None:
         self.path, self.options = path, options
         llama_cpp.llama_backend_init()
-        llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
+        llama_cpp.llama_log_set(_note, ctypes.c_void_p(0))
+        _errors.clear()
         loading = llama_cpp.llama_model_default_params()
         loading.n_gpu_layers = options.n_gpu_layers
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         if not self._model:
-            raise ConfigError(
-                f"llama.cpp {llama_cpp.__version__} cannot load {path}: the file is damaged, has no language model, or one that "
-                "this version does not know"
-            )
+            raise ConfigError(f"llama.cpp {llama_cpp.__version__} cannot load {path} ({_why()}); download it again, or another file")
+        self.vocabulary = Vocabulary(path, self._model)
         trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
         self.window = min(_DEFAULT_TOKENS if options.n_ctx is None else options.n_ctx or trained, trained)
         self._context = self._open_context()
@@ -325,6 +327,16 @@ class Llama:
             self._context = self._model = None
 
 
+_errors: list[str] = []
+
+
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # llama_cpp is not here where types are checked
-def _silent(level: int, text: bytes, user_data: Any) -> None:
-    """Keep llama.cpp's log from standard error; what goes wrong is raised."""
+def _note(level: int, text: bytes, user_data: Any) -> None:
+    """Keep llama.cpp's log from standard error, and its errors for who asks."""
+    if level == _ERROR:
+        _errors.append(text.decode(errors="replace").strip())
+
+
+def _why() -> str:
+    """Return what llama.cpp said first of what went wrong, without the names of its functions."""
+    return " ".join(_errors[0].rpartition("error loading model: ")[2].split()) if _errors else "it does not say why"
