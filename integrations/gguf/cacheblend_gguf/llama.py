@@ -22,7 +22,7 @@ from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 
-__all__ = ["HEAD_CELLS", "Llama", "LlamaOptions"]
+__all__ = ["HEAD_CELLS", "Llama", "LlamaOptions", "quiet"]
 
 _KVType = Literal["f16", "f32", "bf16", "q8_0", "q4_0"]
 # ggml's numbers of them.
@@ -122,8 +122,7 @@ class Llama:
     def __init__(self, path: Path, options: LlamaOptions) -> None:
         self.path, self.options = path, options
         llama_cpp.llama_backend_init()
-        llama_cpp.llama_log_set(_note, ctypes.c_void_p(0))
-        _errors.clear()
+        quiet()
         loading = llama_cpp.llama_model_default_params()
         loading.n_gpu_layers = options.n_gpu_layers
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
@@ -332,9 +331,15 @@ _errors: list[str] = []
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # llama_cpp is not here where types are checked
 def _note(level: int, text: bytes, user_data: Any) -> None:
-    """Keep llama.cpp's log from standard error, and its errors for who asks."""
+    """Keep llama.cpp's errors for who asks."""
     if level == _ERROR:
         _errors.append(text.decode(errors="replace").strip())
+
+
+def quiet() -> None:
+    """Have llama.cpp write nothing to standard error."""
+    llama_cpp.llama_log_set(_note, ctypes.c_void_p(0))
+    _errors.clear()
 
 
 def _why() -> str:

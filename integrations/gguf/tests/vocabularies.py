@@ -1,6 +1,5 @@
 """Vocabulary-only GGUF files, made from tokenizers, and llama.cpp's reading of them."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,12 +8,14 @@ from typing import Any
 import llama_cpp
 from gguf import GGUFWriter, TokenType
 
+from cacheblend_gguf.llama import quiet
 from cacheblend_gguf.vocabulary import Vocabulary
 
 
 @contextmanager
 def vocabulary_of(path: Path) -> Iterator[Vocabulary]:
     """Yield the vocabulary of a GGUF file, which need not have anything else."""
+    quiet()
     options = llama_cpp.llama_model_default_params()
     options.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), options)
