@@ -70,6 +70,13 @@ class Assembler:
     ) -> None:
         self.tokenizer = tokenizer
         self._num_embeddings = len(tokenizer) if num_embeddings is None else num_embeddings
+        # Words that were added may lie beyond: a token of one is refused in the text that has it.
+        words = getattr(tokenizer, "vocab_size", 0)
+        if words > self._num_embeddings:
+            raise ConfigError(
+                f"the tokenizer has a vocabulary of {words} words, and the model embeddings for {self._num_embeddings} only; "
+                "give the model's own tokenizer"
+            )
         self._store = store
         self._window = window
         # Otherwise a chunk's KV serves only where it was encoded, right after the preamble.

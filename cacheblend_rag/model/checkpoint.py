@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import struct
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -57,7 +58,8 @@ def load_pretrained(
         _ask_hub(name, hub_options)
         loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **gguf, **model_kwargs})
         tokenizer = AutoTokenizer.from_pretrained(name, **gguf, **hub_options)
-    except (OSError, ValueError) as error:
+    # The last is of a GGUF file that is cut.
+    except (OSError, ValueError, struct.error) as error:
         raise _not_loaded(model, error) from error
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))

@@ -79,6 +79,16 @@ def test_a_file_or_a_folder_with_one(tmp_path: Path, form: str) -> None:
         assert engine.prefill(BlendPrompt("AB", ["a"], "F")).report.hits == 1
 
 
+@pytest.mark.parametrize("share", [0, 0.0005, 0.01, 0.1, 0.5, 0.99])
+def test_a_file_that_is_cut(tmp_path: Path, share: float) -> None:
+    file = tmp_path / "tiny.gguf"
+    write(file)
+    content = file.read_bytes()
+    file.write_bytes(content[: 4 + int(share * len(content))])
+    with pytest.raises(ConfigError, match=r"tiny\.gguf' cannot be loaded"):
+        BlendEngine.from_pretrained(file)
+
+
 def test_several_files_are_told_apart(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()

@@ -89,7 +89,7 @@ class GGUFEngine(ChunkLibrary):
         self.tuning = tuning or Tuning()
         self.model_name = str(llama.path)
         self.llama = llama
-        check_tokenizer(llama, tokenizer)
+        check_tokenizer(llama.vocabulary, tokenizer)
         self.blend = BlendConfig()
         self.blend = self.check_blend(BlendConfig.of(blend))
         opened = open_engine_store(store, config, self.tuning, None)
@@ -155,7 +155,13 @@ class GGUFEngine(ChunkLibrary):
         llama = Llama(path.absolute(), opened)
         try:
             engine = cls(
-                llama, read_tokenizer(path), config=config, blend=blend, store=store, tenant=tenant, tuning=tuning
+                llama,
+                read_tokenizer(llama.vocabulary),
+                config=config,
+                blend=blend,
+                store=store,
+                tenant=tenant,
+                tuning=tuning,
             )
         except BaseException:
             llama.close()

@@ -19,13 +19,14 @@ from pydantic_settings import SettingsConfigDict
 
 from cacheblend_gguf.files import parts_of
 from cacheblend_gguf.state import join_state, split_state
+from cacheblend_gguf.vocabulary import Vocabulary
 from cacheblend_rag.config import SettingsBase, warn_of_unknown_variables
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.prefixes import PrefixCache
 
-__all__ = ["HEAD_CELLS", "Llama", "LlamaOptions"]
+__all__ = ["HEAD_CELLS", "Llama", "LlamaOptions", "quiet"]
 
 _KVType = Literal["f16", "f32", "bf16", "q8_0", "q4_0"]
 # ggml's numbers of them.
@@ -37,6 +38,8 @@ _BATCH = 2048
 _BESIDE = 1024
 HEAD_CELLS = 512
 _READ_BYTES = 1 << 24
+# The level of errors in ggml's log.
+_ERROR = 4
 
 _Runs = list[tuple[object, int]]
 
@@ -125,22 +128,20 @@ class Llama:
     def __init__(self, path: Path, options: LlamaOptions) -> None:
         self.path, self.options = path, options
         llama_cpp.llama_backend_init()
-        llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
+        quiet()
         loading = llama_cpp.llama_model_default_params()
         loading.n_gpu_layers = options.n_gpu_layers
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         if not self._model:
             raise ConfigError(
-                f"llama.cpp {llama_cpp.__version__} cannot load {path}: the file is damaged, has no language model, or one that "
-                "this version does not know"
+                f"llama.cpp {llama_cpp.__version__} cannot load {path} ({_why()}); download it again, or another file"
             )
+        self.vocabulary = Vocabulary(path, self._model)
         trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
         self.window = min(_DEFAULT_TOKENS if options.n_ctx is None else options.n_ctx or trained, trained)
         self._context = self._open_context()
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
-        self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
-        self.end_ids = tuple(id for id in range(self.vocab_size) if llama_cpp.llama_vocab_is_eog(self._vocab, id))
+        self.vocab_size, self.end_ids = len(self.vocabulary), self.vocabulary.end_ids
         self.cells = int(llama_cpp.llama_n_ctx(self._context))
         self._sliding = int(llama_cpp.llama_model_n_swa(self._model))
         self._free = list(range(_FIRST_ANSWER, _FIRST_ANSWER + 2 * options.n_seq_max))
@@ -208,13 +209,6 @@ class Llama:
                     digest.update(data)
         digest.update(f"{self.form}|{llama_cpp.__version__}".encode())
         return digest.hexdigest()
-
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids that llama.cpp makes of a text, control tokens among them where it spells them."""
-        data = text.encode()
-        ids = (llama_cpp.llama_token * (len(data) + 8))()
-        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, len(ids), False, True)
-        return list(ids[:count])
 
     # Sequences
 
@@ -423,6 +417,22 @@ def _cells(sequences: Iterable[_Runs]) -> int:
     return sum(longest.values())
 
 
+_errors: list[str] = []
+
+
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # llama_cpp is not here where types are checked
-def _silent(level: int, text: bytes, user_data: Any) -> None:
-    """Keep llama.cpp's log from standard error; what goes wrong is raised."""
+def _note(level: int, text: bytes, user_data: Any) -> None:
+    """Keep llama.cpp's errors for who asks."""
+    if level == _ERROR:
+        _errors.append(text.decode(errors="replace").strip())
+
+
+def quiet() -> None:
+    """Have llama.cpp write nothing to standard error."""
+    llama_cpp.llama_log_set(_note, ctypes.c_void_p(0))
+    _errors.clear()
+
+
+def _why() -> str:
+    """Return what llama.cpp said first of what went wrong, without the names of its functions."""
+    return " ".join(_errors[0].rpartition("error loading model: ")[2].split()) if _errors else "it does not say why"
