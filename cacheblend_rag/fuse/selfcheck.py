@@ -29,6 +29,9 @@ _STORED_TOKENS = 17
 _DISTANCE = 11
 # How far results may be off, of their scale: in float32, and where numbers are rounded to fewer bits on the way.
 _EXACT, _ROUNDED = 1e-3, 1e-1
+# What share of the rows that holds for where numbers are rounded, since a row may go to other experts for it; and of rows that
+# stand elsewhere, of which each is rounded otherwise.
+_MOST, _HALF = 0.85, 0.5
 
 
 def true_kv(layers: Sequence[LayerKV]) -> LayerSource:
@@ -87,7 +90,7 @@ def _check_move(
             if not distance:
                 why = "with explicit positions from 0 on, it computes different KV than without"
             raise UnsupportedModelError(f"{type(decoder.model).__name__}, layer {layer}: {why}")
-    _check_results(decoder, f"standing {distance} positions further on", given, wanted)
+    _check_results(decoder, f"standing {distance} positions further on", given, wanted, _HALF)
 
 
 @torch.no_grad()
@@ -160,17 +163,17 @@ def _row_axis(decoder: Decoder) -> int:
 
 
 def _check_results(
-    decoder: Decoder, what: str, results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+    decoder: Decoder, what: str, results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], share: float = _MOST
 ) -> None:
     """Check the states that reach each layer with KV, and the logits, if these come after them."""
     tolerance = _tolerance(decoder)
+    share = 1.0 if tolerance == _EXACT else share
     for number, (result, own) in enumerate(zip(results, wanted, strict=True)):
         is_logits = number == decoder.num_kv_layers
         # Of states it counts what the layer has added to them, which may be a small part.
         before = torch.zeros_like(own) if is_logits or not number else wanted[number - 1]
         apart, scale = (_norms(own.float() - each.float()) for each in (result, before))
-        # The mean of the rows: where numbers are rounded, one of them may go to other experts for it.
-        difference = float((apart / scale.clamp_min(torch.finfo(torch.float32).tiny)).mean())
+        difference = float((apart / scale.clamp_min(torch.finfo(torch.float32).tiny)).quantile(share))
         if not difference <= tolerance:
             which = "logits" if is_logits else f"states before layer {number}"
             raise UnsupportedModelError(
