@@ -20,7 +20,7 @@ from cacheblend_rag.files import load_yaml, read_yaml_text
 
 __all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean", "warn_of_unknown_variables"]
 
-_Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "int2"]
+_Codec = Literal["native", "int8", "int4"]
 _PREFIX = "CACHEBLEND_"
 # Settings that a distribution has which may not be imported yet; it sees to them itself.
 _ELSEWHERE = "CACHEBLEND_GGUF_"
@@ -207,7 +207,7 @@ class EngineConfig(SettingsBase):
         Maximum bytes of KV that the disk tier holds; by default half of the disk's free space at any time, counting the tier's
         own KV as free.
     ram_codec : str
-        How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
+        How KV is kept in RAM: "native" (in the model's dtype), "int8" or "int4".
     disk_codec : str
         How KV is written to disk; RAM then holds what the disk gives back. "native" loses nothing; the default takes 8 bits, with
         which answers are as good. KV that is already stored is used whatever its codec.

@@ -1,12 +1,9 @@
-"""Codecs, which represent KV in fewer bytes: as it is, in narrower floats, or quantised."""
+"""Codecs, which represent KV as it is, or quantised, in fewer bytes."""
 
 from __future__ import annotations
 
-import torch
-
 from cacheblend_rag.codec.base import (
     NATIVE,
-    CastCodec,
     Codec,
     NativeCodec,
     PackedKV,
@@ -41,12 +38,8 @@ _CODECS: dict[str, Codec] = {
     for codec in (
         NATIVE,
         EXACT,
-        CastCodec("float32", torch.float32),
-        CastCodec("float16", torch.float16),
-        CastCodec("bfloat16", torch.bfloat16),
         QuantizedCodec("int8", bits=8, group_size=128, values_along="channel"),
         QuantizedCodec("int4", bits=4, group_size=32, values_along="token"),
-        QuantizedCodec("int2", bits=2, group_size=32, values_along="token"),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Packed KV, and the codecs that keep it in floating point."""
+"""Packed KV, and the codec that keeps it as it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag.kv import KV, LayerKV
 
-__all__ = ["NATIVE", "CastCodec", "Codec", "NativeCodec", "PackedKV", "PackedLayer", "TensorForm", "main_codec"]
+__all__ = ["NATIVE", "Codec", "NativeCodec", "PackedKV", "PackedLayer", "TensorForm", "main_codec"]
 
 
 class TensorForm(NamedTuple):
@@ -99,24 +99,3 @@ class NativeCodec:
 
 NATIVE = NativeCodec("native")
 """Keeps what another codec cannot represent."""
-
-
-@dataclass(frozen=True, slots=True)
-class CastCodec:
-    """KV in a narrower floating-point type; native where that is not narrower, or would make a number infinite."""
-
-    name: str
-    dtype: torch.dtype
-
-    def pack(self, layer: LayerKV) -> PackedLayer:
-        if any(not t.is_floating_point() or t.dtype.itemsize <= self.dtype.itemsize for t in layer):
-            return NATIVE.pack(layer)
-        cast = LayerKV(*(tensor.to(self.dtype).contiguous() for tensor in layer))
-        if not all(bool(tensor.isfinite().all()) for tensor in cast):
-            return NATIVE.pack(layer)
-        return PackedLayer.of(self.name, layer, {"keys": cast.keys, "values": cast.values})
-
-    def unpack(self, packed: PackedLayer) -> LayerKV:
-        return LayerKV(
-            packed.parts["keys"].to(packed.key_form.dtype), packed.parts["values"].to(packed.value_form.dtype)
-        )

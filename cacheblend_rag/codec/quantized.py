@@ -1,4 +1,4 @@
-"""KV in 8, 4 or 2 bits a number, on a grid for each small group of numbers.
+"""KV in 8 or 4 bits a number, on a grid for each small group of numbers.
 
 The layout is KIVI's (Liu et al., arXiv 2402.02750): the keys of a few channels are large in every token, so keys share a grid
 along a channel; values have no such channels, and at few bits they share a grid within a token.
@@ -38,7 +38,7 @@ class QuantizedCodec:
     """
 
     name: str
-    bits: Literal[2, 4, 8]
+    bits: Literal[4, 8]
     group_size: int
     values_along: Axis
 

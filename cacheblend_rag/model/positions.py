@@ -67,20 +67,22 @@ def find_rotations(
     positions = [position for position in singles if position]
     found: list[Rotation | None] = []
     for layer, origin in enumerate(singles[0]):
-        there = {position: singles[position][layer] for position in positions}
         tolerance = 1e-3 if origin.keys.dtype == torch.float32 else 5e-2
-        moving = [
-            part
-            for part, name in enumerate(LayerKV._fields)
-            if any(_distance(origin[part], kv[part]) > tolerance for kv in there.values())
-        ]
+        moving = []
+        for part in range(len(origin)):
+            there = {at: singles[at][layer][part] for at in positions}
+            # A head may have a few channels that are a hundred times as large as all others, and hardly turn.
+            scales = torch.stack([origin[part], *there.values()]).float().abs().amax(dim=(0, 1, 3), keepdim=True)[0]
+            if any(_distance(origin[part], moved, scales) > tolerance for moved in there.values()):
+                moving.append((part, there, scales))
         if not moving:
             found.append(None)
             continue
-        best = _best(candidates, origin[moving[0]], {at: kv[moving[0]] for at, kv in there.items()}, tolerance)
+        part, there, scales = moving[0]
+        best = _best(candidates, origin[part], there, scales, tolerance)
         if len(moving) > 1 or best is None:
             return None
-        if moving[0]:
+        if part:
             alike = (each for each in found if each and each.inv_freq is best.inv_freq and each.layout == best.layout)
             best = next(alike, None) or Rotation(best.inv_freq, best.layout, "values")
         found.append(best)
@@ -88,12 +90,16 @@ def find_rotations(
 
 
 def _best(
-    candidates: Sequence[Rotation], origin: torch.Tensor, there: Mapping[int, torch.Tensor], tolerance: float
+    candidates: Sequence[Rotation],
+    origin: torch.Tensor,
+    there: Mapping[int, torch.Tensor],
+    scales: torch.Tensor,
+    tolerance: float,
 ) -> Rotation | None:
     """Return the rotation that takes `origin` nearest to what it is at other positions, if that is near enough."""
     error, best = math.inf, None
     for each in candidates:
-        distance = max(_distance(_shifted(origin, each, at), moved) for at, moved in there.items())
+        distance = max(_distance(_shifted(origin, each, at), moved, scales) for at, moved in there.items())
         if distance < error:
             error, best = distance, each
     return best if error <= tolerance else None
@@ -143,10 +149,9 @@ def _shifted(keys: torch.Tensor, rotation: Rotation, distance: int) -> torch.Ten
     return moved
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference relative to the scale of `b`."""
-    scale = b.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-    return float((a.float() - b.float()).abs().amax() / scale)
+def _distance(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor) -> float:
+    """Return the largest difference, over the scale of its channel."""
+    return float(((a.float() - b.float()) / scales.clamp_min(torch.finfo(torch.float32).tiny)).abs().amax())
 
 
 @torch.no_grad()

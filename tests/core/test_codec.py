@@ -21,7 +21,6 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = [
     QuantizedCodec("int8", bits=8, group_size=5, values_along="channel"),
     QuantizedCodec("int4", bits=4, group_size=4, values_along="token"),
-    QuantizedCodec("int2", bits=2, group_size=3, values_along="token"),
 ]
 
 
@@ -123,12 +122,8 @@ def test_any_numbers_come_back_within_the_bound_or_untouched(layer: LayerKV, nam
     for (tensor, unpacked), part in zip(zip(layer, back, strict=True), ("keys", "values"), strict=True):
         error = (tensor.double() - unpacked.double()).abs()
         magnitude = tensor.double().abs() + error
-        if isinstance(codec, QuantizedCodec):
-            step = stretched(packed, part, codec)
-            allowed = step / 2 + magnitude * 2 * torch.finfo(tensor.dtype).eps
-        else:
-            narrow = packed.parts[part].dtype
-            allowed = magnitude * torch.finfo(narrow).eps / 2 + torch.finfo(narrow).smallest_normal
+        assert isinstance(codec, QuantizedCodec)
+        allowed = stretched(packed, part, codec) / 2 + magnitude * 2 * torch.finfo(tensor.dtype).eps
         assert bool((error <= allowed).all())
 
 
@@ -156,19 +151,11 @@ def test_what_has_no_packed_form_is_kept_native(name: str, layer: LayerKV) -> No
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(layer, back, strict=True))
 
 
-def test_casts_only_ever_narrow() -> None:
-    for name, dtype in (("float32", torch.float32), ("float16", torch.bfloat16), ("bfloat16", torch.float16)):
-        assert make_codec(name).pack(layer_of(dtype=dtype)).codec == "native"
-    packed = make_codec("float16").pack(layer_of())
-    assert (packed.codec, packed.nbytes) == ("float16", layer_of().nbytes // 2)
-
-
 def test_packing_by_another_codec() -> None:
     packed = {name: make_codec(name).pack(layer_of((2, 70, 32))) for name in codec_names()}
     assert all(repack_layer(each, make_codec(name)) is each for name, each in packed.items())
     # What is narrower stays: the wider codec would only add its own error.
     assert repack_layer(packed["int4"], make_codec("int8")) is packed["int4"]
-    assert repack_layer(packed["int2"], make_codec("float16")) is packed["int2"]
     assert repack_layer(packed["int8"], make_codec("int4")).codec == "int4"
     unpacked = repack_layer(packed["int4"], make_codec("native"))
     assert unpacked.codec == "native"
@@ -182,7 +169,7 @@ def test_a_whole_chunk() -> None:
     assert (packed.token_ids, packed.start) == (kv.token_ids, 3)
     assert [layer.codec for layer in packed.layers] == ["int4", "native"]
     assert packed.nbytes == packed.layers[0].nbytes + bad.nbytes
-    assert pack_kv(packed, make_codec("int2")).layers[0].codec == "int2"
+    assert pack_kv(pack_kv(kv, make_codec("int8")), make_codec("int4")).layers[0].codec == "int4"
 
 
 def test_tensors_that_are_views() -> None:
@@ -217,10 +204,8 @@ def test_logits_move_no_more_than_the_bits_allow(tmp_path: Path) -> None:
             assert torch.equal(result.logits, logits[codec])
     scale = logits["native"].norm()
     errors = {codec: float((logits[codec] - logits["native"]).norm() / scale) for codec in codec_names()}
-    assert errors["float32"] == 0
-    assert 0 < errors["float16"] < 2e-3
-    assert errors["float16"] < errors["int8"] < 0.05
-    assert errors["int8"] < errors["int4"] < errors["int2"] < 1
+    assert 0 < errors["int8"] < 0.05
+    assert errors["int8"] < errors["int4"] < 0.5
 
 
 @pytest.mark.parametrize("ram_codec", ["native", "int4"])
@@ -245,10 +230,10 @@ def test_by_default_kv_on_disk_takes_8_bits(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path) -> None:
-    for number, codec in enumerate(("native", "float16", "int8", "int4")):
+    for number, codec in enumerate(("native", "int8", "int4", "int8")):
         with engine_with(tmp_path, disk_codec=codec) as engine:
             engine.add(CHUNKS[number : number + 1])
-    with engine_with(tmp_path, ram_codec="int8", disk_codec="int2") as engine:
+    with engine_with(tmp_path, ram_codec="int8", disk_codec="int4") as engine:
         for _ in range(2):
             result = engine.prefill(PROMPT)
             assert (result.report.hits, result.report.misses) == (4, 0)

@@ -100,7 +100,7 @@ def test_a_vision_language_model_blends_text(family: str) -> None:
 
 def test_one_that_lets_text_see_what_follows_is_refused() -> None:
     proof = prove(tiny_model(tiny_config("paligemma"), kind=AutoModelForImageTextToText))
-    assert proof.refused is not None and "different logits than the model itself" in proof.refused
+    assert proof.refused is not None and "than the model itself" in proof.refused
     assert not proof.failed
 
 

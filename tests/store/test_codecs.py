@@ -74,7 +74,7 @@ def test_layers_of_different_codecs_and_forms(tmp_path: Path) -> None:
             assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("codec", "most"), [("int8", 0.55), ("int4", 0.32), ("int2", 0.20)])
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.55), ("int4", 0.32)])
 @pytest.mark.parametrize(("layers", "heads", "head_dim"), [(24, 2, 64), (8, 8, 128)], ids=["qwen2-0.5b", "llama-like"])
 def test_share_of_the_bytes_of_float16_header_included(
     codec: str, most: float, layers: int, heads: int, head_dim: int
@@ -84,7 +84,7 @@ def test_share_of_the_bytes_of_float16_header_included(
     assert size <= most * kv.nbytes
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_damage_in_any_part_is_detected(tmp_path: Path, codec: str) -> None:
     data = write(tmp_path / "f", chunk(), codec)
     begin = len(data) - ChunkFile.open(tmp_path / "f", KEY).packed_bytes
@@ -161,7 +161,7 @@ def test_put_packs_for_each_tier(tmp_path: Path, ram: str, disk: str, in_ram: tu
         ("int4", "int8", ("int4",)),
         ("int8", "int4", ("int8", "int4")),
         ("native", "int4", ("int4",)),
-        ("float16", "native", ("float16",)),
+        ("int8", "native", ("int8",)),
     ],
 )
 def test_what_is_read_is_kept_as_ram_keeps_it(tmp_path: Path, disk: str, ram: str, kept: tuple[str, ...]) -> None:
@@ -170,7 +170,7 @@ def test_what_is_read_is_kept_as_ram_keeps_it(tmp_path: Path, disk: str, ram: st
     store.put(KEY, kv)
     store.close()
     # The codec is the stored bytes' own: they are a hit whatever the settings say now.
-    store = open_store(tmp_path, 10**6, ram_codec=ram, disk_codec="int2")
+    store = open_store(tmp_path, 10**6, ram_codec=ram, disk_codec="int8")
     wanted = through(kv, *kept)
     for _ in range(2):
         assert store.holds([KEY]) == [True]

@@ -48,7 +48,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
 
 @pytest.mark.parametrize("ram_bytes", [0, 10**6])
 def test_what_was_used_is_used_there_the_next_time(tmp_path: Path, ram_bytes: int) -> None:
-    store = open_store(tmp_path, ram_bytes, device_bytes=ROOM, disk_codec="float16")
+    store = open_store(tmp_path, ram_bytes, device_bytes=ROOM, disk_codec="native")
     kv = make_kv(1, dtype=torch.float16)
     store.put(key_of(1), kv)
     store.close()

@@ -340,7 +340,7 @@ def test_it_is_evicted_and_pinned_as_chunks_are(make_engine: MakeEngine, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "tiers", [{"disk_codec": "int4"}, {"ram_codec": "int2"}, {"disk_codec": "int8", "ram_bytes": 0}]
+    "tiers", [{"disk_codec": "int4"}, {"ram_codec": "int8"}, {"disk_codec": "int8", "ram_bytes": 0}]
 )
 def test_no_codec_takes_anything_from_it(make_engine: MakeEngine, tmp_path: Path, tiers: dict[str, Any]) -> None:
     prompt = BlendPrompt(segments=[FixedText(HEAD), QUESTION])
