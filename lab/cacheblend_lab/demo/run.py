@@ -22,7 +22,6 @@ from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import llama_index_cacheblend as blend
-from cacheblend_attachments.answers import holds_answer
 from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.documents.library import open_chroma
@@ -67,7 +66,7 @@ class Answered:
     @property
     def is_right(self) -> bool:
         """Whether the answer holds a right one."""
-        return any(holds_answer(self.answer, each) or each in self.answer for each in self.question.answers)
+        return self.question.is_answered_by(self.answer)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a row of figures."""

