@@ -176,7 +176,7 @@ class EngineConfig(SettingsBase):
     device : str, optional
         Where a model is loaded, "cpu" or "cuda:0" for example; by default CUDA if there is one, else the CPU.
     dtype : {"float32", "float16", "bfloat16"}, optional
-        The dtype a model is loaded in; by default float32 on the CPU and the checkpoint's own elsewhere.
+        The dtype a model is loaded in; by default the checkpoint's own, but on a CPU without units for it float32.
     strict : bool
         Whether a model that cannot be blended is an error; by default its prompts are prefilled in full and the
         report says why.

@@ -62,7 +62,7 @@ def show_layers(name: str, verdict: str, seen: Capability | None, markdown: Path
     if seen is not None:
         columns = ("layer", "attention", "positions in its KV", "blending")
         lines = [(str(layer.number), layer.attention, layer.positions, layer.blending) for layer in seen.layers]
-        show_table(seen.model, columns, lines, text_columns=4)
+        show_table(f"{seen.model}, {seen.dtype}", columns, lines, text_columns=4)
         rows = ["", *("| " + " | ".join(line) + " |" for line in (columns, ("---",) * 4, *lines))]
     if markdown is not None:
         markdown.write_text("\n".join([f"{name}: {verdict}", *rows, ""]), encoding="utf-8")

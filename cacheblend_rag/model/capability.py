@@ -32,6 +32,8 @@ class Capability:
     """Description of what blending can do on a model of this class."""
 
     model: str
+    # In which it computes: "bfloat16", for example.
+    dtype: str
     # Why it is refused; None where it is not.
     reason: str | None
     layers: tuple[LayerCapability, ...]
@@ -54,12 +56,13 @@ def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: s
             decoder = inspect_model(model)
         except UnsupportedModelError as error:
             reason = str(error)
+    dtype = str(model.dtype).removeprefix("torch.")
     if decoder is None or reason is not None:
         layers = [
             LayerCapability(number, kind.replace("_", " "), "unknown", "none: prompts are prefilled in full")
             for number, kind in enumerate(layer_types(model, num_decoder_layers(model)))
         ]
-        return Capability(type(model).__name__, reason, tuple(layers))
+        return Capability(type(model).__name__, dtype, reason, tuple(layers))
     calls: list[AttentionCall] = []
     with torch.no_grad(), watch_attention(calls.append):
         decoder.kv_at(torch.zeros(1, 1, dtype=torch.int64, device=decoder.device), 0)
@@ -68,7 +71,7 @@ def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: s
         LayerCapability(number, _attention(model, kind, shown[number]), *_kv(decoder, number))
         for number, kind in enumerate(layer_types(model, decoder.num_layers))
     ]
-    return Capability(type(model).__name__, None, tuple(layers))
+    return Capability(type(model).__name__, dtype, None, tuple(layers))
 
 
 def _attention(model: PreTrainedModel, kind: str, call: AttentionCall | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import struct
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -14,13 +15,13 @@ import httpx
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig, did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
-__all__ = ["GGUF_MAGIC", "gguf_files", "load_pretrained", "model_folder"]
+__all__ = ["GGUF_MAGIC", "default_dtype", "gguf_files", "load_pretrained", "model_folder"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ _OPTIONS = ("config", "blend", "store", "tenant", "tuning", "attn_implementation
 # `dtype` is an option of the models as well.
 _ONLY_SETTINGS = frozenset(EngineConfig.kinds) - {"dtype"}
 _REFERENCE = "reference"
+# What processors with units for bfloat16 are known by: Intel and AMD, and Arm.
+_BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
 GGUF_MAGIC = b"GGUF"
 """What a GGUF file begins with."""
 
@@ -52,10 +55,10 @@ def load_pretrained(
     placed = "device_map" in model_kwargs
     if not placed:
         _check_device(device)
-    dtype = config.torch_dtype() or (torch.float32 if device == "cpu" else "auto")
     hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
     try:
         _ask_hub(name, hub_options)
+        dtype = config.torch_dtype() or default_dtype(name, device, gguf | hub_options)
         loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **gguf, **model_kwargs})
         tokenizer = AutoTokenizer.from_pretrained(name, **gguf, **hub_options)
     # The last is of a GGUF file that is cut.
@@ -72,7 +75,24 @@ def load_pretrained(
         raise ConfigError(f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     if not placed:
         loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
+    _log.info("%s is loaded in %s on %s", name, str(loaded.dtype).removeprefix("torch."), loaded.device)
     return loaded, tokenizer
+
+
+def default_dtype(name: str, device: str = "cpu", options: Mapping[str, Any] | None = None) -> torch.dtype | str:
+    """Return a checkpoint's own dtype, by name on a device other than the CPU; there float32 if it has no units for it."""
+    options = options or {}
+    if device != "cpu":
+        return "auto"
+    has_units = any(getattr(torch.cpu, "get_capabilities", dict)().get(unit) for unit in _BFLOAT16_UNITS)
+    if not has_units or "gguf_file" in options:
+        return torch.float32
+    try:
+        own = AutoConfig.from_pretrained(name, **options).dtype
+    # The folder may be an adapter's, and what is wrong with another is said when the model is loaded.
+    except (OSError, ValueError):
+        own = None
+    return torch.bfloat16 if own == torch.bfloat16 else torch.float32
 
 
 def model_folder(model: str | Path) -> Path:

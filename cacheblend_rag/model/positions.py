@@ -63,7 +63,7 @@ def find_rotations(
 
     `singles` are the KV of the same tokens, each run alone, at several positions, 0 among them.
     """
-    candidates = [*_own(model), *_usual(model, singles[0])]
+    own, usual = _own(model), _usual(model, singles[0])
     positions = [position for position in singles if position]
     found: list[Rotation | None] = []
     for layer, origin in enumerate(singles[0]):
@@ -79,7 +79,10 @@ def find_rotations(
             found.append(None)
             continue
         part, there, scales = moving[0]
-        best = _best(candidates, origin[part], there, scales, tolerance)
+        # Rounding may bring the usual ones nearer than those that the model holds; far away they would not be.
+        best = _best(own, origin[part], there, scales, tolerance) or _best(
+            usual, origin[part], there, scales, tolerance
+        )
         if len(moving) > 1 or best is None:
             return None
         if part:

@@ -1,4 +1,4 @@
-"""Loss of answers over KV that was moved, and over KV that a codec has packed; ``python -m cacheblend_lab.kv_loss MODEL DTYPE``."""
+"""Loss of answers over KV that was moved, or packed by a codec: ``python -m cacheblend_lab.kv_loss MODEL DTYPE``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from cacheblend_rag.rope import shift_layer
 
 __all__ = ["MANUAL_PAGES", "kv_loss"]
 
-MANUAL_PAGES = tuple(pydoc_data.topics.topics[topic] for topic in "with try for class import yield lambda assert".split())
+MANUAL_PAGES = tuple(
+    pydoc_data.topics.topics[topic] for topic in "with try for class import yield lambda assert".split()
+)
 """Pages of Python's own manual."""
 
 _CHUNK_TOKENS, _ANSWER_TOKENS, _DISTANCE, _ROOM = 384, 32, 1000, 512

@@ -16,6 +16,7 @@ from cacheblend_rag.engine.engine import engine_identity, look_at_model
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
+from cacheblend_rag.model.checkpoint import default_dtype
 from cacheblend_rag.tuning import Tuning
 from vllm_cacheblend.asking import FULL, Precision
 
@@ -67,7 +68,7 @@ def card_of(folder: Path, config: EngineConfig, store: Path, precision: Precisio
         pass
     if is_full:
         # As the engine of this machine would run it; only its weights are wanted here, so not on a device.
-        dtype = config.torch_dtype() or ("auto" if torch.cuda.is_available() else torch.float32)
+        dtype = config.torch_dtype() or default_dtype(str(folder), "cuda" if torch.cuda.is_available() else "cpu")
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
         identity = engine_identity(model, AutoTokenizer.from_pretrained(str(folder)), private=False)
     else:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-__all__ = ["VOCABULARY", "tiny_config", "tiny_model"]
+from cacheblend_rag.model import KVCache, inspect_model
+
+__all__ = ["VOCABULARY", "tiny_config", "tiny_model", "with_outliers"]
 
 VOCABULARY = 97
 """Tokens of a tiny model; 0 to 2 are padding, BOS and EOS."""
@@ -234,3 +237,42 @@ def tiny_model(
                 parameter.normal_(std=0.25)
     ready: PreTrainedModel = model.eval()
     return ready
+
+
+def with_outliers(model: PreTrainedModel, size: float = 150.0) -> PreTrainedModel:
+    """Give each layer's keys a few channels that are a hundred times as large as the others, as those of Qwen2.5 are.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A model that can be blended; it is changed in place, before it is converted to another type.
+    size : float
+        The largest of the three biases that each layer gets, in whatever module makes its keys.
+
+    Returns
+    -------
+    PreTrainedModel
+        The model.
+    """
+    decoder, draw = inspect_model(model), torch.Generator().manual_seed(0)
+    layers = decoder.layers[: decoder.num_kv_layers]
+    for module in (module for layer in layers for module in layer.modules()):
+        if isinstance(module, nn.Linear) and module.bias is None:
+            module.bias = nn.Parameter(module.weight.new_zeros(module.out_features))
+    cache = KVCache(decoder.num_layers)
+    with torch.enable_grad():
+        model(input_ids=torch.arange(3, 9)[None], past_key_values=cache, use_cache=True)
+    for layer, kv, rotation in zip(layers, cache.kv(), decoder.rotations, strict=True):
+        turned = kv.values if rotation is not None and rotation.part == "values" else kv.keys
+        biases = [
+            module.bias
+            for module in layer.modules()
+            if isinstance(getattr(module, "bias", None), nn.Parameter) and not isinstance(module, nn.LayerNorm)
+        ]
+        slopes = torch.autograd.grad(turned.square().sum(), biases, allow_unused=True, retain_graph=True)
+        *_, (bias, slope) = ((bias, slope) for bias, slope in zip(biases, slopes, strict=True) if slope is not None)
+        channels = slope.nonzero().flatten()
+        drawn = channels[torch.randperm(len(channels), generator=draw)[:3]]
+        with torch.no_grad():
+            bias[drawn] += size * torch.tensor([1.0, -0.4, 0.15])[: len(drawn)]
+    return model
