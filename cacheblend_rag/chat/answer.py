@@ -73,8 +73,12 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of the prompt's tokens whose stored KV was used unchanged."""
-        return sum(chunk.tokens - chunk.recomputed_tokens for chunk in self.report.chunks if chunk.hit)
+        """Number of the prompt's tokens whose KV was there: of an earlier prompt, of the fixed head, and of chunks, unchanged."""
+        report = self.report
+        # Chunks of an earlier prompt are among its tokens.
+        stored = [chunk for chunk in report.chunks if chunk.hit and chunk.tier != "prefix"]
+        read = sum(chunk.tokens - chunk.recomputed_tokens for chunk in stored)
+        return report.prefix_tokens + report.head_tokens + read
 
 
 @dataclass(frozen=True)

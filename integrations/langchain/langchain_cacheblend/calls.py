@@ -80,7 +80,7 @@ def info_of(answer: Answer) -> dict[str, Any]:
 
 
 def usage_of(answer: Answer) -> UsageMetadata:
-    """Return the tokens used; ``cache_read`` counts the prompt tokens whose stored KV was used unchanged."""
+    """Return the tokens used; ``cache_read`` counts the prompt tokens whose KV was there and was used unchanged."""
     report = answer.report
     usage = UsageMetadata(
         input_tokens=report.prompt_tokens,

@@ -110,6 +110,18 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
     assert result.llm_output["token_usage"]["completion_tokens"] == 2 * TOKENS
 
 
+def test_what_an_earlier_prompt_began_with_is_counted_once(
+    tiny: LlamaForCausalLM, tokenizer: Any, chunks: dict[str, str]
+) -> None:
+    with BlendEngine(tiny, tokenizer, **engine_settings(self_check=False, prefix_bytes=2**26)) as engine:
+        engine.add(Chunk(text, id) for id, text in chunks.items())
+        llm, asked = ChatBlend(engine=engine, max_tokens=TOKENS), "\n\n".join([*chunks.values(), "Who?"])
+        first, second = (llm.invoke(asked).usage_metadata for _ in range(2))
+        assert 0 < first["input_token_details"]["cache_read"] < first["input_tokens"] - 1
+        # All but the last token, which is always computed.
+        assert second["input_token_details"]["cache_read"] == second["input_tokens"] - 1
+
+
 @KINDS
 def test_stop_strings_end_the_answer_and_are_not_shown(kind: Kind, engine: BlendEngine, context: str) -> None:
     free = kind(engine=engine, max_tokens=16)

@@ -108,6 +108,7 @@ def test_what_two_prompts_begin_with_is_computed_once_whatever_their_cache_key(
             body = {"prompt": words, "prompt_cache_key": key, "report": True, **GREEDY}
             reply = client.post("/v1/completions", json=body).json()
             [report] = reply["blend"]
+            assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": report["prefix_tokens"]}
             return report["prompt_tokens"], report["prefix_tokens"]
 
         private = "Mara was born in Oslo. Her code is five. Where did she go then, and with whom?"
