@@ -221,7 +221,7 @@ class EngineConfig(SettingsBase):
         have the same chunk ids, documents and deletions. By default each folder has its own. A `SecretStr`
         too.
     prefix_bytes : int
-        Maximum bytes of KV that an engine keeps of its last prompts and their answers, in the memory in which the model
+        Maximum bytes of KV that all engines over a model keep of their last prompts and answers, in the memory in which it
         computes: what the next prompt begins with as they do is not computed again. 0 keeps none.
 
     Raises

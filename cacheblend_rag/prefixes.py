@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -24,6 +25,7 @@ __all__ = [
     "PrefixCache",
     "ReusedPrefix",
     "cut_layers",
+    "drop_oldest",
     "reader_of",
     "storage_bytes",
 ]
@@ -121,18 +123,30 @@ class PrefixCache:
     namespace : str
         The namespace of their ids.
     limit_bytes : int
-        Maximum bytes of KV; the prompt that was used least recently is dropped first, and a longer one is not kept.
+        Maximum bytes of KV of all on the shelf; the prompt that was used least recently is dropped first, and a longer one is not
+        kept.
+    shelf : WeakSet
+        The caches of all engines over one model, which this one joins.
     cut : callable
         Called with the `kv` of a prompt and how many of its first rows are still wanted, 0 if none; returns what holds them.
     """
 
-    def __init__(self, store: KnownChunks, namespace: str, limit_bytes: int, cut: Callable[[Any, int], Any]) -> None:
+    def __init__(
+        self,
+        store: KnownChunks,
+        namespace: str,
+        limit_bytes: int,
+        shelf: WeakSet[PrefixCache],
+        cut: Callable[[Any, int], Any],
+    ) -> None:
         self.limit_bytes = limit_bytes
+        self._shelf = shelf
         self._store, self._namespace, self._cut_kv = store, namespace, cut
         self._lock = threading.RLock()
         # Least recently used first, each with the moment of its last use.
         self._held: dict[HeldPrompt, float] = {}
         self._closed = False
+        shelf.add(self)
 
     @property
     def nbytes(self) -> int:
@@ -200,8 +214,10 @@ class PrefixCache:
                 if held.shared_rows(each.token_ids, each.stored) == len(each.token_ids):
                     self._cut(each, 0)
             self._held[held] = time.monotonic()
-            while len(self._held) > _MOST_PROMPTS or self.nbytes > self.limit_bytes:
+            if len(self._held) > _MOST_PROMPTS:
                 self.drop_oldest()
+        while sum(each.nbytes for each in list(self._shelf)) > self.limit_bytes and drop_oldest(self._shelf):
+            pass
         # A chunk may have been deleted while the prompt was computed.
         self._is_fresh(held)
         return True
@@ -269,6 +285,15 @@ def _stored(prompt: AssembledPrompt, ratio: float | None) -> tuple[_Stored, ...]
     """Return the chunks of a prompt whose rows are not computed."""
     chunks = prompt.chunks if ratio is not None else ()
     return tuple(_Stored(chunk.start, chunk.stop, chunk.key, chunk.first) for chunk in chunks)
+
+
+def drop_oldest(shelf: Iterable[PrefixCache]) -> bool:
+    """Drop the prompt of all caches that was used least recently; return whether there was one."""
+    oldest = min(shelf, key=lambda each: each.oldest_use, default=None)
+    if oldest is None or oldest.oldest_use == math.inf:
+        return False
+    oldest.drop_oldest()
+    return True
 
 
 def cut_layers(layers: list[LayerKV], rows: int) -> list[LayerKV]:

@@ -12,6 +12,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -50,6 +51,8 @@ from cacheblend_rag.tuning import Tuning
 __all__ = ["BlendEngine", "engine_identity", "look_at_model", "open_engine_store"]
 
 logger = logging.getLogger(__name__)
+# Of each model, what all engines over it keep of earlier prompts.
+_shelves: WeakKeyDictionary[PreTrainedModel, WeakSet[PrefixCache]] = WeakKeyDictionary()
 _Attached = TypeVar("_Attached", bound=Attachment)
 
 
@@ -146,7 +149,8 @@ class BlendEngine(AnsweringLibrary):
                 scheduler_of(model),
                 embedding.weight.shape[0],
             )
-            self._prefixes = PrefixCache(self._answering, self.namespace, config.prefix_bytes, cut_layers)
+            shelf = _shelves.setdefault(unwrapped(model), WeakSet())
+            self._prefixes = PrefixCache(self._answering, self.namespace, config.prefix_bytes, shelf, cut_layers)
             self._runner = Runner(
                 model, self.decoder, self.unsupported_reason, self._supply, self.tuning, self._prefixes
             )

@@ -154,7 +154,9 @@ def _unpack(file: Path, folder: Path) -> None:
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     dense = GgufConfig(dequantize=True)
-    AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=dense).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=dense).save_pretrained(
+        folder
+    )
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
 
 

@@ -271,6 +271,19 @@ def test_tenants_share_nothing(make_engine: MakeEngine) -> None:
     assert reused(engine, said) == 60
 
 
+def test_tenants_have_one_budget(make_engine: MakeEngine) -> None:
+    said = [BlendPrompt(segments=[words(60, seed)]) for seed in range(3)]
+    whole = make_engine()
+    reused(whole, said[0])
+    engine = make_engine(model=tiny_model("llama"), prefix_bytes=whole._prefixes.nbytes * 2)
+    whole.close()
+    with engine.for_tenant("other") as other, engine.for_tenant("third") as third:
+        for each, prompt in zip((engine, other, third), said, strict=True):
+            reused(each, prompt)
+        assert [bool(each._prefixes.nbytes) for each in (engine, other, third)] == [False, True, True]
+        assert reused(third, said[2]) == 60
+
+
 def test_scores_of_a_prefill_are_computed(make_engine: MakeEngine) -> None:
     engine = make_engine()
     prompt = chat(CHUNKS[:2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from cacheblend_rag.config import SettingsBase, warn_of_unknown_variables
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.prefixes import PrefixCache
+from cacheblend_rag.prefixes import PrefixCache, drop_oldest
 
 __all__ = ["HEAD_CELLS", "Llama", "LlamaOptions", "quiet"]
 
@@ -228,12 +227,9 @@ class Llama:
 
     def _drop_oldest(self) -> bool:
         """Drop the earlier prompt that was used least recently; return whether there was one."""
-        oldest = min(self.kept, key=lambda each: each.oldest_use, default=None)
-        if oldest is None or oldest.oldest_use == math.inf:
-            return False
-        oldest.drop_oldest()
+        is_dropped = drop_oldest(self.kept)
         self._apply_cuts()
-        return True
+        return is_dropped
 
     def begin(self, cells: int, source: int | None = None, rows: int = 0) -> int | None:
         """Return a sequence for an answer that takes that many cells at most; None if there is no room for it now.
