@@ -120,8 +120,8 @@ PYTEST := $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 OTHERS := lab $(addprefix integrations/,llama_index langchain attachments pml serve ray hybrid)
 
 .PHONY: check
-check: lint  ## lint, and the tests of the core in two processes, sampled where a count is large, with their coverage
-	$(PYTEST) --dist worksteal --cov=cacheblend_rag --cov-report= --cov-fail-under=91 tests
+check: lint  ## lint, and the tests of the core in two processes, sampled where a count is large
+	$(PYTEST) --dist worksteal tests
 
 .PHONY: check-others
 check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, prompt markup, the server, the cluster and hybrid models (ARGS=integrations/langchain/tests for one of them)
@@ -146,8 +146,8 @@ check-gguf: $(GGUF_STAMP) $(STAMP)  ## the tests of GGUF models, in a virtual en
 		integrations/gguf/tests lab/tests/test_real_model.py
 
 .PHONY: check-all
-check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt
-	( $(PYTEST) -q -rN && $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 ) 2>&1 \
+check-all: lint  ## lint, and the tests at full counts in two processes, with the core's coverage; writes tests/check-all.txt
+	( $(PYTEST) -q -rN --cov=cacheblend_rag --cov-report= --cov-fail-under=91 && $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 ) 2>&1 \
 		| sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 
 .PHONY: gpu

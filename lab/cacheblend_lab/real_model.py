@@ -15,7 +15,7 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import platformdirs
@@ -71,8 +71,8 @@ class RealModel:
         return f"Qwen2.5-Coder-{self._size.upper()}-Instruct"
 
     def found(self) -> Path | None:
-        """Return the file where llama.cpp is installed, elsewhere the folder; None where it was not fetched."""
-        path = self.file if find_spec("llama_cpp") else self.folder
+        """Return the file where llama.cpp's engine is installed, elsewhere the folder; None where it was not fetched."""
+        path = self.file if entry_points(group="cacheblend_rag.engines", name="gguf") else self.folder
         return path if path.exists() else None
 
     def fetch(self) -> str:

@@ -30,9 +30,9 @@ from integrations.serve.tests.process import ServerProcess
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from tests.command import read_rows, run
 
-PAGES = {name: pages()[name] for name in ("assert", "break", "del", "lambda", "pass")}
-ASKED = [QUESTIONS[number] for number in (0, 2, 4, 8)]
-"""On one page each: an assertion's error, a name's, what `pass` does, what `lambda` makes."""
+PAGES = {name: pages()[name] for name in ("assert", "break", "continue", "lambda", "pass")}
+ASKED = [QUESTIONS[number] for number in (0, 1, 8)]
+"""On a page each, and answered in a few words."""
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +103,10 @@ def test_the_command(model: Path, tmp_path: Path) -> None:
     for name, text in PAGES.items():
         (documents / f"{name}.txt").write_text(text)
     run("warm", documents, "--store", store, "--model", model)
-    for asked in ASKED[:2]:
-        run("ask", asked.text, "--store", store, "--json", file)
-        [row] = read_rows(file)
-        assert asked.is_answered_by(row["answer"]), row["answer"]
-        assert row["hits"] == row["chunks"] > 0
+    run("ask", ASKED[0].text, "--store", store, "--json", file)
+    [row] = read_rows(file)
+    assert ASKED[0].is_answered_by(row["answer"]), row["answer"]
+    assert row["misses"] == 0 < row["hits"]
 
 
 def test_the_server(model: Path, folder: Path, tmp_path: Path) -> None:
