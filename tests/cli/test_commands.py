@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner as ClickRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -105,6 +105,7 @@ def test_a_wrong_call_shows_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # The first call imports the command.
+@settings(max_examples=30)
 @given(
     st.sampled_from(
         [

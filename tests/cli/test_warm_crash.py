@@ -21,7 +21,6 @@ from tests.cli.conftest import passages_of
 from tests.command import read_rows, run
 
 KILLS = 20
-SAMPLE = (9,)
 QUESTIONS = ("Where does Mara 17 live?", "What is kept in harbour 40?", "Who moved to town 111?")
 
 
@@ -37,10 +36,10 @@ class Warmed:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight files with 160 passages."""
+    """Four files with 80 passages."""
     folder = tmp_path_factory.mktemp("documents")
     rng = random.Random(0)
-    for file in range(8):
+    for file in range(4):
         lines = [f"Mara {n} lives in town {rng.randrange(999)} with a boat in {rng.randrange(99)}." for n in range(20)]
         (folder / f"{file}.txt").write_text("\n\n".join(f"{line} Number {file}." for line in lines), encoding="utf-8")
     return folder
@@ -81,9 +80,8 @@ def undisturbed(documents: Path, model_folder: Path, tmp_path_factory: pytest.Te
     return Warmed(*state_of(folder / "store", model_folder, folder), seconds)
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=() if number in SAMPLE else pytest.mark.full) for number in range(KILLS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(KILLS))
 def test_it_is_finished(documents: Path, model_folder: Path, undisturbed: Warmed, tmp_path: Path, number: int) -> None:
     store = tmp_path / "store"
     arguments = command(documents, store, model_folder)
@@ -114,7 +112,7 @@ def test_ctrl_c_says_what_is_kept(documents: Path, model_folder: Path, undisturb
     ) as process:
         assert process.stderr is not None
         # What comes before is about these words, which no tokenizer knows.
-        assert "warming: 0 of 160\n" in process.stderr
+        assert "warming: 0 of 80\n" in process.stderr
         # Once some of it is stored.
         while len(list(kv_folder(store).rglob("*.safetensors"))) < 20:
             time.sleep(0.001)
@@ -122,10 +120,10 @@ def test_ctrl_c_says_what_is_kept(documents: Path, model_folder: Path, undisturb
         said = process.stderr.read()
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    found = re.search(r"^stopped: the KV of (\d+) of 160 passages is in .*; .* to continue", said, re.MULTILINE)
+    found = re.search(r"^stopped: the KV of (\d+) of 80 passages is in .*; .* to continue", said, re.MULTILINE)
     assert found is not None, said
     kept = int(found[1])
     run(*arguments, "--json", tmp_path / "warm.json")
-    assert read_rows(tmp_path / "warm.json")[0]["encoded"] <= 160 - kept
+    assert read_rows(tmp_path / "warm.json")[0]["encoded"] <= 80 - kept
     passages, names, _ = state_of(store, model_folder, tmp_path)
     assert (passages, names) == (undisturbed.passages, undisturbed.names)

