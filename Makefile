@@ -55,11 +55,16 @@ $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	@touch $@
 
 # llama.cpp is built from source, for any processor: what some say that they can do, their virtual machines cannot. pip's cache
-# does not tell builds apart.
+# does not tell builds apart. Its source has the vocabularies of many families, which the tests read.
 $(GGUF_STAMP): $(PROJECTS) constraints.txt
 	@test -x $(GGUF_VENV)/bin/python || { echo "making the virtual environment $(GGUF_VENV)"; $(PYTHON) -m venv $(GGUF_VENV); }
+	$(GGUF_VENV)/bin/python -m pip download -q --disable-pip-version-check -c constraints.txt --no-deps --no-binary llama-cpp-python \
+		-d $(GGUF_VENV)/source llama-cpp-python
+	@mkdir -p $(GGUF_VENV)/vocabularies
+	tar -xzf $(GGUF_VENV)/source/llama_cpp_python-*.tar.gz -C $(GGUF_VENV)/vocabularies --strip-components=4 --wildcards \
+		'*/vendor/llama.cpp/models/ggml-vocab-*.gguf'
 	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		--no-cache-dir llama-cpp-python
+		--no-cache-dir $(GGUF_VENV)/source/llama_cpp_python-*.tar.gz
 	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e '.[dev]' -e lab -e integrations/gguf $(addprefix -e integrations/,llama_index langchain attachments pml serve ray hybrid)
 	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \

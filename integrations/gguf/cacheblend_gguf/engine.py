@@ -157,7 +157,13 @@ class GGUFEngine(ChunkLibrary):
         llama = Llama(path.absolute(), opened)
         try:
             engine = cls(
-                llama, read_tokenizer(llama.vocabulary), config=config, blend=blend, store=store, tenant=tenant, tuning=tuning
+                llama,
+                read_tokenizer(llama.vocabulary),
+                config=config,
+                blend=blend,
+                store=store,
+                tenant=tenant,
+                tuning=tuning,
             )
         except BaseException:
             llama.close()

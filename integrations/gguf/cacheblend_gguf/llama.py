@@ -127,7 +127,9 @@ class Llama:
         loading.n_gpu_layers = options.n_gpu_layers
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         if not self._model:
-            raise ConfigError(f"llama.cpp {llama_cpp.__version__} cannot load {path} ({_why()}); download it again, or another file")
+            raise ConfigError(
+                f"llama.cpp {llama_cpp.__version__} cannot load {path} ({_why()}); download it again, or another file"
+            )
         self.vocabulary = Vocabulary(path, self._model)
         trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
         self.window = min(_DEFAULT_TOKENS if options.n_ctx is None else options.n_ctx or trained, trained)

@@ -62,7 +62,8 @@ _PROBES = (
     "Ærø, žluťoučký kůň, naïve façade, Größe, İstanbul, Đà Nẵng, ŁÓDŹ",
     "Ελληνικά Русский язык українська עברית العربية فارسی հայերեն ქართული",
     "東京都に行く。中文分词，测试！한국어 띄어쓰기 ไทยไม่มีช่องว่าง हिन्दी में नमस्ते বাংলা தமிழ் አማርኛ",
-    "\U0001f6a2 \U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1f0 \U0001f44d\U0001f3fd ☃ → ≤ ∑ ½ ² ① “so” ‘it’ – — … «x»",
+    "\U0001f6a2 \U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1f0 \U0001f44d\U0001f3fd ☃",
+    "→ ≤ ∑ ½ ² ① “so” ‘it’ – — … «x»",
 )
 _EVERY = 101
 """Of the vocabulary's own words, each so many-th is read as well."""
@@ -89,7 +90,9 @@ def read_tokenizer(vocabulary: Vocabulary) -> Any:
             "in transformers"
         ) from error
     if not isinstance(read.backend_tokenizer.model, BPE):
-        raise UnsupportedModelError(f"the tokenizer of {path.name} has no merges; use the model's folder in transformers")
+        raise UnsupportedModelError(
+            f"the tokenizer of {path.name} has no merges; use the model's folder in transformers"
+        )
     tokenizer = _completed(read, vocabulary)
     # A disk that is full or not to be written costs time only.
     with suppress(OSError):

@@ -23,7 +23,9 @@ from integrations.gguf.tests.vocabularies import vocabulary_of, write_vocabulary
 FOLDER = Path(os.environ.get("CACHEBLEND_VOCABULARIES", Path(sys.prefix) / "vocabularies"))
 # Old ones that say nothing of how words are split, or split them as no other does, and two of encoders.
 REFUSED = {"aquila", "bert-bge", "deepseek-llm", "falcon", "gpt-neox", "mpt", "nomic-bert-moe"}
-TAKEN = set("baichuan command-r deepseek-coder gemma-4 gpt-2 llama-bpe llama-spm phi-3 qwen2 qwen35 refact starcoder".split())
+TAKEN = set(
+    "baichuan command-r deepseek-coder gemma-4 gpt-2 llama-bpe llama-spm phi-3 qwen2 qwen35 refact starcoder".split()
+)
 
 ASCII = st.sampled_from([*map(chr, range(32, 127)), "\n", "\n\n", "\t", "  ", "    ", "'s", "'LL", "12345"])
 ANY = st.characters(exclude_categories=("Cn", "Cs", "Co", "Cc"))
@@ -71,9 +73,19 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 FORMS = {
     "qwen3": ("qwen2", ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], ["<think>", "</think>", "<tool_call>"], CHATML),
     "llama3": ("llama-bpe", ["<|begin_of_text|>", "<|start_header_id|>", "<|eot_id|>"], [], ""),
-    "deepseek-r1": ("deepseek-r1-qwen", ["<｜begin▁of▁sentence｜>", "<｜User｜>"], ["<think>", "</think>"], "<｜User｜>{{ x }}"),
+    "deepseek-r1": (
+        "deepseek-r1-qwen",
+        ["<｜begin▁of▁sentence｜>", "<｜User｜>"],
+        ["<think>", "</think>"],
+        "<｜User｜>{{ x }}",
+    ),
     "deepseek-v3": ("deepseek-v3", ["<｜begin▁of▁sentence｜>", "<｜Assistant｜>"], [], ""),
-    "gpt-oss": ("gpt-4o", ["<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"], [], "<|start|>user<|message|>"),
+    "gpt-oss": (
+        "gpt-4o",
+        ["<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"],
+        [],
+        "<|start|>user<|message|>",
+    ),
     "mistral-nemo": ("tekken", ["<s>", "</s>", "[INST]", "[/INST]"], [], "[INST]{{ x }}[/INST]"),
     "smollm": ("smollm", ["<|im_start|>", "<|im_end|>"], [], CHATML),
 }
