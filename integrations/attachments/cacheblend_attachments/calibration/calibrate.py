@@ -134,7 +134,7 @@ def calibrate(
     selector : str, optional
         The selector; by default that of the settings.
     ratios : sequence of float
-        The ratios to try, from 0 to below 1.
+        The ratios to try, from 0 to below 1; an engine that recomputes nothing, as that of GGUF files, is measured at 0 alone.
     target : float
         Least share of the gap that is to be recovered, above 0 and at most 1.
     max_new_tokens : int
@@ -160,8 +160,16 @@ def calibrate(
     ladder = _checked_ratios(ratios, target)
     blend = engine.blend if blend is None else engine.check_blend(blend)
     blend = blend if selector is None else blend.replace(selector=selector)
-    name = make_selector(blend.selector).name
-    if name in ("full", "none"):
+    # llama.cpp does not.
+    recomputes = isinstance(engine, BlendEngine)
+    name = make_selector(blend.selector).name if recomputes else "none"
+    if not recomputes:
+        if selector is not None:
+            raise ConfigError(
+                f"selector={selector!r} chooses what is recomputed, and this engine recomputes nothing; leave it out"
+            )
+        ladder = [0.0]
+    elif name in ("full", "none"):
         raise ConfigError(
             f"selector={name!r} recomputes the same tokens at every ratio; choose another one to calibrate"
         )
@@ -192,6 +200,9 @@ def calibrate(
         )
     found = tuple(_row(ratio, measured, full, bare) for ratio, measured in rows.items())
     chosen = next((row for row in found if row.recovered >= target), None)
+    reason = _explain(found, chosen, target, len(full))
+    if not recomputes:
+        reason += " This engine recomputes nothing: no other ratio was tried, and no selector."
     return Calibration(
         selector=name,
         target=target,
@@ -201,7 +212,7 @@ def calibrate(
         bare_loss=bare_loss,
         rows=found,
         recompute_ratio=None if chosen is None else chosen.recompute_ratio,
-        reason=_explain(found, chosen, target, len(full)),
+        reason=reason,
     )
 
 
@@ -238,14 +249,15 @@ def calibrate_asking(
             "or a chain with a ChatBlend or BlendLLM whose documents are stored"
         )
     first = asked[0][0]
-    if not isinstance(first.engine, BlendEngine):
+    engine: Any = first.engine
+    if not hasattr(engine, "prefill"):
         raise ConfigError(
-            f"a {type(first.engine).__name__} answered, but calibration needs the model itself; use an engine in this process"
+            f"a {type(engine).__name__} answered, but calibration needs the model itself; use an engine in this process"
         )
-    if any(call.engine is not first.engine for call, _ in asked):
+    if any(call.engine is not engine for call, _ in asked):
         raise ConfigError("the questions were answered by several engines; calibrate one at a time")
     found = calibrate(
-        first.engine,
+        engine,
         [call.prompt for call, _ in asked],
         answers=[answer for _, answer in asked],
         progress=progress,

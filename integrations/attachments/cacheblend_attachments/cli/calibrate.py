@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -195,8 +196,9 @@ def _encoded(engine: BlendEngine, library: Library, context: str) -> Iterator[Bl
     if engine.config.context == context:
         yield engine
         return
-    config = engine.config.replace(context=context)
-    with BlendEngine(engine.model, engine.tokenizer, config=config, blend=engine.blend, tuning=engine.tuning) as other:
+    # Other kinds of engine make one of their own over the same model.
+    make = getattr(engine, "another", None) or partial(BlendEngine, engine.model, engine.tokenizer)
+    with make(config=engine.config.replace(context=context), blend=engine.blend, tuning=engine.tuning) as other:
         yield other
 
 
