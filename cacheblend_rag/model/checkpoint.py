@@ -84,7 +84,9 @@ def default_dtype(name: str, device: str = "cpu", options: Mapping[str, Any] | N
     options = options or {}
     if device != "cpu":
         return "auto"
-    has_units = any(getattr(torch.cpu, "get_capabilities", dict)().get(unit) for unit in _BFLOAT16_UNITS)
+    # Releases of torch that cannot tell have it computed in float32.
+    known: Mapping[str, Any] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    has_units = any(known.get(unit) for unit in _BFLOAT16_UNITS)
     if not has_units or "gguf_file" in options:
         return torch.float32
     try:

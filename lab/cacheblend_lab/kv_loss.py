@@ -53,7 +53,7 @@ def kv_loss(model: PreTrainedModel, tokenizer: object, texts: tuple[str, ...] = 
         wanted = _scores(decoder, there, asked, question.shape[1])
         moved = _scores(decoder, _moved(decoder, stored), asked, question.shape[1])
         found = {"moved": _divergence(wanted, moved)}
-        for name in codec_names():
+        for name in codec_names()[1:]:
             codec = make_codec(name)
             layers = [unpack_layer(codec.pack(LayerKV(*(part[0] for part in kv)))) for kv in stored]
             packed = _moved(decoder, [LayerKV(*(part[None] for part in kv)) for kv in layers])

@@ -264,11 +264,8 @@ def with_outliers(model: PreTrainedModel, size: float = 150.0) -> PreTrainedMode
         model(input_ids=torch.arange(3, 9)[None], past_key_values=cache, use_cache=True)
     for layer, kv, rotation in zip(layers, cache.kv(), decoder.rotations, strict=True):
         turned = kv.values if rotation is not None and rotation.part == "values" else kv.keys
-        biases = [
-            module.bias
-            for module in layer.modules()
-            if isinstance(getattr(module, "bias", None), nn.Parameter) and not isinstance(module, nn.LayerNorm)
-        ]
+        given = [getattr(each, "bias", None) for each in layer.modules() if not isinstance(each, nn.LayerNorm)]
+        biases = [bias for bias in given if isinstance(bias, nn.Parameter)]
         slopes = torch.autograd.grad(turned.square().sum(), biases, allow_unused=True, retain_graph=True)
         *_, (bias, slope) = ((bias, slope) for bias, slope in zip(biases, slopes, strict=True) if slope is not None)
         channels = slope.nonzero().flatten()
