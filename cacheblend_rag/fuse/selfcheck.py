@@ -6,6 +6,7 @@ left is small in any dtype and under any quantisation, and a mistake is not.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -129,9 +130,12 @@ def _logits(decoder: Decoder, cache: KVCache, **inputs: torch.Tensor) -> torch.T
 def _handing(decoder: Decoder, wanted: Sequence[torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
     """List the states that reach each layer with KV in a ``with`` block; their last rows become what is `wanted`."""
     given: list[torch.Tensor] = []
-    axis = _row_axis(decoder)
+    axis, thread = _row_axis(decoder), threading.get_ident()
 
     def hand(number: int, arguments: dict[str, Any]) -> dict[str, Any] | None:
+        # The model may be in use elsewhere, without an engine.
+        if threading.get_ident() != thread:
+            return None
         states = arguments[decoder.states].clone()
         if wanted is None:
             given.append(states)
