@@ -141,7 +141,7 @@ def test_the_command(model: Path, tmp_path: Path) -> None:
 def test_the_server(model: Path, folder: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "log", "--model", str(model), "--store", str(folder)) as server:
         items = [{"id": name, "text": text} for name, text in PAGES.items()]
-        assert httpx.post(f"{server.url}/v1/chunks", json={"chunks": items}, timeout=120).status_code == 200
+        assert httpx.post(f"{server.url}/v1/chunks", json={"chunks": items}, timeout=600).status_code == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             [served] = client.models.list()
             for asked in ASKED:
