@@ -29,7 +29,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GGUFEngine, Path]]:
     """Yield an engine that keeps nothing in RAM, with one document, and the folder of its store."""
     folder = tmp_path_factory.mktemp("store")
-    config = EngineConfig(ram_bytes=0, disk_codec="native")
+    # What is asked twice is read from disk twice.
+    config = EngineConfig(ram_bytes=0, disk_codec="native", prefix_bytes=0)
     with GGUFEngine.from_pretrained(model, store=folder, config=config, **OPENED) as engine:
         engine.add(harbour())
         yield engine, folder
