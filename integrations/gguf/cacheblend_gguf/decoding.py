@@ -187,9 +187,14 @@ class Decoding:
                     self._thread = None
                     return
             with self._llama.scheduler:
-                self._admit()
-                if self._active:
+                # Whoever leaves it ends the threads that compute, so it is left only for who waits.
+                while True:
+                    self._admit()
+                    if not self._active:
+                        break
                     self._step()
+                    if self._llama.scheduler.wanted:
+                        break
 
     def _admit(self) -> None:
         """Begin with those that wait, in their order, as far as there are cells for them; one, where answers are under way."""

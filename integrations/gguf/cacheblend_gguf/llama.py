@@ -157,8 +157,10 @@ class Llama:
                 f"the KV of {path.name} cannot be moved to another position (a recurrent, hybrid or encoder model), so its "
                 "chunks cannot be stored; use llama.cpp alone for it"
             )
-        self._look()
         self.scheduler = Scheduler()
+        # This thread's workers end with it.
+        with self.scheduler:
+            self._look()
 
     def _open_context(self) -> Any:
         asked = llama_cpp.llama_context_default_params()

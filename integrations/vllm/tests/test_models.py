@@ -229,7 +229,7 @@ def test_a_thinking_model_is_told_whether_to_think(tmp_path: Path) -> None:
         ServerProcess(tmp_path / "log", *VLLM, *options) as server,
         httpx.Client(base_url=server.url, timeout=120) as http,
         BlendEngine.from_pretrained(
-            folder, store=store, config=EngineConfig(separator="\n\n", dtype="float32")
+            folder, store=store, config=EngineConfig(separator="\n\n", dtype="float32", prefix_bytes=0)
         ) as engine,
     ):
         assert http.put("/v1/documents/d", json={"chunks": TEXTS}).json()["encoded"] == len(TEXTS)
