@@ -92,7 +92,9 @@ def test_a_document_goes_to_the_replica_that_has_it(client: httpx.Client) -> Non
     for number in range(6):
         replies = [client.post(CHAT, json=question(f"doc-{number}", report=True)) for _ in range(4)]
         assert len({reply.headers["x-cacheblend-replica"] for reply in replies}) == 1
-        assert {chunk["tier"] for reply in replies for chunk in reply.json()["blend"][0]["chunks"]} == {"ram"}
+        # Of the same question asked again, all but its last token comes from the prompt before it.
+        tiers = {chunk["tier"] for reply in replies for chunk in reply.json()["blend"][0]["chunks"]}
+        assert tiers <= {"ram", "prefix"}, tiers
 
 
 def test_a_delete_counts_for_all_at_once(client: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import subprocess
@@ -419,10 +420,10 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
 
     store = open_store(tmp_path / "kv", 1 << 26)
     config = EngineConfig(disk_codec="native")
-    beyond = len(engine.tokenizer) - 1
-    with VLLMLibrary(
-        engine.card(), engine.tokenizer, store, spool, warm, config=config, num_embeddings=beyond
-    ) as library:
+    beyond = len(engine.tokenizer)
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer.add_tokens(["<beyond>"])
+    with VLLMLibrary(engine.card(), tokenizer, store, spool, warm, config=config, num_embeddings=beyond) as library:
         added = library.add(chunks("mara"))
         assert (added.encoded, len(asked)) == (3, 1)
         segments = ["Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0)), "Who lives in Oakford?"]

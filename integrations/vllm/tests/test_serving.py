@@ -67,7 +67,7 @@ def request_for(example: Example, question: str) -> dict[str, Any]:
 
 
 def test_answers_are_those_of_the_engine_over_the_same_store(http: httpx.Client, example: Example, store: Path) -> None:
-    config = EngineConfig(separator="\n\n", dtype="float32")
+    config = EngineConfig(separator="\n\n", dtype="float32", prefix_bytes=0)
     with BlendEngine.from_pretrained(WEIGHTS, store=store, config=config) as engine:
         for question in example.questions:
             body = request_for(example, question.text)
