@@ -144,7 +144,11 @@ class BlendReport:
         return (
             f"first token after {1000 * self.ttft_s:.0f} ms"
             + (f", {1000 * self.queue_s:.0f} of them waiting for the model" if self.queue_s >= 0.01 else "")
-            + (f", {1000 * self.encode_s:.0f} of them encoding what was not stored" if self.encode_s else "")
+            + (
+                f", {1000 * self.encode_s:.0f} of them encoding {'misses' if self.misses else 'the head'}"
+                if self.encode_s
+                else ""
+            )
             + f"; {self.hits} of {self.hits + self.misses} chunks hit, "
             f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed"
             + (f" ({self.selector})" if self.recomputed_tokens and self.selector != "full" else "")

@@ -58,6 +58,9 @@ class _Piece:
 class Assembler:
     """Turns prompts into token ids, each segment tokenised on its own; documents are read by its `rules`."""
 
+    window_hint = ""
+    """How a prompt beyond the window could be taken, where anything but a shorter one helps."""
+
     def __init__(
         self,
         tokenizer: Any,
@@ -227,8 +230,9 @@ class Assembler:
         end = max(places) + 1
         if self._window is not None and max(len(ids), end) >= self._window:
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens and ends at position {end}; the model's window is "
-                f"{self._window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
+                f"the prompt has {len(ids)} tokens and ends at position {end}; the window is {self._window} tokens, one of "
+                f"which is needed for the answer: {'retrieve fewer or shorter chunks' if chunks else 'shorten the text'}"
+                f"{self.window_hint}"
             )
         blended = tuple(chunk for chunk in chunks if chunk.computed is None)
         remembers = any(chunk.remembers for chunk in blended)

@@ -177,6 +177,8 @@ def test_a_prompt_beyond_the_window(engine: BlendEngine, call: str) -> None:
     engine.add([Chunk(words(300, 1), "a"), Chunk(words(300, 2), "b")])
     with pytest.raises(PromptTooLongError, match=r"603 tokens.*window is 512.*fewer or shorter"):
         getattr(engine, call)(BlendPrompt("t5", ["a", "b"], "t6"))
+    with pytest.raises(PromptTooLongError, match=r"window is 512.*shorten the text$"):
+        getattr(engine, call)(BlendPrompt(words(600, 3)))
 
 
 def test_the_answer_ends_where_the_window_ends(engine: BlendEngine) -> None:

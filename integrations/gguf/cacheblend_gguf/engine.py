@@ -115,6 +115,7 @@ class GGUFEngine(ChunkLibrary):
             llama.scheduler,
             llama.vocab_size,
         )
+        self._assembler.window_hint = llama.window_hint
         self._prefixes = PrefixCache(self._answering, self.namespace, config.prefix_bytes, llama.kept, llama.cut)
         self._decoding = Decoding(llama) if decoding is None else decoding
         self._owns_llama = False

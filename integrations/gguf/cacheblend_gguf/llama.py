@@ -109,6 +109,8 @@ class Llama:
     ----------
     window : int
         Maximum tokens of a prompt and its answer.
+    window_hint : str
+        What makes it larger, where the model was trained on more.
     form : StateForm
         The form of its KV.
     end_ids : tuple of int
@@ -138,6 +140,7 @@ class Llama:
         self.vocabulary = Vocabulary(path, self._model)
         trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
         self.window = min(_DEFAULT_TOKENS if options.n_ctx is None else options.n_ctx or trained, trained)
+        self.window_hint = f", or open the file with a larger n_ctx, up to {trained}" if self.window < trained else ""
         self._context = self._open_context()
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.vocab_size, self.end_ids = len(self.vocabulary), self.vocabulary.end_ids

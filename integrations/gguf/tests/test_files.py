@@ -145,11 +145,16 @@ def test_models_without_a_tokenizer_or_with_another(
 def test_files_that_are_cut_and_prompts_that_are_too_long(tmp_path: Path) -> None:
     path = write_model(tmp_path / "a.gguf", "gpt2", WORDS)
     with GGUFEngine.from_pretrained(path) as engine:
-        with pytest.raises(PromptTooLongError, match="window is 256"):
+        with pytest.raises(PromptTooLongError, match=r"window is 256.*shorten the text$"):
             engine.generate(BlendPrompt("ab " * 300), 3)
         with pytest.raises(PromptTooLongError, match="window of 256"):
             engine.add([Chunk("cd " * 200, "long")])
         assert engine.records(["long"]) == [None]
+    with (
+        GGUFEngine.from_pretrained(path, n_ctx=128) as engine,
+        pytest.raises(PromptTooLongError, match=r"window is 128.*or open the file with a larger n_ctx, up to 256$"),
+    ):
+        engine.generate(BlendPrompt("ab " * 200), 3)
     content = path.read_bytes()
     for length in (4, 20, 24, 100, 1000, len(content) // 2, len(content) - 1000):
         path.write_bytes(content[:length])

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendPrompt
 from cacheblend_rag.chat.answer import Answer, Ending, ModelCall
+from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
@@ -150,9 +151,11 @@ def calls_made() -> Iterator[list[ModelCall]]:
         gathered_calls.reset(token)
 
 
-def hinted(names: Iterable[str]) -> str:
-    """Return names, with what to give instead of those that LangChain's Hugging Face classes have."""
-    return ", ".join(f"{name} ({_ELSEWHERE[name]})" if name in _ELSEWHERE else name for name in names)
+def hinted(names: Iterable[str], known: Iterable[str]) -> str:
+    """Return names, with what to give instead: of those that LangChain's Hugging Face classes have, or of what is misspelt."""
+    return ", ".join(
+        f"{name} ({_ELSEWHERE[name]})" if name in _ELSEWHERE else f"{name}{did_you_mean(name, known)}" for name in names
+    )
 
 
 def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
         )
     if unknown:
         raise ConfigError(
-            f"unknown option {hinted(unknown)}; give those of transformers' generate, or "
+            f"unknown option {hinted(unknown, {*_KNOWN, _MAX_TOKENS})}; give those of transformers' generate, or "
             "max_tokens, temperature, top_p, top_k, stop, timeout and blend_config"
         )
     temperature = options.get("temperature")

@@ -211,6 +211,10 @@ def test_words_of_hugging_face_are_answered_with_ours(engine: BlendEngine, name:
             kind(engine=engine).invoke("Who?", **{name: value})
     with pytest.raises(ConfigError, match=r"unknown parameter max_new_tokens \(give max_tokens\)"):
         ChatBlend(engine=engine, max_new_tokens=10)
+    with pytest.raises(ConfigError, match=r"unknown parameter max_token, did you mean max_tokens\?"):
+        ChatBlend(engine=engine, max_token=10)
+    with pytest.raises(ConfigError, match=r"unknown option max_token, did you mean max_tokens\?"):
+        ChatBlend(engine=engine).invoke("Who?", max_token=10)
 
 
 def test_settings_of_the_engine_among_the_options_are_shown_their_place(engine: BlendEngine) -> None:
