@@ -115,8 +115,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         unknown = sorted(fields.keys() - type(self).model_fields.keys())
         if unknown:
             raise ConfigError(
-                f"unknown parameter {hinted(unknown, type(self).model_fields)} of {type(self).__name__}; generate's options go into "
-                "generation_kwargs, settings into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
+                f"unknown parameter {hinted(unknown, type(self).model_fields)} of {type(self).__name__}; generate's options go "
+                "into generation_kwargs, settings into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
             )
         generation_options(fields.get("generation_kwargs") or {})
         blend, config = _settings(blend_config, BlendConfig), _settings(engine_config, EngineConfig)
