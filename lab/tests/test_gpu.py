@@ -49,7 +49,7 @@ def test_what_fails_or_is_too_slow_does_not_keep_the_others_from_being_measured(
 def test_what_there_is_no_time_for_is_left_and_said(tmp_path: Path) -> None:
     lines: list[str] = []
     # What is longer than any call is begun at the beginning of one only.
-    assert run_pieces([GOOD, LONG], tmp_path, None, 0.4, lines.append) == []
+    assert run_pieces([GOOD, LONG], tmp_path, None, 0.6, lines.append) == []
     assert lines[-1] == "left for the next call: long"
 
 

@@ -28,7 +28,11 @@ def text(draw: random.Random, most: int) -> str:
 @pytest.mark.parametrize("pairs", [12, pytest.param(1000, marks=pytest.mark.full)])
 def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, sharing: GGUFEngine, pairs: int) -> None:
     engine.add(harbour())
-    shared = 0
+    # Two reads of llama.cpp's own differ by as much, and where two tokens are as likely within that, either may be chosen. A short
+    # prompt shows none of it, unless its cells lie elsewhere.
+    long = engine.prompt_ids(BlendPrompt(" ".join(WORDS)))
+    noise = abs(read_in_full(engine, long) - read_in_full(engine, long, 37)).max()
+    shared = others = 0
     for seed in range(pairs):
         draw = random.Random(seed)
         first = [text(draw, 20), *(ChunkRef(f"h{draw.randrange(4)}") for _ in range(draw.randrange(3))), text(draw, 20)]
@@ -50,13 +54,15 @@ def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, shar
         shared += found.report.prefix_tokens
         if found.token_ids == wanted.token_ids:
             continue
-        # Two reads of llama.cpp's own differ by as much, and where two tokens are as likely within that, either may be chosen.
-        noise = abs(read_in_full(engine, wanted.prompt_ids) - read_in_full(engine, wanted.prompt_ids, 37)).max()
+        others += 1
+        assert found.report.prefix_tokens
         for ours, theirs, row in zip(found.token_ids, wanted.token_ids, scores, strict=False):
             if ours != theirs:
                 assert row[theirs] - row[ours] <= noise, seed
                 break
     assert shared > 10 * pairs
+    assert others <= max(1, pairs // 50)
+    print(f"{others} of {pairs} answers took another of two tokens as likely")
 
 
 def test_a_chat_pays_for_what_is_new(sharing: GGUFEngine) -> None:
