@@ -28,8 +28,8 @@ def text(draw: random.Random, most: int) -> str:
 @pytest.mark.parametrize("pairs", [12, pytest.param(1000, marks=pytest.mark.full)])
 def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, sharing: GGUFEngine, pairs: int) -> None:
     engine.add(harbour())
-    # Two reads of llama.cpp's own differ by as much, and where two tokens are as likely within that, either may be chosen. A short
-    # prompt shows none of it, unless its cells lie elsewhere.
+    # Two reads of llama.cpp's own differ by as much, and where two tokens are as likely within that, either may be chosen. A
+    # short prompt shows none of it, unless its cells lie elsewhere.
     long = engine.prompt_ids(BlendPrompt(" ".join(WORDS)))
     noise = abs(read_in_full(engine, long) - read_in_full(engine, long, 37)).max()
     shared = others = 0
