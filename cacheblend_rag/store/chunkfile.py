@@ -72,7 +72,7 @@ _HEAD_GUESS_BYTES = 32 * 1024
 # Many times what any model's take; what a file says beyond is not even read.
 _LONGEST_HEADER_BYTES = 512 * 1024
 _MOST_TOKENS = 2 * 1024**2
-# Of 2 bits a number, float32.
+# Of 4 bits a number, float64.
 _MOST_UNPACKED = 16
 
 _DTYPE_NAMES = {
