@@ -98,7 +98,7 @@ def _progress_lines(label: str) -> Iterator[Callable[[int, int], None]]:
     def say(done: int, total: int) -> None:
         seconds = time.monotonic() - started
         facts = {"progress": label, "done": done, "total": total, "seconds": round(seconds, 3)}
-        after = f" after {say_seconds(seconds)}" if done else ""
+        after = f" after {say_seconds(seconds)}" if done or seconds >= 1 else ""
         typer.echo(json.dumps(facts) if as_json else f"{label}: {done} of {total}{after}", err=True)
 
     def tell(done: int, total: int) -> None:
