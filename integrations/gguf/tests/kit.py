@@ -13,6 +13,7 @@ from cacheblend_gguf.decoding import Scores
 from cacheblend_rag import BlendPrompt, Chunk, ChunkRef
 
 _GEMMA_PARTS = 4
+_BETWEEN = 300
 
 HARBOUR = [
     "The harbour office of Lund opens at seven in the morning and closes when the last ferry has left, which is at ten.",
@@ -66,6 +67,26 @@ def read_in_full(engine: GGUFEngine, ids: tuple[int, ...], batch: int = 512) -> 
             return llama.step([(ids[-1], len(ids) - 1, sequence, True)])[0]
         finally:
             llama.end(sequence)
+
+
+def noise(engine: GGUFEngine, ids: tuple[int, ...]) -> float:
+    """Return how far apart llama.cpp's own logits after a prompt are, by the cells that its tokens lie in and by batches.
+
+    Where cells of others lie between them, as between those that prompts share and the rest, its sums are taken apart elsewhere.
+    """
+    together, llama = read_in_full(engine, ids), engine.llama
+    apart = [read_in_full(engine, ids, 37)]
+    for part in range(1, 5):
+        with llama.scheduler:
+            begun, other = llama.begin(len(ids)), llama.begin(_BETWEEN)
+            assert begun is not None and other is not None
+            place = max(1, len(ids) * part // 4 - 1)
+            llama.decode(ids[:place], 0, begun)
+            llama.decode(ids[:1] * _BETWEEN, 0, other)
+            apart += llama.step([(id, place + n, begun, n == len(ids) - place - 1) for n, id in enumerate(ids[place:])])
+            llama.end(other)
+            llama.end(begun)
+    return max(float(abs(together - each).max()) for each in apart)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import BlendPrompt, Chunk, ChunkRef, EngineConfig
-from integrations.gguf.tests.kit import HARBOUR, ask, harbour, last_scores, read_in_full
+from integrations.gguf.tests.kit import HARBOUR, ask, harbour, last_scores, noise
 
 WORDS = " ".join(HARBOUR).split()
 
@@ -44,18 +44,19 @@ def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, shar
             )
         )
         with last_scores(engine) as scores:
-            wanted = engine.generate(BlendPrompt(segments=second), 6)
-        found = sharing.generate(BlendPrompt(segments=second), 6)
+            wanted = engine.generate(BlendPrompt(segments=second), 6, eos_token_id=[])
+        found = sharing.generate(BlendPrompt(segments=second), 6, eos_token_id=[])
         assert wanted.report.prefix_tokens == 0
         shared += found.report.prefix_tokens
         if found.token_ids == wanted.token_ids:
             continue
-        # Two reads of llama.cpp's own differ by as much, and where two tokens are as likely within that, either may be chosen.
-        noise = abs(read_in_full(engine, wanted.prompt_ids) - read_in_full(engine, wanted.prompt_ids, 37)).max()
-        for ours, theirs, row in zip(found.token_ids, wanted.token_ids, scores, strict=False):
-            if ours != theirs:
-                assert row[theirs] - row[ours] <= noise, seed
-                break
+        # Where two tokens are as likely within the noise of llama.cpp's own reads of the same words, either may be chosen.
+        both = zip(found.token_ids, wanted.token_ids, scores, strict=False)
+        place, row = next((n, row) for n, (ours, theirs, row) in enumerate(both) if ours != theirs)
+        behind = row[wanted.token_ids[place]] - row[found.token_ids[place]]
+        allowed = noise(engine, (*wanted.prompt_ids, *wanted.token_ids[:place]))
+        print(f"pair {seed}: another token, {behind:.3f} behind; noise {allowed:.3f}")
+        assert behind <= allowed, seed
     assert shared > 10 * pairs
 
 
