@@ -184,15 +184,14 @@ class EngineConfig(SettingsBase):
         What precedes every chunk when it is encoded, as text or token ids; "" is the tokenizer's BOS alone. By default the
         beginning of the tokenizer's chat template, an instruction and a passage of some 60 tokens; the BOS if the model's KV
         cannot be moved.
-    context : {"document", "none"}
-        "document" encodes a piece of a document after the chunks before it there, so that its KV remembers them.
-        "none" encodes every chunk alone, for documents of which some readers may see only some chunks.
-    context_tokens : int, optional
-        Maximum tokens of a document that are read together, a chunk and its context; a longer document is read in windows that
-        begin at chunk borders. None is as many as the model takes.
+    companions : {"own", "similar", "neutral"}
+        What a chunk is read behind for its KV to serve it behind other chunks of a prompt: "own", another chunk of its document,
+        or a passage that the package brings where there is none, and the end of what precedes it in its document; "similar", the
+        most similar chunk of all, for a corpus that every reader may read whole, instead of the chunk of its document; "neutral",
+        such a passage alone, for documents of which some readers may see only some chunks.
     separator : str
-        The text between the chunks of a document, and usually between the chunks of a prompt. Its KV is kept with each chunk,
-        and used if a prompt has exactly this text after the chunk.
+        The text between chunks, in prompts and in what they are read behind. Its KV is kept with each chunk, and used if a prompt
+        has exactly this text after the chunk.
     tenant : str, optional
         Who owns the KV. Tenants of one store never see each other's KV or ids; by default it belongs to no tenant.
     ttl_s : float, optional
@@ -236,8 +235,7 @@ class EngineConfig(SettingsBase):
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     strict: bool = False
     preamble: str | tuple[int, ...] | None = None
-    context: Literal["document", "none"] = "document"
-    context_tokens: int | None = Field(default=512, ge=1)
+    companions: Literal["own", "similar", "neutral"] = "own"
     separator: str = ""
     tenant: str | None = None
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)

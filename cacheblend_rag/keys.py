@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["HEAD_PREFIX", "chunk_key", "context_digest", "context_digests"]
+__all__ = ["HEAD_PREFIX", "chunk_key", "context_digest"]
 
 HEAD_PREFIX = "cacheblend/head/"
 """Beginning of the names of prompts' fixed heads, and of no chunk's id."""
@@ -36,20 +36,6 @@ def chunk_key(
 def context_digest(context: Sequence[int]) -> str:
     """Return 32 hexadecimal digits of a context's token ids; the empty string where there are none."""
     return hashlib.blake2b(_packed(context), digest_size=16).hexdigest() if context else ""
-
-
-def context_digests(text: Sequence[int], parts: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield the `context_digest` of parts of a text, in time proportional to the text where each part goes on with the last."""
-    packed = memoryview(_packed(text))
-    begin = end = 0
-    digest = hashlib.blake2b(digest_size=16)
-    for first, last in parts:
-        if first != begin or last < end:
-            begin = end = first
-            digest = hashlib.blake2b(digest_size=16)
-        digest.update(packed[4 * end : 4 * last])
-        end = last
-        yield digest.hexdigest() if begin < end else ""
 
 
 def _packed(numbers: Sequence[int]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -17,6 +17,8 @@ class ChunkSpan:
     start: int
     stop: int
     position: int
+    # Whether another chunk stands before it, which its KV was not computed behind.
+    follows: bool = field(default=True, kw_only=True)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -36,9 +38,6 @@ class PromptLayout:
     chunks: tuple[ChunkSpan, ...]
     # How many leading rows are taken over from an earlier prompt or a fixed head; they are neither computed nor of a chunk here.
     resumed_rows: int = 0
-    # Whether the stored KV of any chunk knows of text that stands before it in its document. Full prefill of the prompt
-    # then gives another answer, not the one that blending falls short of.
-    remembers: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -247,11 +247,11 @@ class PrefixCache:
         ids = list({each.id for each in held.seen if each.id is not None})
         # What cannot be read may be gone.
         known = (self._store.lookup(self._namespace, ids) if ids else None) or ()
-        keys, now = {each.id: each.key for each in known if each is not None}, time.time()
+        keys, now = {each.id: each.keys for each in known if each is not None}, time.time()
         stale = [
             each.row
             for each in held.seen
-            if each.expires_at <= now or (each.id is not None and keys.get(each.id) != each.key)
+            if each.expires_at <= now or (each.id is not None and each.key not in keys.get(each.id, ()))
         ]
         if stale:
             self._cut(held, min(stale))

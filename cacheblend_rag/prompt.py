@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from cacheblend_rag.chunk import text_hash
@@ -11,6 +10,7 @@ from cacheblend_rag.encode import Target
 from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.store import NodeRecord
+from cacheblend_rag.store.base import Later
 
 __all__ = ["AssembledPrompt", "PromptChunk", "PromptHead"]
 
@@ -20,8 +20,9 @@ class PromptChunk(ChunkSpan):
     """A chunk of a prompt: where it stands, and what is known of it."""
 
     id: str | None
-    # Where its KV is or will be stored.
+    # Where the KV that serves it here is or will be stored, and that of which its name is.
     key: str
+    name_key: str
     # All of its tokens, and those after them of which there is KV too; the number of the first that stands here.
     token_ids: tuple[int, ...]
     separator: tuple[int, ...] = ()
@@ -31,11 +32,11 @@ class PromptChunk(ChunkSpan):
     # Whether the id was known, for this text, when the prompt was assembled; of an unknown one the digest of its text.
     named: bool = False
     text_hash: str | None = None
-    # Whether its KV knows of text that stands before it in its document.
-    remembers: bool = False
-    # Why it is computed like text: the prompt ends with it, its KV is that of another position, its KV is missing and not waited
-    # for, or its name cannot be read. None for a chunk that is served from KV.
-    computed: Literal["last", "moved", "missing", "unread"] | None = None
+    # How its KV behind other chunks is computed, as far as that was chosen.
+    later: Later | None = None
+    # Why it is computed like text: the prompt ends with it, its KV is that of another position, or its name cannot be read. None
+    # for a chunk that is served from KV.
+    computed: Literal["last", "moved", "unread"] | None = None
     # Why it is computed like text, or else why its KV may be missing, where its name says that.
     note: str | None = None
     # What its text was made of, for one that was not added.
@@ -55,11 +56,14 @@ class PromptChunk(ChunkSpan):
     def record(self) -> NodeRecord:
         """The record that names the chunk, whose id was unknown."""
         assert self.id is not None and self.text_hash is not None
-        return NodeRecord(self.id, self.key, self.text_hash, self.token_ids, self.separator, source=self.source)
+        tokens = self.token_ids, self.separator
+        return NodeRecord(self.id, self.name_key, self.text_hash, *tokens, source=self.source, later=self.later)
 
-    def target(self, context: tuple[int, ...]) -> Target:
-        """Return what is encoded where its KV is missing."""
-        return Target(self.kv_ids, context, self.positions)
+    @property
+    def target(self) -> Target:
+        """What is encoded where its KV is missing."""
+        is_later = self.later is not None and self.key == self.later.key
+        return Target(self.kv_ids, self.later.behind if is_later and self.later else (), self.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +105,3 @@ class AssembledPrompt:
     def leading_ids(self) -> tuple[int, ...]:
         """The tokens before the first chunk; none without a chunk, or where the prompt places its segments itself."""
         return self.layout.token_ids[: self.chunks[0].start] if self.chunks and self.places is None else ()
-
-    def computing(self, keys: Container[str], note: str) -> AssembledPrompt:
-        """Return the prompt with the chunks of some keys, whose KV is missing, computed like text."""
-        kept = tuple(chunk for chunk in self.chunks if chunk.key not in keys)
-        gone = [replace(chunk, computed="missing", note=note) for chunk in self.chunks if chunk.key in keys]
-        layout = replace(self.layout, chunks=kept, remembers=any(chunk.remembers for chunk in kept))
-        return replace(self, layout=layout, chunks=kept, computed=(*self.computed, *gone))

@@ -1,4 +1,4 @@
-"""Reading order of a document's chunks, and the tokens that each of them is encoded after."""
+"""Reading order of a document's chunks, and what stands before each of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
 from typing import TypeVar
 
-__all__ = ["Context", "Member", "Place", "ReadingRules", "contexts", "in_order", "overlap", "relinked", "whole_text"]
+__all__ = ["Ending", "Member", "Place", "end_before", "in_order", "overlap", "relinked"]
 
 _LEAST_OVERLAP = 16
 """Characters; fewer are alike by chance."""
@@ -41,33 +40,15 @@ class Member:
     place: Place
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of what stands before a chunk in its document, and the ids of the chunks that it is of."""
+
+    token_ids: tuple[int, ...] = ()
+    ids: tuple[str, ...] = ()
+
+
 AnyMember = TypeVar("AnyMember", bound=Member)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadingRules:
-    """Rules by which documents are read."""
-
-    # Most tokens of a context and the chunk after it.
-    limit: int | None = None
-    # What stands between two chunks that do not overlap, in tokens.
-    separator: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Context that a chunk is encoded after: tokens `begin` to `end` of its document's text, which all its chunks share."""
-
-    # The number of the chunk that it begins with, in reading order.
-    first: int
-    text: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Its tokens."""
-        return self.text[self.begin : self.end]
 
 
 def in_order(members: Collection[AnyMember]) -> list[AnyMember]:
@@ -105,34 +86,18 @@ def overlap(before: Place, after: Place) -> int:
     return len(tail) - place if place >= 0 else 0
 
 
-def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
-    """Return the context of each chunk of a document, which are given in reading order.
+def end_before(ordered: Sequence[Member], number: int, most: int, separator: tuple[int, ...]) -> Ending:
+    """Return the end, `most` tokens, of the text before a chunk of a document, whose chunks are given in reading order.
 
-    A document that is longer than the rules allow is read in windows: the first begins with the first chunk, and where a
-    chunk does not fit any more the next one begins at the border of a chunk before it, so that at most a quarter of a
-    window is read again. What is cropped on the left is still remembered by the KV that is left; a window knows of nothing
-    before it.
+    What the chunk itself begins with, because the two overlap, is not among it.
     """
-    # What each chunk leaves for those after it.
-    pieces = [_left(before, after, rules.separator) for before, after in pairwise(members)]
-    sizes = [len(member.token_ids) + len(rules.separator) for member in members]
-    text = tuple(chain.from_iterable(pieces))
-    ends = list(accumulate(map(len, pieces), initial=0))
-    found: list[Context] = []
-    first = 0
-    for number, (size, end) in enumerate(zip(sizes, ends, strict=False)):
-        if rules.limit is not None and end - ends[first] + size > rules.limit:
-            most = min(rules.limit // 4, rules.limit - size)
-            while first < number and end - ends[first] > most:
-                first += 1
-        found.append(Context(first, text, ends[first], end))
-    return found
-
-
-def whole_text(members: Sequence[Member], rules: ReadingRules) -> tuple[int, ...]:
-    """Return the tokens of a whole document, given its chunks in reading order: what overlaps stands there once."""
-    pieces = [_left(before, after, rules.separator) for before, after in pairwise(members)]
-    return tuple(token for piece in pieces for token in piece) + (members[-1].token_ids if members else ())
+    tokens: tuple[int, ...] = ()
+    ids: list[str] = []
+    while number and len(tokens) < most:
+        number -= 1
+        tokens = _left(ordered[number], ordered[number + 1], separator if tokens else ()) + tokens
+        ids.append(ordered[number].id)
+    return Ending(tokens[len(tokens) - most :] if len(tokens) > most else tokens, tuple(ids))
 
 
 def _left(before: Member, after: Member, separator: tuple[int, ...]) -> tuple[int, ...]:

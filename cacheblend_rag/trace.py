@@ -36,8 +36,8 @@ class TracedChunk(NamedTuple):
     stop: int
     id: str | None
     key: str
-    # Whether its KV knows of text that stands before it in its document.
-    remembers: bool
+    # How many tokens its KV was read behind, beside the preamble.
+    behind: int
     tier: str | None
     reason: str | None
     attention: float | None

@@ -12,7 +12,6 @@ __all__ = ["Tuning", "usable_cores"]
 _LEAST = {
     "encode_batch_tokens": 1,
     "decode_batch_tokens": 1,
-    "miss_tokens": 0,
     "prefetch_layers": 1,
     "load_threads": 1,
     "write_back_bytes": 0,
@@ -28,9 +27,6 @@ class Tuning:
     encode_batch_tokens, decode_batch_tokens : int
         Maximum tokens encoded in one batch, padding included; maximum tokens of KV, including padding and room for the answers,
         with which prompts of one call are decoded together.
-    miss_tokens : int
-        Maximum tokens that an answer waits for while chunks without stored KV are encoded in their documents. Chunks beyond that
-        are computed like text for this answer and encoded in the background.
     prefetch_layers, load_threads : int
         Layers that the loader may be ahead of the computation, and threads that read, check and decode stored KV meanwhile; None
         is one for every two cores, at most 4.
@@ -51,7 +47,6 @@ class Tuning:
 
     encode_batch_tokens: int = 4096
     decode_batch_tokens: int = 32_768
-    miss_tokens: int = 16_384
     prefetch_layers: int = 2
     load_threads: int | None = None
     page_locked: bool | None = None

@@ -205,13 +205,13 @@ def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:
     """Return the id that serves each match, None to have it encoded alone."""
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
     try:
-        key = {record.id: record.key for record in engine.records(every) if record is not None}
+        keys = {record.id: record.keys for record in engine.records(every) if record is not None}
         document = dict(zip(every, engine.places(every), strict=True))
     except StoreError:
         # Whichever it is, the engine will find that its name cannot be read.
         return [match.ids[0] for match in matches]
     # Names of one KV are worth one, that of the first.
-    entries = [list({key.get(id): id for id in reversed(match.ids)}.values())[::-1] for match in matches]
+    entries = [list({keys.get(id): id for id in reversed(match.ids)}.values())[::-1] for match in matches]
     present: Counter[str | None] = Counter(
         name for entry in entries for name in {document[id] for id in entry} if name is not None
     )

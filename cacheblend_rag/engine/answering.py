@@ -14,6 +14,7 @@ from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.engine.protocol import Library, Present
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.reading import Member
 from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.database import DamagedIndexError
 
@@ -49,8 +50,12 @@ class AnsweringStore:
         return self._ask(None, "document", lambda: self.store.names.document(namespace, document))
 
     def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
-        """Return how the KV of each name is computed; None where that is not known."""
+        """Return each named chunk and its document; None where that is not known."""
         return self._ask([None] * len(ids), "targets", lambda: self.store.names.targets(namespace, ids))
+
+    def around(self, namespace: str, id: str) -> list[Member]:
+        """Return the chunks of the document that a chunk is of, in reading order; none where they cannot be read."""
+        return self._ask([], "document", lambda: self.store.names.around(namespace, id))
 
     def open(self, key: str) -> KVReader | None:
         return self._ask(None, "open", self.store.open, key)
@@ -126,8 +131,9 @@ class TenantStore:
     def holds(self, ids: Sequence[str]) -> list[bool]:
         """Return for each of the engine's ids whether its KV is stored; False where the id is unknown."""
         records = self._store.names.lookup(self._namespace, ids)
-        held = iter(self._store.holds([record.key for record in records if record is not None]))
-        return [record is not None and next(held) for record in records]
+        keys = [key for record in records if record is not None for key in record.keys]
+        held = dict(zip(keys, self._store.holds(keys), strict=True))
+        return [record is not None and all(held[key] for key in record.keys) for record in records]
 
     def clear(self) -> None:
         """Drop all that the tenant has, KV and ids, for all models."""

@@ -295,9 +295,6 @@ class AnsweringLibrary(ChunkLibrary):
             order = next(filter(None, (each.order() for each in reversed((*self._runner.attachments,)))), None)
             blend = self.blend if order is None else order.blend
         assembled = self._assembler.assemble(prompt)
-        if order is not None and assembled.layout.remembers:
-            # What an attachment falls back to knows less than these chunks.
-            blend = self.blend
         if blend.enabled:
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
         return Request(

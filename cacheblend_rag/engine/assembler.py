@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
+from cacheblend_rag.companions import Companions
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.errors import (
@@ -29,7 +30,7 @@ from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.preamble import default_preamble
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk, PromptHead
-from cacheblend_rag.reading import Place, ReadingRules
+from cacheblend_rag.reading import Place
 from cacheblend_rag.report import OTHER_TEXT
 from cacheblend_rag.store import NodeRecord
 
@@ -56,7 +57,17 @@ class _Piece:
 
 
 class Assembler:
-    """Turns prompts into token ids, each segment tokenised on its own; documents are read by its `rules`."""
+    """Turns prompts into token ids, each segment tokenised on its own.
+
+    Attributes
+    ----------
+    separator : tuple of int
+        The tokens between two chunks, of which there is KV too.
+    reads_documents : bool
+        Whether a chunk's place in its document is taken down.
+    companions : Companions or None
+        Chooses what chunks are read behind; None for a model whose KV serves no other place.
+    """
 
     window_hint = ""
     """How a prompt beyond the window could be taken, where anything but a shorter one helps."""
@@ -89,21 +100,27 @@ class Assembler:
         self.preamble: tuple[int, ...] = self._preamble(config.preamble, form)
         reach = None if form is None or form.rope_reach is None else form.rope_reach - 1
         limits = [max(end - len(self.preamble), 0) for end in (window, reach) if end is not None]
-        if config.context == "none" or form is None:
-            limits.append(0)
-        elif config.context_tokens is not None:
-            limits.append(config.context_tokens)
-        self.rules = (
-            ReadingRules(min(limits, default=None), self.tokenize(config.separator))
-            if self._is_movable
-            else ReadingRules(0)
-        )
+        self.separator = self.tokenize(config.separator) if self._is_movable else ()
+        is_blended = form is not None and self._is_movable
+        self.reads_documents = is_blended and config.companions != "neutral"
         # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
         owner = "" if config.tenant is None else f"|{config.tenant}"
         if lexer_of(tokenizer).has_prefix:
             # Before, a blank was put before each chunk.
             owner = f"{owner}|chunks go on"
         self.namespace = hashlib.blake2b(f"{identity}|{self.preamble}{owner}".encode(), digest_size=16).hexdigest()
+        self.companions = (
+            Companions(
+                config.companions,
+                self.namespace,
+                self.separator,
+                min(limits, default=None),
+                self.tokenize,
+                lambda: self._store.store.names,
+            )
+            if is_blended
+            else None
+        )
 
     def _preamble(self, wanted: str | Sequence[int] | None, form: Decoder | ModelCard | None) -> tuple[int, ...]:
         if wanted is None and form is not None and self._is_movable:
@@ -140,12 +157,16 @@ class Assembler:
         places = tuple(place + first for place in chunk.positions)
         return None if places == tuple(range(start, start + len(places))) else places
 
+    def is_placed(self, record: NodeRecord) -> bool:
+        """Whether a chunk's tokens have positions of their own, so that its KV serves no other place."""
+        return record.key != chunk_key(self.namespace, record.token_ids + record.separator)
+
     def record(self, chunk: Chunk) -> NodeRecord:
-        """Tokenise a chunk, or raise why it cannot be served; of a piece of a document the key is the one it would have alone."""
+        """Tokenise a chunk, or raise why it cannot be served; what it is read behind is not chosen yet."""
         place = None
         if chunk.token_ids is not None:
             ids = self.tokenize(chunk.token_ids)
-        elif chunk.document is None or self.rules.limit == 0:
+        elif chunk.document is None or not self.reads_documents:
             ids = self.tokenize(lexer_of(self.tokenizer).said(chunk.text))
         else:
             ids, place = self._placed(chunk)
@@ -167,7 +188,7 @@ class Assembler:
                 "before it or inside it smaller"
             )
         # A prompt that places its segments has its own idea of what stands between them.
-        separator = self.rules.separator if chunk.positions is None else ()
+        separator = self.separator if chunk.positions is None else ()
         key = chunk_key(self.namespace, ids + separator, places)
         origin = chunk.source, chunk.indexed
         return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place, *origin)
@@ -207,7 +228,7 @@ class Assembler:
         # Text at the end may have no tokens: blanks, for example.
         while len(pieces) > 1 and not pieces[-1].ids:
             pieces.pop()
-        if self.rules.separator and prompt.positions is None:
+        if self.separator and prompt.positions is None:
             pieces = list(_gapless(pieces))
         last = len(pieces) - 1
         head = None if prompt.positions is not None else self._head(pieces)
@@ -221,7 +242,9 @@ class Assembler:
             ids.extend(piece.ids)
             places.extend(range(position, position + len(piece.ids)))
             if piece.chunk is not None:
-                chunk = replace(piece.chunk, start=row, stop=len(ids), position=position)
+                chunk = replace(piece.chunk, start=row, stop=len(ids), position=position, follows=bool(chunks))
+                if chunks and prompt.positions is None:
+                    chunk = self._behind_others(chunk)
                 chunks.append(self._served_or_computed(chunk, number == last))
                 if number < last:
                     context = (context[0] if context else row, len(ids))
@@ -235,8 +258,7 @@ class Assembler:
                 f"{self.window_hint}"
             )
         blended = tuple(chunk for chunk in chunks if chunk.computed is None)
-        remembers = any(chunk.remembers for chunk in blended)
-        layout = PromptLayout(tuple(ids), tuple(places), blended, remembers=remembers)
+        layout = PromptLayout(tuple(ids), tuple(places), blended)
         return AssembledPrompt(
             layout,
             blended,
@@ -270,29 +292,16 @@ class Assembler:
         rows = min(len(ids), sum(len(piece.ids) for piece in pieces) - 1)
         return PromptHead(chunk_key(self.namespace, ids, is_head=True), ids, rows) if rows >= LEAST_HEAD else None
 
-    def with_whole_documents(self, prompt: AssembledPrompt) -> tuple[int, ...] | None:
-        """Return a prompt's tokens with whole documents where their first chunks are; None if too long, or if it has places."""
-        if prompt.places is not None:
-            return None
-        names = self._store.store.names
-        inside = [chunk.id for chunk in prompt.chunks if chunk.named and chunk.id is not None]
-        document_of = dict(zip(inside, names.documents(self.namespace, inside), strict=True))
-        given = prompt.layout.token_ids
-        ids: list[int] = []
-        read = set[str]()
-        row = 0
-        for chunk in prompt.chunks:
-            document = document_of.get(chunk.id or "")
-            ids += given[row : chunk.start]
-            row = chunk.stop
-            if document is None:
-                ids += given[chunk.start : chunk.stop]
-            elif document not in read:
-                read.add(document)
-                ids += names.document_tokens(self.namespace, document)
-                ids += given[chunk.start + len(chunk.token_ids) : chunk.stop]
-        ids += given[row:]
-        return None if self._window is not None and len(ids) >= self._window else tuple(ids)
+    def _behind_others(self, chunk: PromptChunk) -> PromptChunk:
+        """Return a chunk that stands behind another one, with the KV that serves it there."""
+        if self.companions is None or chunk.positions is not None:
+            return chunk
+        later = chunk.later
+        if later is None:
+            record = NodeRecord(chunk.id or "", chunk.name_key, "", chunk.token_ids, chunk.separator)
+            document = self._store.around(self.namespace, record.id) if chunk.named else []
+            [later] = self.companions.choose([(record, document)])
+        return replace(chunk, key=later.key, later=later)
 
     def _pieces(self, prompt: BlendPrompt, known: dict[str, NodeRecord] | None) -> list[_Piece]:
         """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
@@ -358,18 +367,20 @@ class Assembler:
             isinstance(chunk, ChunkRef) or (chunk.token_ids is None and record.text_hash == text_hash(chunk.text))
         ):
             ids, separator = record.token_ids, record.separator
-            remembers = record.key != chunk_key(self.namespace, ids + separator)
-            return PromptChunk(0, 0, 0, record.id, record.key, ids, separator, named=True, remembers=remembers)
+            named = (record.id, record.key, record.key, ids, separator)
+            return PromptChunk(0, 0, 0, *named, later=record.later, named=True)
         assert isinstance(chunk, Chunk)
         fresh = self.record(chunk)
         if known is None and chunk.id is not None:
-            # It may have KV that remembers its document, which must not be taken for that of the chunk alone.
+            # Its id may have been deleted, and its KV with it.
             note = "the ids in the store cannot be read now, so it is computed like text"
             ids, places = fresh.token_ids, self.places(chunk)
-            return PromptChunk(0, 0, 0, chunk.id, fresh.key, ids, positions=places, computed="unread", note=note)
+            return PromptChunk(
+                *(0, 0, 0, chunk.id, fresh.key, fresh.key, ids), positions=places, computed="unread", note=note
+            )
         is_other = record is not None and record.key != fresh.key
         return PromptChunk(
-            *(0, 0, 0, chunk.id, fresh.key, fresh.token_ids, fresh.separator),
+            *(0, 0, 0, chunk.id, fresh.key, fresh.key, fresh.token_ids, fresh.separator),
             positions=self.places(chunk),
             named=record is not None and not is_other,
             text_hash=fresh.text_hash if record is None else None,

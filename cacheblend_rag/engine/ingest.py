@@ -21,6 +21,7 @@ from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import BackendError, ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder, ModelCard
+from cacheblend_rag.reading import Member
 from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import earliest
@@ -41,14 +42,19 @@ _MANY_DENSE = 2000
 
 
 class _Text:
-    """A text to be encoded, and the chunks (one at least) that are this text after the same context."""
+    """KV to be computed, and the chunks (one at least) whose it is."""
 
-    def __init__(self, names: list[NamedTarget], positions: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, key: str, names: list[NamedTarget], counted: int, positions: tuple[int, ...] | None = None
+    ) -> None:
         record = names[0].record
+        behind = record.later.behind if record.later is not None and record.later.key == key else ()
         self.names = names
-        self.key = record.key
-        self.num_tokens = len(record.token_ids)
-        self.target = Target(record.token_ids + record.separator, names[0].context, positions)
+        self.key = key
+        # How many of the chunks are counted as encoded with this KV, rather than with their other.
+        self.counted = counted
+        self.num_tokens = len(record.token_ids) if counted else 0
+        self.target = Target(record.token_ids + record.separator, behind, positions)
         self.units = {_unit(target) for target in names}
 
 
@@ -61,12 +67,12 @@ class _Todo:
 
     # The chunks whose names are not recorded exactly so.
     names: list[NamedTarget]
-    # To be encoded: chunks of the documents that have another context from now on are among them.
+    # To be encoded.
     texts: list[_Text]
     # How many of the chunks given are named or lack their KV, and how many are stored exactly so.
     changed: int
     unchanged: int
-    # Counts the chunks given, and those of their documents that are encoded again.
+    # Counts the chunks given.
     job: AddJob
     # The chunks given, by their ids, and why some of them, or texts, are left out.
     chunks: Mapping[object, Chunk] = field(default_factory=dict)
@@ -147,7 +153,10 @@ class Ingest:
         naming = _Naming(todo)
         self._name(naming.ready(), ttl_s, whole)
         result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s, whole=whole))
-        # No name that follows a change made by another process since then is valid by now.
+        if self._config.companions == "similar":
+            # What they were read behind may have been named after them.
+            self._name([target.record for target in todo.names], ttl_s, whole)
+        # What another process has deleted or replaced since then is no longer valid, nor what has seen it.
         self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
         if todo.refusals:
             left = naming.left()
@@ -162,9 +171,15 @@ class Ingest:
     def encode_later(self, ids: Sequence[str]) -> None:
         """Have named chunks encoded in the background, as far as their KV is missing then; where that fails they stay misses."""
         try:
-            targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
-            texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
-            todo = _Todo([], texts, 0, len(targets), AddJob(0, len(texts)))
+            names = self._store.names
+            targets = [target for target in names.targets(self._namespace, ids) if target is not None]
+            documents = {
+                target.document: names.around(self._namespace, target.record.id)
+                for target in targets
+                if target.document is not None
+            }
+            texts = self._texts(self._with_companions(targets, documents), {})
+            todo = _Todo([], texts, 0, len(targets), AddJob(0, sum(text.counted for text in texts)))
             self.jobs.submit(todo.job, partial(self._encode, todo, self._store_missed))
         except (ConfigError, StoreError) as error:
             logger.debug("not encoded in the background: %s", error)
@@ -206,7 +221,8 @@ class Ingest:
         held = [pack_kv(kv, ram).nbytes for kv in (encoded if self._store.path is None else files)]
         share = sum(len(target.token_ids) for target in targets) / sum(len(kv.token_ids) for kv in encoded)
         disk_bytes = sum(encode_chunk("0" * 32, kv).nbytes for kv in files)
-        return WarmEstimate(len(targets), tokens, round(share * sum(held)), round(share * disk_bytes), seconds)
+        new = sum(text.counted > 0 for text in todo.texts)
+        return WarmEstimate(new, tokens, round(share * sum(held)), round(share * disk_bytes), seconds)
 
     def _todo(
         self,
@@ -256,41 +272,71 @@ class Ingest:
             )
         if refused and not is_trial:
             self._store.forget(self._namespace, refused)
-        rules = self._assembler.rules
-        targets = self._store.names.rehearse(self._namespace, records, rules=rules, ttl_s=ttl_s, whole=whole)
-        given = targets[: len(records)]
-        for number, (target, record) in enumerate(zip(given, records, strict=True)):
-            if record.place is not None and target.document is None:
-                records[number] = target.record
-                if record.place.document not in self._categories:
-                    self._categories.add(record.place.document)
-                    logger.warning(CATEGORY, record.place.document, MOST_RECORDS)
-        keys = [target.record.key for target in targets]
-        # Of a model without blending no KV is ever missing.
-        there = [True] * len(keys) if self._form is None else self._store.holds(keys, durable=True)
-        missing: dict[str, list[NamedTarget]] = {}
-        for target, is_there in zip(targets, there, strict=True):
-            if not is_there:
-                missing.setdefault(target.record.key, []).append(target)
-        renewed = {target.document for target in given if target.is_changed and target.document} if whole else set()
-        names = [
-            target.placed(record)
-            for target, record in zip(given, records, strict=True)
-            if target.is_changed or target.document in renewed
-        ]
+        targets, documents = self._store.names.rehearse(self._namespace, records, ttl_s=ttl_s, whole=whole)
+        for target, record in zip(targets, records, strict=True):
+            if record.place is not None and target.document is None and record.place.document not in self._categories:
+                self._categories.add(record.place.document)
+                logger.warning(CATEGORY, record.place.document, MOST_RECORDS)
+        targets = self._with_companions(targets, documents)
+        texts = self._texts(targets, positions)
+        lacking = {id(target) for text in texts for target in text.names}
+        renewed = {target.document for target in targets if target.is_changed and target.document} if whole else set()
         if not is_trial:
-            self._prolong(target for target in targets if target.record.key not in missing)
-        ready = sum(target.record.key not in missing for target in given)
-        unchanged = sum(not target.is_changed and target.record.key not in missing for target in given)
+            self._prolong(target for target in targets if id(target) not in lacking)
+        unchanged = sum(not target.is_changed and id(target) not in lacking for target in targets)
         return _Todo(
-            names,
-            [_Text(targets, positions.get(key)) for key, targets in missing.items()],
-            len(given) - unchanged,
+            [target for target in targets if target.is_changed or target.document in renewed],
+            texts,
+            len(targets) - unchanged,
             unchanged,
-            AddJob(ready, ready + sum(map(len, missing.values())), progress),
+            AddJob(len(targets) - len(lacking), len(targets), progress),
             by_id,
             refusals,
         )
+
+    def _with_companions(
+        self, targets: Sequence[NamedTarget], documents: Mapping[str, Sequence[Member]]
+    ) -> list[NamedTarget]:
+        """Return targets with what they are read behind chosen, where it is still to be."""
+        companions = self._assembler.companions
+        if companions is None:
+            return list(targets)
+        # What a prompt places itself has KV for its own place.
+        waiting = [
+            number
+            for number, each in enumerate(targets)
+            if each.record.later is None and not self._assembler.is_placed(each.record)
+        ]
+        chosen = companions.choose(
+            [(targets[number].record, documents.get(targets[number].document or "", ())) for number in waiting]
+        )
+        found = list(targets)
+        for number, later in zip(waiting, chosen, strict=True):
+            record = replace(found[number].record, later=later)
+            found[number] = replace(
+                found[number], record=record, is_changed=bool(record.id) or found[number].is_changed
+            )
+        return found
+
+    def _texts(self, targets: Sequence[NamedTarget], positions: Mapping[str, tuple[int, ...] | None]) -> list[_Text]:
+        """Return what is to be computed: of each chunk the KV that is not stored."""
+        if self._form is None:
+            # Of a model without blending no KV is ever missing.
+            return []
+        keys = list(dict.fromkeys(key for target in targets for key in target.record.keys))
+        held = dict(zip(keys, self._store.holds(keys, durable=True), strict=True))
+        missing: dict[str, list[NamedTarget]] = {}
+        for target in targets:
+            for key in dict.fromkeys(target.record.keys):
+                if not held[key]:
+                    missing.setdefault(key, []).append(target)
+        counted = set[int]()
+        texts = []
+        for key, names in missing.items():
+            new = [target for target in names if id(target) not in counted]
+            counted |= set(map(id, new))
+            texts.append(_Text(key, names, len(new), positions.get(key)))
+        return texts
 
     def _encode(
         self, todo: _Todo, store: Callable[[Batch], None], given_up: Callable[[], bool] | None = None
@@ -308,11 +354,11 @@ class Ingest:
         with ThreadPoolExecutor(1, "cacheblend-writer") as writer:
             try:
                 for batch in self._computed(todo, given_up):
-                    encoded += len(batch)
+                    encoded += sum(text.counted > 0 for text, _ in batch)
                     tokens += sum(text.num_tokens for text, _ in batch)
                     storing.result()
                     todo.job.advance(chunks)
-                    chunks = sum(len(text.names) for text, _ in batch)
+                    chunks = sum(text.counted for text, _ in batch)
                     try:
                         storing = writer.submit(store, batch)
                     except RuntimeError:
@@ -349,7 +395,7 @@ class Ingest:
                 # Neither deleted nor replaced since they were added, nor encoded for a prompt.
                 found = zip(texts, self._store.holds([text.key for text in texts]), self._named(texts), strict=True)
                 wanted = [text for text, held, named in found if named and not held]
-                todo.job.advance(sum(len(text.names) for text in texts if text not in wanted))
+                todo.job.advance(sum(text.counted for text in texts if text not in wanted))
                 texts = wanted
             # Planned again, what is left of one batch is one batch, or a few.
             try:
@@ -399,14 +445,13 @@ class Ingest:
 
     def _name(self, records: Iterable[NodeRecord], ttl_s: float | None, whole: bool) -> None:
         named = [record for record in records if record.id]
-        rules = self._assembler.rules
-        self._store.name(self._namespace, named, tenant=self._tenant, rules=rules, ttl_s=ttl_s, whole=whole)
+        self._store.name(self._namespace, named, tenant=self._tenant, ttl_s=ttl_s, whole=whole)
 
     def _prolong(self, held: Iterable[NamedTarget]) -> None:
-        """Let existing KV live as long as what is added now, and its context."""
+        """Let existing KV live as long as what is added now."""
         keys: dict[float | None, list[str]] = {}
         for target in held:
-            keys.setdefault(target.lives_s, []).append(target.record.key)
+            keys.setdefault(target.lives_s, []).extend(target.record.keys)
         for ttl_s, each in keys.items():
             self._store.prolong(each, ttl_s)
 
@@ -417,10 +462,10 @@ class Ingest:
             self._store.release(gone)
 
     def _named(self, texts: Sequence[_Text]) -> list[bool]:
-        """Return of each text whether one of its records stands, or has no id by which it could have been deleted."""
+        """Return of each text whether a name leads to its KV, or it has no id by which it could have been deleted."""
         ids = [target.record.id for text in texts for target in text.names if target.record.id]
         known = dict(zip(ids, self._store.names.lookup(self._namespace, ids), strict=True))
+        keys = {id: () if record is None else record.keys for id, record in known.items()}
         return [
-            any(not target.record.id or known[target.record.id] == target.record for target in text.names)
-            for text in texts
+            any(not target.record.id or text.key in keys[target.record.id] for target in text.names) for text in texts
         ]

@@ -86,9 +86,8 @@ class ChunkLibrary(ABC):
         self.store = TenantStore(store, config.tenant or "", self.namespace)
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
         encoder = make_encoder(self._assembler.preamble)
-        self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config, tuning)
+        self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config)
         self._ingest = Ingest(self._assembler, self._supply, store, form, config)
-        self._supply.on_late = self._ingest.encode_later
         self._supply.lasting = partial(ChunkCollection.lasting, ref(self))
         self._prefetcher = Prefetcher(answering, tuning.threads)
 
@@ -130,10 +129,10 @@ class ChunkLibrary(ABC):
         batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
         before that, it is not encoded.
 
-        A chunk that is a piece of a document (`Chunk.document`) is put into it, and encoded after the chunks before it there.
-        Chunks that it displaces, which now follow other text, are encoded anew in the same call. The pieces of a document may
-        come in any order if their places are given, and in several calls. An id that is added again with another document or
-        place is deleted there and added here.
+        Each chunk is encoded twice: right behind the preamble, which serves the first chunk of a prompt, and behind a companion
+        (`EngineConfig.companions`) and the end of what precedes it in its document (`Chunk.document`), which serves the others.
+        The pieces of a document may come in any order if their places are given, and in several calls; those that are there keep
+        their companions. An id that is added again with another document or place is deleted there and added here.
 
         Parameters
         ----------
@@ -211,10 +210,9 @@ class ChunkLibrary(ABC):
         return self._ingest.estimate(chunk_list(chunks))
 
     def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
-        """Forget chunks: their names at once, and their KV unless another name has the same text after the same context.
+        """Forget chunks: their names at once, and their KV unless another name has the same text.
 
-        The chunks after them in their documents know of them: their KV is dropped too, and computed again without them when
-        they are needed or added.
+        All KV that was read behind them is dropped too, and computed again behind others when it is needed or added.
 
         With the last chunk of a source that a vector store had, what prompts brought of that source is forgotten too.
 
@@ -271,7 +269,7 @@ class ChunkLibrary(ABC):
         return self._store.names.documents(self.namespace, id_list(ids))
 
     def targets(self, ids: Sequence[str]) -> list[NamedTarget | None]:
-        """Return how the KV of each chunk is computed, and after what in its document; None where the id is unknown."""
+        """Return each chunk's record, with what it is read behind, and its document; None where the id is unknown."""
         self._check_open()
         return self._store.names.targets(self.namespace, id_list(ids))
 
@@ -293,8 +291,9 @@ class ChunkLibrary(ABC):
             Can be waited for or cancelled; it need not be kept.
         """
         self._check_open()
-        records = self._answering.lookup(self.namespace, id_list(ids)) or []
-        return self._prefetcher.begin(record.key for record in records if record is not None)
+        records = [each for each in self._answering.lookup(self.namespace, id_list(ids)) or [] if each is not None]
+        # As a prompt has them: the first right behind its head, and the others behind that.
+        return self._prefetcher.begin(each.keys[-1] if number else each.key for number, each in enumerate(records))
 
     def pin(self, ids: Iterable[str]) -> None:
         """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
@@ -390,16 +389,6 @@ class ChunkLibrary(ABC):
         if missing:
             self._ingest.encode_later(missing)
         return assembled, held
-
-    def whole_documents(self, prompt: BlendPrompt) -> BlendPrompt | None:
-        """Return a prompt with whole documents, each in the place of the first of its chunks, instead of the chunks.
-
-        Its full prefill knows all that the chunks of `prompt` remember, so answers from those chunks are compared with it.
-        None if the documents do not fit the model's window.
-        """
-        self._check_open()
-        ids = self._assembler.with_whole_documents(self._assembler.assemble(prompt))
-        return None if ids is None else BlendPrompt(segments=[ids])
 
     def __enter__(self: Own) -> Own:
         return self

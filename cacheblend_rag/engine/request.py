@@ -21,7 +21,7 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prefixes import ReusedPrefix
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.report import BlendReport, ChunkReport
-from cacheblend_rag.store import Fate, NamedTarget
+from cacheblend_rag.store import Fate
 from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
 __all__ = ["Order", "Request", "make_report", "why_missed"]
@@ -69,9 +69,8 @@ class Request:
     # Whether what could not be read is damaged. What is not stays stored, and is not opened again.
     unreadable: dict[str, bool] = field(default_factory=dict)
     fates: dict[str, Fate | Literal["unsupported"] | None] = field(default_factory=dict)
-    # KV of misses that was computed before the prompt's turn came, and how that of others is computed.
+    # KV of misses that was computed before the prompt's turn came.
     encoded: dict[str, ChunkKV] = field(default_factory=dict)
-    contexts: dict[str, NamedTarget] = field(default_factory=dict)
     # Seconds spent on waiting for the model, encoding misses, opening stored KV, and on waiting for it in the forward.
     queue_s: float = 0.0
     encode_s: float = 0.0
@@ -153,7 +152,9 @@ def make_report(
     queue_s = request.queue_s + first_output - ended
     count = len(output_ids)
     traced = [
-        TracedChunk(chunk.start, chunk.stop, chunk.id, chunk.key, chunk.remembers, its.tier, its.reason, its.attention)
+        TracedChunk(
+            chunk.start, chunk.stop, chunk.id, chunk.key, len(chunk.target.context), its.tier, its.reason, its.attention
+        )
         for chunk, its in parts
     ]
     trace = Trace(
@@ -217,7 +218,7 @@ def _chunk_reports(
     for chunk, report in parts:
         name: object = chunk.key if chunk.is_part else chunk.start
         # What is computed though its KV may be there is neither hit nor miss.
-        if chunk.computed in ("missing", "unread") or not (chunk.computed or report.hit):
+        if chunk.computed == "unread" or not (chunk.computed or report.hit):
             missed.add(name)
         first = reports.get(name)
         if first is not None:
@@ -239,8 +240,7 @@ def _chunk_reports(
 def _chunk_report(request: Request, chunk: PromptChunk, recomputed: torch.Tensor) -> ChunkReport:
     attention = None if request.attention is None else request.attention(chunk)
     if chunk.computed is not None:
-        reason = f"{why_missed(request, chunk)}; {chunk.note}" if chunk.computed == "missing" else chunk.note
-        return ChunkReport(chunk.id, len(chunk), False, len(chunk), reason, attention=attention)
+        return ChunkReport(chunk.id, len(chunk), False, len(chunk), chunk.note, attention=attention)
     rows = int(((recomputed >= chunk.start) & (recomputed < chunk.stop)).sum())
     if chunk.stop <= request.layout.resumed_rows:
         return ChunkReport(chunk.id, len(chunk), True, rows, None, "prefix", attention)
@@ -252,13 +252,13 @@ def _chunk_report(request: Request, chunk: PromptChunk, recomputed: torch.Tensor
 def why_missed(request: Request, chunk: PromptChunk) -> str:
     """Return why a chunk was not served from stored KV."""
     fate = "damaged" if chunk.key in request.unreadable else request.fates.get(chunk.key)
-    note = None if chunk.computed else chunk.note
+    note = chunk.note
     # Of a text that no name leads to it says more that it was not added than what became of its KV.
     if fate is not None and (fate != "evicted" or note is None):
         return _FATES[fate]
     if note is not None:
         return note
-    return "its KV is not computed yet, or was not computed again after its document changed"
+    return "its KV is not computed yet, or went with a deleted chunk that it was read behind"
 
 
 _FATES = {
@@ -281,6 +281,4 @@ def _fallback_reason(request: Request) -> str | None:
         return "the ids in the store cannot be read now"
     if "moved" in why:
         return "none of its chunks is at the position where it was encoded, and the KV of this model cannot be moved"
-    if request.contexts:
-        return f"none of its chunks is served: {computed[0].note}"
     return reason

@@ -110,9 +110,6 @@ class Runner:
             if ratio is not None:
                 self._resume(request, ratio)
             found = self._supply.open_all(request)
-            missing = [key for key, reader in found.items() if reader is None]
-            if missing and self._supply.limit_misses(request, missing):
-                return self._prepare(request)
             if ratio is None:
                 opened = [found[chunk.key] for chunk in request.prompt.chunks]
                 choice = self._choice(request, [each for each in opened if each is not None])

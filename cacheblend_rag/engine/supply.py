@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from cacheblend_rag.codec import EXACT, pack_kv
@@ -19,10 +19,9 @@ from cacheblend_rag.errors import AnswerTimeoutError, BackendError, ChunkReadErr
 from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prompt import PromptChunk, PromptHead
-from cacheblend_rag.store import KVReader, NamedTarget, NodeRecord
+from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import earliest, part_of
 from cacheblend_rag.store.memory import RamReader
-from cacheblend_rag.tuning import Tuning
 
 __all__ = ["KVSupply"]
 
@@ -40,18 +39,14 @@ class KVSupply:
         store: AnsweringStore,
         assembler: Assembler,
         config: EngineConfig,
-        tuning: Tuning,
     ) -> None:
         self.store = store
         self._namespace = assembler.namespace
         self._encoder = encoder
-        # Has chunks that no answer waits for encoded in the background, by their ids.
-        self.on_late: Callable[[Sequence[str]], None] | None = None
         # Returns those of some ids under which KV is to last though they were met in a prompt, without a source.
         self.lasting: Callable[[list[str]], set[str]] = set
         self.ttl_s = config.ttl_s
         self._tenant = config.tenant or ""
-        self._miss_tokens = tuning.miss_tokens
         self.num_kv_layers = num_kv_layers
         self._warned_of_no_hit = False
         self.scheduler = scheduler
@@ -103,20 +98,17 @@ class KVSupply:
         missing: dict[str, list[tuple[Request, PromptChunk]]] = {}
         for request in requests:
             keys = [chunk.key for chunk in request.prompt.chunks]
-            held = dict(zip(keys, self.store.holds(keys), strict=True))
-            self.limit_misses(request, [key for key, there in held.items() if not there])
-            request.hits = held
+            held = request.hits = dict(zip(keys, self.store.holds(keys), strict=True))
             self.note_fates(request, [key for key, there in held.items() if not there])
             for chunk in request.prompt.chunks:
                 if not held[chunk.key]:
                     missing.setdefault(chunk.key, []).append((request, chunk))
         started = time.perf_counter()
         chunks_of = {key: [chunk for _, chunk in wanted] for key, wanted in missing.items()}
-        contexts = {key: target for request in requests for key, target in request.contexts.items()}
         # Those of one call share it, and where several calls are answered together, the model is had already.
         patience = requests[0].patience if requests else None
         try:
-            for key, kv in self._encode_missing(chunks_of, contexts, patience):
+            for key, kv in self._encode_missing(chunks_of, patience):
                 for request, _ in missing[key]:
                     request.encoded[key] = kv
         except AnswerTimeoutError:
@@ -128,87 +120,19 @@ class KVSupply:
         for request, chunk in (each for wanted in missing.values() for each in wanted):
             request.encode_s += elapsed * len(chunk.token_ids) / tokens
 
-    def limit_misses(self, request: Request, keys: Sequence[str]) -> bool:
-        """Have chunks that would keep a prompt waiting for too long computed like text, and encoded in the background.
-
-        That is, of chunks without stored KV (`keys`), those whose documents would take more than `miss_tokens` to be read,
-        and those whose documents have changed since the prompt was assembled. Nothing is ever served as encoded alone that
-        is not. Returns whether there are such chunks, and the prompt is another now.
-        """
-        missing = {
-            chunk.key: chunk for chunk in request.prompt.chunks if chunk.key in set(keys) - request.encoded.keys()
-        }
-        if not missing or self._encoder is None:
-            return False
-        request.contexts = found = self._contexts(missing.values())
-        moved = missing.keys() - found.keys()
-        documents: dict[str, list[str]] = {}
-        for key, target in found.items():
-            if target.document is not None:
-                documents.setdefault(target.document, []).append(key)
-        room, late = self._miss_tokens, list[str]()
-        for each in documents.values():
-            cost = self.encoder.num_tokens([missing[key].target(found[key].context) for key in each])
-            if cost <= room:
-                room -= cost
-            else:
-                late += each
-        if not moved and not late:
-            return False
-        request.prompt = request.prompt.computing(
-            moved, "its document was changed just now, so it is computed like text"
-        )
-        request.prompt = request.prompt.computing(
-            late,
-            f"reading its document would take more than miss_tokens={self._miss_tokens}, so it is computed like text and encoded "
-            "in the background",
-        )
-        if late and self.on_late is not None:
-            self.on_late([found[key].record.id for key in late])
-        return True
-
-    def _contexts(self, chunks: Iterable[PromptChunk]) -> dict[str, NamedTarget]:
-        """Return how the KV of chunks is computed, by their keys; without those whose names lead elsewhere by now."""
-        chunks = list(chunks)
-        alone = {
-            chunk.key: NamedTarget(NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator))
-            for chunk in chunks
-            if chunk.key == chunk_key(self._namespace, chunk.kv_ids, chunk.positions)
-        }
-        named = [chunk for chunk in chunks if chunk.id is not None and (chunk.named or chunk.key not in alone)]
-        targets = self.store.targets(self._namespace, [str(chunk.id) for chunk in named]) if named else []
-        known = {
-            chunk.key: target
-            for chunk, target in zip(named, targets, strict=True)
-            if target is not None and target.record.key == chunk.key
-        }
-        # Nothing of its document is read for what is encoded alone, but it lives no longer than its name.
-        lives = {key: replace(each, lives_s=known[key].lives_s) for key, each in alone.items() if key in known}
-        return alone | known | lives
-
     def _encode_missing(
-        self,
-        missing: Mapping[str, Sequence[PromptChunk]],
-        contexts: Mapping[str, NamedTarget],
-        patience: Patience | None = None,
+        self, missing: Mapping[str, Sequence[PromptChunk]], patience: Patience | None = None
     ) -> Iterator[tuple[str, ChunkKV]]:
         """Encode chunks of prompts in one go, keep their KV, and yield it by its key.
 
-        `missing` are the places in prompts where the KV under each key is wanted, `contexts` how it is computed, as far as
-        that was found out already. `ChunkReadError` if a name leads elsewhere by now; the prompt is to be begun anew.
+        `missing` are the places in prompts where the KV under each key is wanted.
         """
-        # What was evicted just now, or was damaged, was not missing before.
-        found = {**contexts, **self._contexts(wanted[0] for key, wanted in missing.items() if key not in contexts)}
         keys = list(missing)
-        gone = [key for key in keys if key not in found]
-        if gone:
-            raise ChunkReadError(gone[0], "its document was changed just now", damaged=False)
-        targets = [missing[key][0].target(found[key].context) for key in keys]
+        targets = [missing[key][0].target for key in keys]
         for batch in self.encode(targets, patience=patience) if keys else ():
             for index, kv in batch:
-                key = keys[index]
-                self._keep(missing[key], kv, found[key].lives_s)
-                yield key, kv
+                self._keep(missing[keys[index]], kv)
+                yield keys[index], kv
 
     def open_all(self, request: Request) -> dict[str, KVReader | None]:
         """Return a reader, or None, of each chunk that is not taken over, by its key; hits, tiers and times are filled in."""
@@ -269,7 +193,7 @@ class KVSupply:
         if missing:
             started = time.perf_counter()
             wanted = {key: [chunk for chunk in chunks if chunk.key == key] for key in missing}
-            for key, kv in self._encode_missing(wanted, request.contexts):
+            for key, kv in self._encode_missing(wanted):
                 found[key] = RamReader(kv)
             request.encode_s += request.note("encode", started)
         if not any(request.hits.values()) and len(chunks) == len(request.prompt.chunks) and not self._warned_of_no_hit:
@@ -330,7 +254,7 @@ class KVSupply:
         self.store.put_later(head.key, exactly, self._namespace, [head.record], tenant=self._tenant, ttl_s=self.ttl_s)
         return kv
 
-    def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
+    def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
 
         A chunk that came with an unknown id is named, as if it had been added, if it has a source, with which it goes, or a
@@ -343,8 +267,11 @@ class KVSupply:
         if loose := [record.id for record in new if not record.source]:
             lasting = self.lasting(loose)
             new = [record for record in new if record.source or record.id in lasting]
-        known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
-        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": earliest(lives_s, self.ttl_s)}
+        known = {chunk.id: chunk.later for chunk in chunks if chunk.id is not None and chunk.named}
+        # It lives no longer than its name, as it was recorded.
+        targets = self.store.targets(self._namespace, list(known)) if known else []
+        lives_s = reduce(earliest, (target.lives_s for target in targets if target is not None), self.ttl_s)
+        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": lives_s}
         if new or known:
             self.store.put_later(key, kv, self._namespace, new, known, **owner)
         else:

@@ -16,7 +16,7 @@ import torch
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.background import Offsite
-from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store.base import Fate, KVReader, Later, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.database import DamagedIndexError
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.kvstore import KVStore
@@ -39,8 +39,10 @@ __all__ = [
     "GarbageReport",
     "KVReader",
     "KVStore",
+    "Later",
     "NameChanges",
     "NamedTarget",
+    "Names",
     "NodeRecord",
     "StoreStats",
     "check_store",

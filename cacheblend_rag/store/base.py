@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.reading import Context, Place
+from cacheblend_rag.reading import Place
 
 __all__ = [
     "Entry",
     "Fate",
     "KVReader",
+    "Later",
     "NameChanges",
     "NamedTarget",
     "NodeRecord",
@@ -108,10 +109,21 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Later:
+    """The KV of a chunk that stands behind another one in a prompt: its key, and what it is read behind, beside the preamble."""
+
+    key: str
+    behind: tuple[int, ...]
+    # The ids and keys of the chunks whose text is among that: with any of them the KV goes.
+    seen: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     """What the store knows of a named chunk, whether or not its KV is held at the moment."""
 
     id: str
+    # Of its KV right behind the preamble, which serves the first chunk of a prompt.
     key: str
     # `cacheblend_rag.chunk.text_hash` of its text.
     text_hash: str
@@ -123,31 +135,26 @@ class NodeRecord:
     source: str | None = field(default=None, compare=False)
     # Whether a vector store has it, and it was not only met in a prompt.
     indexed: bool = field(default=False, compare=False)
+    # Of its KV behind another chunk; None where that is still to be chosen, or is the same.
+    later: Later | None = field(default=None, compare=False)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of all of its KV."""
+        return (self.key,) if self.later is None else (self.key, self.later.key)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTarget:
-    """How the KV of a named chunk is computed."""
+    """A named chunk and its document."""
 
-    # As it is recorded, or will be, with the key that its KV has in its context.
+    # As it is recorded, or will be.
     record: NodeRecord
-    # Its context, without the preamble.
-    behind: Context | None = None
-    # Seconds left of the shortest time to live in its context, its own included; None where none ends.
+    # Seconds left of the shortest time to live in its document, its own included; None where none ends.
     lives_s: float | None = None
     # Whether that is not what is recorded now.
     is_changed: bool = False
     document: str | None = None
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        """The tokens of its context."""
-        return () if self.behind is None else self.behind.token_ids
-
-    def placed(self, record: NodeRecord) -> NamedTarget:
-        """Return the same with the place and the origin of the record that was handed in, for it to be recorded."""
-        given = replace(self.record, place=record.place, source=record.source, indexed=record.indexed)
-        return replace(self, record=given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""The documents that chunks are pieces of: in which order they are read, and so the context of each chunk."""
+"""The documents that chunks are pieces of, and in which order they are read."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
@@ -11,36 +11,29 @@ from typing import NamedTuple
 import numpy as np
 
 from cacheblend_rag.chunk import are_records
-from cacheblend_rag.keys import chunk_key, context_digests
-from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked, whole_text
-from cacheblend_rag.store.base import NamedTarget, NodeRecord, earliest, latest
-from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
+from cacheblend_rag.reading import Member, Place, in_order, relinked
+from cacheblend_rag.store.base import Later, NamedTarget, NodeRecord, earliest, latest
+from cacheblend_rag.store.chunkfile import unpack_tokens
 
-__all__ = ["Drafts", "NamedPiece", "document_of"]
+__all__ = ["Drafts", "NamedPiece", "document_of", "read_later"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece(Member):
-    """A chunk of a document: the key that its name leads to, None for a new one; where it `is_changed`, more is to be written."""
+    """A chunk of a document; where it `is_changed`, it is to be written."""
 
-    text_hash: str
-    key: str | None
+    record: NodeRecord
     expires_at: float | None
     is_changed: bool
-    separator: tuple[int, ...]
     arrival: int
-    source: str | None
-    indexed: bool
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A document as it will be: how it is read, and its pieces by their ids, in the order in which they came."""
+    """A document as it will be: its pieces by their ids, in the order in which they came."""
 
     name: str
-    rules: ReadingRules
     pieces: dict[str, _Piece] = field(default_factory=dict)
-    is_changed: bool = False
 
 
 class NamedPiece(NamedTuple):
@@ -62,8 +55,8 @@ class Drafts:
         # The document that each id that was looked up is in now.
         self._of: dict[str, str | None] = {}
 
-    def put(self, records: Iterable[NodeRecord], rules: ReadingRules, expires_at: float | None) -> None:
-        """Put chunks into their documents, read by `rules` from now on, and those of none out of the ones that they are in."""
+    def put(self, records: Iterable[NodeRecord], expires_at: float | None) -> None:
+        """Put chunks into their documents, and those of none out of the ones that they are in."""
         for record in records:
             if not record.id:
                 continue
@@ -72,29 +65,29 @@ class Drafts:
                 self.remove([record.id])
                 continue
             self.load(place.document)
-            draft = self._drafts.setdefault(place.document, _Draft(place.document, rules))
-            if draft.rules != rules:
-                draft.rules, draft.is_changed = rules, True
+            draft = self._drafts.setdefault(place.document, _Draft(place.document))
             old = draft.pieces.get(record.id) if current == place.document else None
             if old is not None and (old.place.start, old.place.previous) == (place.start, place.previous):
+                kept = replace(
+                    record,
+                    source=record.source if record.indexed else record.source or old.record.source,
+                    indexed=record.indexed or old.record.indexed,
+                    later=record.later or (old.record.later if record.key == old.record.key else None),
+                )
                 new = replace(
                     old,
                     token_ids=record.token_ids,
                     place=place,
-                    text_hash=record.text_hash,
+                    record=kept,
                     expires_at=latest(old.expires_at, expires_at),
-                    separator=rules.separator,
-                    source=record.source if record.indexed else record.source or old.source,
-                    indexed=record.indexed or old.indexed,
                 )
-                draft.pieces[record.id] = new if new == old else replace(new, is_changed=True)
+                is_same = (new, kept.source, kept.indexed) == (old, old.record.source, old.record.indexed)
+                draft.pieces[record.id] = new if is_same else replace(new, is_changed=True)
                 continue
             self.remove([record.id])
             # The next number after those of the pieces that are left.
             arrival = next((piece.arrival for piece in reversed(draft.pieces.values())), -1) + 1
-            name = record.text_hash, None if old is None else old.key, expires_at, True, rules.separator, arrival
-            new = _Piece(record.id, record.token_ids, place, *name, record.source, record.indexed)
-            draft.pieces[record.id] = new
+            draft.pieces[record.id] = _Piece(record.id, record.token_ids, place, record, expires_at, True, arrival)
             self._of[record.id] = place.document
 
     def apart(self, records: Sequence[NodeRecord]) -> list[NodeRecord]:
@@ -139,26 +132,23 @@ class Drafts:
         """Return the documents that have been looked at, those that are new or ended among them."""
         return list(self._drafts)
 
-    def text(self, document: str) -> tuple[int, ...]:
-        """Return the tokens of a whole document; what overlaps stands there once."""
-        draft = self.load(document)
-        return () if draft is None else whole_text(in_order(draft.pieces.values()), draft.rules)
-
     def ids(self, document: str) -> list[str]:
         draft = self.load(document)
         return [] if draft is None else [piece.id for piece in in_order(draft.pieces.values())]
 
-    def pieces(self, document: str) -> tuple[ReadingRules, list[NamedPiece]]:
-        """Return how a document is read, and its chunks in the order in which they came."""
-        self.load(document)
-        draft, targets = self._drafts[document], self.targets()
-        return draft.rules, [
-            NamedPiece(replace(targets[id].record, place=piece.place), piece.expires_at)
-            for id, piece in draft.pieces.items()
-        ]
+    def pieces(self, document: str) -> list[NamedPiece]:
+        """Return the chunks of a document in the order in which they came."""
+        draft = self.load(document)
+        pieces = [] if draft is None else draft.pieces.values()
+        return [NamedPiece(replace(piece.record, place=piece.place), piece.expires_at) for piece in pieces]
+
+    def members(self, document: str) -> list[Member]:
+        """Return the chunks of a document in reading order."""
+        draft = self.load(document)
+        return [] if draft is None else list(in_order(draft.pieces.values()))
 
     def targets(self) -> dict[str, NamedTarget]:
-        """Return by their ids all chunks of the documents, in reading order, and the context of each."""
+        """Return by their ids all chunks of the documents, in reading order."""
         found: dict[str, NamedTarget] = {}
         for draft in self._drafts.values():
             pieces = in_order(draft.pieces.values())
@@ -166,51 +156,27 @@ class Drafts:
                 None if piece.expires_at is None or piece.expires_at <= self.now else piece.expires_at - self.now
                 for piece in pieces
             ]
-            read = contexts(pieces, draft.rules)
-            text = read[0].text if read else ()
-            digests = context_digests(text, ((context.begin, context.end) for context in read))
-            separator = draft.rules.separator
-            first, shortest = 0, None
-            for number, (piece, context, digest) in enumerate(zip(pieces, read, digests, strict=True)):
-                key = chunk_key(self._namespace, piece.token_ids + separator, None, digest)
-                name = key, piece.text_hash, piece.token_ids, separator
-                record = NodeRecord(piece.id, *name, None, piece.source, piece.indexed)
-                if context.first == first:
-                    shortest = earliest(shortest, lives[number])
-                else:
-                    first = context.first
-                    shortest = reduce(earliest, lives[first : number + 1])
-                is_new = piece.is_changed or key != piece.key
-                found[piece.id] = NamedTarget(record, context, shortest, is_new, draft.name)
+            shortest = reduce(earliest, lives, None)
+            for piece in pieces:
+                found[piece.id] = NamedTarget(piece.record, shortest, piece.is_changed, draft.name)
         return found
 
-    def save(self, targets: Mapping[str, NamedTarget], recorded: Container[str] = ()) -> list[str]:
-        """Write the documents, and the keys of names but those `recorded` that are others now; return the keys that these had."""
-        replaced = []
+    def save(self) -> None:
+        """Write the documents."""
         execute = self._connection.execute
         gone = "DELETE FROM members WHERE seq = (SELECT seq FROM nodes WHERE namespace = ? AND id = ?)"
         self._connection.executemany(gone, ((self._namespace, id) for id in self.left))
         for draft in self._drafts.values():
             changed = [piece for piece in draft.pieces.values() if piece.is_changed]
             # Without a piece the document itself is gone, perhaps only just now.
-            if draft.pieces and (changed or draft.is_changed):
+            if changed:
                 [number] = execute(
-                    "INSERT INTO documents (namespace, name, tokens, separator) VALUES (?, ?, ?, ?) ON CONFLICT (namespace, "
-                    "name) DO UPDATE SET tokens = excluded.tokens, separator = excluded.separator RETURNING number",
-                    (self._namespace, draft.name, draft.rules.limit, pack_tokens(draft.rules.separator)),
+                    "INSERT INTO documents (namespace, name) VALUES (?, ?) ON CONFLICT (namespace, name) DO UPDATE SET name = "
+                    "excluded.name RETURNING number",
+                    (self._namespace, draft.name),
                 ).fetchone()
                 for piece in changed:
                     _write_piece(self._connection, self._namespace, number, piece)
-            for id, piece in draft.pieces.items():
-                record = targets[id].record
-                if id not in recorded and (piece.key, piece.separator) != (record.key, record.separator):
-                    if piece.key is not None:
-                        replaced.append(piece.key)
-                    execute(
-                        "UPDATE nodes SET key = ?, separator = ? WHERE namespace = ? AND id = ?",
-                        (record.key, pack_tokens(record.separator), self._namespace, id),
-                    )
-        return replaced
 
     def document_of(self, id: str) -> str | None:
         """Return the document that a chunk will be in, or None; `targets` gives that document from now on."""
@@ -225,13 +191,12 @@ class Drafts:
         """Have a document among those that `targets` gives; return it, or None where there is no such document."""
         if document in self._drafts:
             return self._drafts[document]
-        query = "SELECT number, tokens, separator FROM documents WHERE namespace = ? AND name = ?"
+        query = "SELECT number FROM documents WHERE namespace = ? AND name = ?"
         row = self._connection.execute(query, (self._namespace, document)).fetchone()
         if row is None:
             return None
-        number, limit, separator = row
-        self._drafts[document] = draft = _Draft(document, ReadingRules(limit, unpack_tokens(separator)))
-        draft.pieces = {piece.id: piece for piece in _read_pieces(self._connection, document, number)}
+        self._drafts[document] = draft = _Draft(document)
+        draft.pieces = {piece.id: piece for piece in _read_pieces(self._connection, document, row[0])}
         self._of |= dict.fromkeys(draft.pieces, document)
         return draft
 
@@ -246,16 +211,28 @@ def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str 
     return None if row is None else str(row[0])
 
 
+def read_later(connection: sqlite3.Connection, seq: int, later: str | None, behind: bytes | None) -> Later | None:
+    """Return what a row of names says of the KV behind another chunk."""
+    if later is None or behind is None:
+        return None
+    query = "SELECT id, key FROM seen JOIN nodes ON nodes.seq = other WHERE seen.seq = ? ORDER BY id"
+    return Later(later, unpack_tokens(behind), tuple(connection.execute(query, (seq,))))
+
+
 def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> Iterator[_Piece]:
     query = (
-        "SELECT id, key, text_hash, token_ids, separator, source, indexed, arrival, start, previous, length, body, ends, "
-        "expires_at FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
+        "SELECT seq, id, key, text_hash, token_ids, separator, source, indexed, later, behind, arrival, start, previous, length, "
+        "body, ends, expires_at FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
     )
-    for id, key, text_hash, tokens, separator, source, indexed, *stands in connection.execute(query, (number,)):
-        arrival, start, previous, length, body, ends, expires_at = stands
+    for seq, id, key, text_hash, tokens, separator, source, indexed, *rest in connection.execute(
+        query, (number,)
+    ).fetchall():
+        later, behind, arrival, start, previous, length, body, ends, expires_at = rest
         place = Place(document, start, previous, length, body, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
-        name = text_hash, key, expires_at, False, unpack_tokens(separator), arrival
-        yield _Piece(id, unpack_tokens(tokens), place, *name, source, bool(indexed))
+        packed = unpack_tokens(tokens), unpack_tokens(separator)
+        seen = read_later(connection, seq, later, behind)
+        record = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed), seen)
+        yield _Piece(id, record.token_ids, place, record, expires_at, False, arrival)
 
 
 def _write_piece(connection: sqlite3.Connection, namespace: str, number: int, piece: _Piece) -> None:

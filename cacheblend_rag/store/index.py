@@ -26,7 +26,8 @@ _UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pin
 # that lost their entry lately, for other processes' RAM.
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that no call counts a million rows.
-# documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
+# seen: the chunks whose text is in what a chunk's later KV was read behind, by their numbers; what has seen one goes with it.
+# documents: those that chunks are pieces of. members: the pieces, by the numbers of their names.
 # shared: up to where the names that machines share are followed here, where they are.
 # The numbers of changes and deletions begin above all that another index in this place gave out.
 _SCHEMA = """
@@ -38,13 +39,13 @@ CREATE TABLE entries (
 CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE nodes (
     seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, separator BLOB NOT NULL, pinned INTEGER NOT NULL DEFAULT 0, source TEXT,
+    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, pinned INTEGER NOT NULL DEFAULT 0, source TEXT,
     indexed INTEGER NOT NULL DEFAULT 0, UNIQUE (namespace, id)
 );
 CREATE TABLE documents (
-    number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, tokens INTEGER, separator BLOB NOT NULL,
-    UNIQUE (namespace, name)
+    number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, UNIQUE (namespace, name)
 );
+CREATE TABLE seen (seq INTEGER NOT NULL, other INTEGER NOT NULL, PRIMARY KEY (seq, other)) WITHOUT ROWID;
 CREATE TABLE members (
     seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
     length INTEGER NOT NULL, body TEXT NOT NULL, ends BLOB NOT NULL, expires_at REAL
@@ -63,13 +64,29 @@ CREATE INDEX entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT N
 CREATE INDEX entries_by_age ON entries (added_at) WHERE NOT named;
 CREATE INDEX nodes_by_key ON nodes (key);
 CREATE INDEX nodes_pinned ON nodes (key) WHERE pinned;
+CREATE INDEX nodes_by_later ON nodes (later) WHERE later IS NOT NULL;
+CREATE INDEX seen_by_other ON seen (other);
 CREATE INDEX members_by_document ON members (document, arrival);
 CREATE INDEX nodes_by_source ON nodes (source) WHERE source IS NOT NULL;
+CREATE VIEW pins AS
+    SELECT key FROM nodes WHERE pinned UNION ALL SELECT later AS key FROM nodes WHERE pinned AND later IS NOT NULL;
 CREATE TRIGGER entry_named AFTER INSERT ON nodes BEGIN
-    UPDATE entries SET named = 1 WHERE key = new.key AND NOT named;
+    UPDATE entries SET named = 1 WHERE key IN (new.key, new.later) AND NOT named;
 END;
-CREATE TRIGGER entry_named_late AFTER UPDATE OF key ON nodes BEGIN
-    UPDATE entries SET named = 1 WHERE key = new.key AND NOT named;
+CREATE TRIGGER entry_named_late AFTER UPDATE OF key, later ON nodes BEGIN
+    UPDATE entries SET named = 1 WHERE key IN (new.key, new.later) AND NOT named;
+END;
+CREATE TRIGGER seen_changed AFTER UPDATE OF key ON nodes WHEN old.key != new.key BEGIN
+    UPDATE nodes SET later = NULL, behind = NULL WHERE seq IN (SELECT seq FROM seen WHERE other = new.seq);
+    DELETE FROM seen WHERE other = new.seq;
+END;
+CREATE TRIGGER seen_removed AFTER DELETE ON nodes BEGIN
+    UPDATE nodes SET later = NULL, behind = NULL WHERE seq IN (SELECT seq FROM seen WHERE other = old.seq);
+    DELETE FROM seen WHERE other = old.seq;
+    DELETE FROM seen WHERE seq = old.seq;
+END;
+CREATE TRIGGER later_changed AFTER UPDATE OF later ON nodes BEGIN
+    DELETE FROM seen WHERE seq = new.seq;
 END;
 CREATE TRIGGER piece_removed AFTER DELETE ON nodes BEGIN
     DELETE FROM members WHERE seq = old.seq;
@@ -111,13 +128,12 @@ END;
 CREATE TRIGGER changes_forgotten AFTER INSERT ON changes BEGIN
     DELETE FROM changes WHERE seq <= new.seq - 10000;
 END;
-CREATE TRIGGER node_pinned AFTER UPDATE OF key, pinned ON nodes WHEN old.pinned OR new.pinned BEGIN
-    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)
-    WHERE key IN (old.key, new.key);
+CREATE TRIGGER node_pinned AFTER UPDATE OF key, later, pinned ON nodes WHEN old.pinned OR new.pinned BEGIN
+    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM pins WHERE pins.key = entries.key)
+    WHERE key IN (old.key, new.key, old.later, new.later);
 END;
 CREATE TRIGGER pinned_node_removed AFTER DELETE ON nodes WHEN old.pinned BEGIN
-    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)
-    WHERE key = old.key;
+    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM pins WHERE pins.key = entries.key) WHERE key IN (old.key, old.later);
 END;
 """
 
@@ -134,7 +150,7 @@ class Dropped:
 class Index(Database):
     """The entries in the database; each method is one transaction, and the files of what it drops go with that."""
 
-    version = 6
+    version = 7
     schema = _SCHEMA
 
     def entry(self, key: str) -> Entry | None:
@@ -159,7 +175,7 @@ class Index(Database):
             return pinned_bytes(connection, tenant)
 
     def pinned(self) -> set[str]:
-        return {key for (key,) in self.rows("SELECT key FROM nodes WHERE pinned")}
+        return {key for (key,) in self.rows("SELECT key FROM pins")}
 
     def tenants(self) -> list[str]:
         """Return the tenants that have entries or names; "" stands for what has no tenant."""
@@ -195,8 +211,8 @@ class Index(Database):
             claim(connection, entry.tenant)
             connection.execute(
                 "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at, pinned, named) "
-                "VALUES (?1, ?2, ?3, ?4, ?5, ?6, EXISTS (SELECT 1 FROM nodes WHERE key = ?1 AND pinned), "
-                "EXISTS (SELECT 1 FROM nodes WHERE key = ?1))",
+                "VALUES (?1, ?2, ?3, ?4, ?5, ?6, EXISTS (SELECT 1 FROM pins WHERE key = ?1), "
+                "EXISTS (SELECT 1 FROM nodes WHERE key = ?1 OR later = ?1))",
                 (key, entry.nbytes, time.time_ns(), entry.tenant, entry.added_at, entry.expires_at),
             )
             _make_room(connection, key, limit_bytes, dropped)
@@ -239,13 +255,13 @@ class Index(Database):
         with self.write() as connection:
             keys = connection.execute("SELECT key FROM entries WHERE ?1 IS NULL OR tenant = ?1", (tenant,)).fetchall()
             query = (
-                "SELECT seq, key FROM nodes LEFT JOIN namespaces USING (namespace) "
+                "SELECT seq, key, later FROM nodes LEFT JOIN namespaces USING (namespace) "
                 "WHERE ?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1"
             )
             nodes = connection.execute(query, (tenant,)).fetchall()
-            connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, _ in nodes))
+            connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, *_ in nodes))
             # KV may be in RAM alone or in a remote tier, without an entry.
-            dropped.keys += dict.fromkeys(key for _, key in nodes)
+            dropped.keys += dict.fromkeys(key for _, *both in nodes for key in both if key)
             drop_entries(connection, [key for (key,) in keys], dropped)
             # Of names that machines share, others may have recorded some of these meanwhile: all are read again.
             connection.execute("UPDATE shared SET birth = '', position = 0")

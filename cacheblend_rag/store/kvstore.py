@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,9 +17,8 @@ from tempfile import TemporaryDirectory
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.background import Offsite, WorkQueue
-from cacheblend_rag.store.base import Entry, Fate, KVReader, NodeRecord, StoreStats, count_of
+from cacheblend_rag.store.base import Entry, Fate, KVReader, Later, NodeRecord, StoreStats, count_of
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped
@@ -125,19 +124,20 @@ class KVStore:
         kv: ChunkKV | PackedKV,
         namespace: str,
         records: Sequence[NodeRecord],
-        known: Sequence[str] = (),
+        known: Mapping[str, Later | None] | None = None,
         *,
         tenant: str = "",
         ttl_s: float | None = None,
     ) -> bool:
         """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background.
 
-        Of its names, the `records` were unknown, and are recorded unless another call was quicker; the `known` led to it. KV that
-        none leads to is not kept; where names cannot be recorded, it is in RAM alone, and goes with the first of them. Returns
-        False if too much is waiting already to keep it.
+        Of its names, the `records` were unknown, and are recorded unless another call was quicker; the `known` led to it, or to
+        no KV behind other chunks, and what that was read behind is noted. KV that no name leads to is not kept; where names cannot
+        be recorded, it is in RAM alone, and goes with the first of them. Returns False if too much is waiting to keep it.
         """
         self._check(key)
         miss = Entry(tenant, self._expires_at(ttl_s), kv=kv)
+        known = known or {}
         record_met = partial(self._names.record_met, namespace, tenant, key, records, known)
         try:
             if not self._tiers.with_room(record_met):
@@ -244,21 +244,20 @@ class KVStore:
         records: Iterable[NodeRecord],
         *,
         tenant: str = "",
-        rules: ReadingRules | None = None,
         ttl_s: float | None = None,
         whole: bool = False,
     ) -> None:
         """Record names in place of earlier ones of these ids, and drop KV that loses its last name.
 
-        Chunks with a place go into their documents, read by `rules` from now on; what else is in these goes if the records are
-        `whole`.
+        Chunks with a place go into their documents; what else is in these goes if the records are `whole`.
         """
         records = list(records)
         if records:
             expires_at = self._expires_at(ttl_s)
-            change = partial(self._names.record, namespace, records, tenant, rules, expires_at, whole)
+            change = partial(self._names.record, namespace, records, tenant, expires_at, whole)
             # Their KV has no name until then.
-            spared, ids = {record.key for record in records}, {record.id for record in records}
+            spared = {key for record in records for key in record.keys}
+            ids = {record.id for record in records}
             self._drop(self._names.change(lambda: self._tiers.with_room(change, spared)))
             self._drop_tied(namespace, ids)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
-from cacheblend_rag.reading import ReadingRules
-from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
+from cacheblend_rag.reading import Member
+from cacheblend_rag.store.base import Later, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
-from cacheblend_rag.store.documents import Drafts, document_of
+from cacheblend_rag.store.documents import Drafts, document_of, read_later
 from cacheblend_rag.store.index import Dropped, Index, claim, drop_entries, pinned_bytes
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "end_sources",
     "has_name",
     "keys_of",
+    "kv_of",
     "look_up",
     "remove_names",
     "sources_of",
@@ -88,7 +89,7 @@ class Names:
 
     def leading_to(self, key: str) -> str | None:
         """Return the tenant whose names lead to `key`, empty for none's; None if no name does."""
-        query = "SELECT ifnull(tenant, '') FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ? LIMIT 1"
+        query = "SELECT ifnull(tenant, '') FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ?1 OR later = ?1 LIMIT 1"
         found = self._rows(query, key)
         return str(found[0][0]) if found else None
 
@@ -97,37 +98,40 @@ class Names:
         namespace: str,
         records: Sequence[NodeRecord],
         tenant: str = "",
-        rules: ReadingRules | None = None,
         expires_at: float | None = None,
         whole: bool = False,
     ) -> Dropped:
         """Record names, those with a place in their documents, of which they are all if `whole`; drop entries without a name."""
         ids = {record.id for record in records}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
-            known = keys_of(connection, namespace, ids)
-            replaced = list(known.values())
-            alone = [id for id in known if self.is_shared and drafts.document_of(id) is None]
             others = drafts.others(records) if whole else {}
-            if others:
-                replaced += keys_of(connection, namespace, others).values()
-                remove_names(connection, namespace, others, drafts)
-            drafts.put(records, rules or ReadingRules(), expires_at)
-            targets = drafts.targets()
-            write_names(connection, namespace, tenant, records, targets)
-            replaced += drafts.save(targets, ids)
+            replaced = kv_of(connection, namespace, [*ids, *others])
+            alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
+            remove_names(connection, namespace, others, drafts)
+            drafts.put(records, expires_at)
+            write_names(connection, namespace, tenant, records, drafts.targets())
+            drafts.save()
             alone += [record.id for record in records if record.place is None]
             self._publish(connection, namespace, drafts, alone)
             return drop_nameless(connection, replaced)
 
     def record_met(
-        self, namespace: str, tenant: str, key: str, records: Sequence[NodeRecord], known: Sequence[str]
+        self, namespace: str, tenant: str, key: str, records: Sequence[NodeRecord], known: Mapping[str, Later | None]
     ) -> bool:
-        """Record names, unless they are known by now, of a chunk that a prompt brought; return whether any leads to its `key`."""
+        """Record names, unless they are known by now, of a chunk that a prompt brought; return whether any leads to its `key`.
+
+        Of names that were known, what the chunk has been read behind is noted where that was still to be chosen.
+        """
         with self._database.write(wait=False, durable=False) as connection:
-            keys = keys_of(connection, namespace, [*known, *(record.id for record in records)])
-            new = [record for record in records if record.id not in keys]
+            held = keys_of(connection, namespace, [*known, *(record.id for record in records)])
+            new = [record for record in records if record.id not in held]
             write_names(connection, namespace, tenant, new, {})
-            return bool(new) or key in keys.values()
+            for id, later in known.items():
+                query = "SELECT seq FROM nodes WHERE namespace = ? AND id = ? AND later IS NULL"
+                row = connection.execute(query, (namespace, id)).fetchone()
+                if row is not None and later is not None and later.key == key:
+                    _write_later(connection, namespace, row[0], later)
+            return has_name(key, connection)
 
     def remove(
         self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()
@@ -136,15 +140,14 @@ class Names:
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             # Others may know what is not known here.
             alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
-            found = keys_of(connection, namespace, ids)
+            found = set(keys_of(connection, namespace, ids))
             ended = {*sources, *sources_of(connection, namespace, found)}
+            keys = kv_of(connection, namespace, found)
             remove_names(connection, namespace, found, drafts)
-            ended, left = end_sources(connection, namespace, ended, drafts)
-            found |= left
-            targets = drafts.targets()
-            keys = [*found.values(), *drafts.save(targets)]
+            ended, left, more = end_sources(connection, namespace, ended, drafts)
+            drafts.save()
             self._publish(connection, namespace, drafts, [*alone, *left])
-            return set(found), ended, drop_nameless(connection, keys)
+            return found | left, ended, drop_nameless(connection, [*keys, *more])
 
     def indexed(self, namespace: str, sources: Iterable[str] | None = None) -> list[str]:
         """Return the ids that vector stores have, or those of them that were made of these sources."""
@@ -155,39 +158,38 @@ class Names:
             return [id for source in sources for id in _made_of(connection, namespace, source, True)]
 
     def rehearse(
-        self,
-        namespace: str,
-        records: Sequence[NodeRecord],
-        rules: ReadingRules | None = None,
-        ttl_s: float | None = None,
-        whole: bool = False,
-    ) -> list[NamedTarget]:
-        """Return what recording these would lead to: the records, then the chunks of their documents whose keys would change."""
+        self, namespace: str, records: Sequence[NodeRecord], ttl_s: float | None = None, whole: bool = False
+    ) -> tuple[list[NamedTarget], dict[str, list[Member]]]:
+        """Return what recording these would lead to, and the chunks of their documents in reading order."""
         ids = [record.id for record in records]
         with self._drafting(namespace) as (connection, drafts):
             known = look_up(connection, namespace, ids)
             others = drafts.others(records) if whole else {}
             drafts.remove(others)
             records = records if whole else drafts.apart(records)
-            drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
+            drafts.put(records, None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
+            documents = {name: drafts.members(name) for name in drafts.names()}
         found = []
         for record, old in zip(records, known, strict=True):
-            target = None if record.place is None else targets.pop(record.id, None)
-            is_changed = bool(record.id) and (old != record or record.id in drafts.left)
-            target = target or NamedTarget(record, lives_s=ttl_s, is_changed=is_changed)
+            is_moved = record.id in drafts.left
+            is_changed = bool(record.id) and (old != record or is_moved)
             # What it was made of, or that a vector store has it, may be all that is new.
             adds = old is not None and (
                 record.indexed > old.indexed or (record.source != old.source and bool(record.indexed or record.source))
             )
-            found.append(replace(target, is_changed=True) if adds else target)
+            there = targets.get(record.id) if record.place is not None else None
+            later = old.later if old is not None and old == record and not is_moved else None
+            target = NamedTarget(record, ttl_s) if there is None else there
+            kept = replace(target.record, place=record.place, later=later)
+            found.append(replace(target, record=kept, is_changed=is_changed or adds or target.is_changed))
         for document in set(others.values()) - {target.document for target in found if target.is_changed}:
             number = next(number for number, target in enumerate(found) if target.document == document)
             found[number] = replace(found[number], is_changed=True)
-        return found + [target for target in targets.values() if target.is_changed]
+        return found, documents
 
     def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
-        """Return how the KV of each name is computed; None where the name is unknown."""
+        """Return each named chunk and its document; None where the name is unknown."""
         with self._drafting(namespace) as (connection, drafts):
             known = look_up(connection, namespace, ids)
             for record in known:
@@ -196,6 +198,12 @@ class Names:
             targets = drafts.targets()
         return [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
 
+    def around(self, namespace: str, id: str) -> list[Member]:
+        """Return the chunks of the document that a chunk is of, in reading order; none where it is of none."""
+        with self._drafting(namespace) as (_, drafts):
+            document = drafts.document_of(id)
+            return [] if document is None else drafts.members(document)
+
     def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
         with self._database.read() as connection:
             return [document_of(connection, namespace, node) for node in ids]
@@ -203,11 +211,6 @@ class Names:
     def document(self, namespace: str, document: str) -> list[str]:
         with self._drafting(namespace) as (_, drafts):
             return drafts.ids(document)
-
-    def document_tokens(self, namespace: str, document: str) -> tuple[int, ...]:
-        """Return the tokens of a whole document; what overlaps stands there once, none where it is unknown."""
-        with self._drafting(namespace) as (_, drafts):
-            return drafts.text(document)
 
     def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None = None) -> None:
         """Pin names, at most `limit_bytes` of their KV, or unpin them."""
@@ -272,7 +275,8 @@ def check_known(ids: Sequence[str], known: Collection[str]) -> None:
 
 def has_name(key: str, connection: sqlite3.Connection) -> bool:
     """Return whether any name leads to a key."""
-    return connection.execute("SELECT 1 FROM nodes WHERE key = ? LIMIT 1", (key,)).fetchone() is not None
+    query = "SELECT 1 FROM nodes WHERE key = ?1 OR later = ?1 LIMIT 1"
+    return connection.execute(query, (key,)).fetchone() is not None
 
 
 def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str]) -> Dropped:
@@ -292,23 +296,39 @@ def write_names(
     records: Iterable[NodeRecord],
     targets: Mapping[str, NamedTarget],
 ) -> None:
-    """Write records, those of documents as they are among the `targets`."""
-    rows = []
-    for given in records:
-        record = given if given.place is None else targets[given.id].record
+    """Write records, those of documents as they are among the `targets`.
+
+    KV that has seen a chunk which is gone or another one by now is no one's.
+    """
+    written = [given if given.place is None else targets[given.id].record for given in records]
+    _own(connection, namespace, tenant, [key for record in written for key in record.keys])
+    numbers = []
+    for record in written:
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
-        origin = record.source, record.indexed
-        rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, *origin))
-    _own(connection, namespace, tenant, [row[2] for row in rows])
-    connection.executemany(
-        "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, source, indexed) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, "
-        "text_hash = excluded.text_hash, token_ids = excluded.token_ids, separator = excluded.separator, "
-        # Prompts need not know what a text was made of; vector stores do.
-        "source = CASE WHEN excluded.indexed THEN excluded.source ELSE ifnull(excluded.source, source) END, "
-        "indexed = max(excluded.indexed, indexed)",
-        rows,
-    )
+        row = (namespace, record.id, record.key, record.text_hash, tokens, separator, record.source, record.indexed)
+        numbers += connection.execute(
+            "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, source, indexed) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, "
+            "text_hash = excluded.text_hash, token_ids = excluded.token_ids, separator = excluded.separator, "
+            # Prompts need not know what a text was made of; vector stores do.
+            "source = CASE WHEN excluded.indexed THEN excluded.source ELSE ifnull(excluded.source, source) END, "
+            "indexed = max(excluded.indexed, indexed) RETURNING seq",
+            row,
+        ).fetchall()
+    for (number,), record in zip(numbers, written, strict=True):
+        _write_later(connection, namespace, number, record.later)
+
+
+def _write_later(connection: sqlite3.Connection, namespace: str, number: int, later: Later | None) -> None:
+    """Note what a chunk's KV behind another one is, unless what that has seen is gone."""
+    query = "SELECT seq FROM nodes WHERE namespace = ? AND id = ? AND key = ?"
+    seen = () if later is None else later.seen
+    others = [connection.execute(query, (namespace, *each)).fetchone() for each in seen]
+    row = (None, None) if later is None or None in others else (later.key, pack_tokens(later.behind))
+    # Has what it had seen before forgotten.
+    connection.execute("UPDATE nodes SET later = ?, behind = ? WHERE seq = ?", (*row, number))
+    if row[0] is not None:
+        connection.executemany("INSERT OR IGNORE INTO seen VALUES (?, ?)", ((number, other) for (other,) in others))
 
 
 def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iterable[str]) -> None:
@@ -338,13 +358,16 @@ def sources_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str
 
 def end_sources(
     connection: sqlite3.Connection, namespace: str, sources: Iterable[str], drafts: Drafts
-) -> tuple[set[str], dict[str, str]]:
-    """Return those of the sources of which no vector store has anything, and remove the names that prompts brought of them."""
+) -> tuple[set[str], set[str], list[str]]:
+    """Remove the names that prompts brought of those of the sources of which no vector store has anything.
+
+    Return these sources, the names, and the keys of their KV and of what has seen them.
+    """
     ended = {source for source in sources if not _made_of(connection, namespace, source, True)}
-    met = [id for source in ended for id in _made_of(connection, namespace, source, False)]
-    left = keys_of(connection, namespace, met)
+    left = {id for source in ended for id in _made_of(connection, namespace, source, False)}
+    keys = kv_of(connection, namespace, left)
     remove_names(connection, namespace, left, drafts)
-    return ended, left
+    return ended, left, keys
 
 
 def _made_of(connection: sqlite3.Connection, namespace: str, source: str, indexed: bool) -> list[str]:
@@ -365,12 +388,14 @@ def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) 
     for start in range(0, len(ids), _AT_ONCE):
         some = ids[start : start + _AT_ONCE]
         query = (
-            "SELECT id, key, text_hash, token_ids, separator, source, indexed FROM nodes "
+            "SELECT seq, id, key, text_hash, token_ids, separator, source, indexed, later, behind FROM nodes "
             f"WHERE namespace = ? AND id IN ({', '.join('?' * len(some))})"
         )
-        for id, key, text_hash, tokens, separator, source, indexed in connection.execute(query, (namespace, *some)):
+        for row in connection.execute(query, (namespace, *some)).fetchall():
+            seq, id, key, text_hash, tokens, separator, source, indexed, later, behind = row
             packed = unpack_tokens(tokens), unpack_tokens(separator) if separator else ()
-            found[id] = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
+            seen = read_later(connection, seq, later, behind)
+            found[id] = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed), seen)
     return list(map(found.get, ids))
 
 
@@ -378,3 +403,15 @@ def keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) 
     """Return the keys that those of the names that are known lead to."""
     query = "SELECT id, key FROM nodes WHERE namespace = ? AND id = ?"
     return dict(row for node in dict.fromkeys(ids) for row in connection.execute(query, (namespace, node)).fetchall())
+
+
+def kv_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:
+    """Return the keys of the KV of names, and of all KV that has seen their text."""
+    own = "SELECT seq, key, later FROM nodes WHERE namespace = ? AND id = ?"
+    others = "SELECT later FROM seen JOIN nodes USING (seq) WHERE other = ? AND later IS NOT NULL"
+    found: list[str] = []
+    for id in dict.fromkeys(ids):
+        for seq, key, later in connection.execute(own, (namespace, id)).fetchall():
+            found += [key, *([] if later is None else [later])]
+            found += [each for (each,) in connection.execute(others, (seq,))]
+    return found

@@ -377,9 +377,6 @@ class GGUFEngine(ChunkLibrary):
             self._supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
             return head
         found = self._supply.open_all(request)
-        missing = [key for key, reader in found.items() if reader is None]
-        if missing and self._supply.limit_misses(request, missing):
-            return self._readers(request)
         rows = torch.empty(0, dtype=torch.int64)
         request.plan, request.recomputed = Plan(FixedSelection(rows), "none", 0.0), rows
         readers = self._supply.readers(request, found)

@@ -1,0 +1,199 @@
+"""What a chunk is read behind, for the KV that serves it behind other chunks of a prompt.
+
+A chunk that was read right behind the preamble is not in the state in which the model meets it in a prompt, where it follows
+another chunk. It is read behind a companion instead, and behind the end of its own document, each set off as chunks are in
+prompts; docs/encoding.md has what that is worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from itertools import chain
+
+import numpy as np
+
+from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, context_digest
+from cacheblend_rag.reading import Ending, Member, end_before
+from cacheblend_rag.store import Names
+from cacheblend_rag.store.base import Later, NodeRecord
+
+__all__ = ["Companions", "Nearness"]
+
+_MOST_TOKENS = 256
+"""Of a companion; the end of a longer one is taken."""
+
+_ENDING_TOKENS = 64
+"""Of its own document, right before the chunk."""
+
+# A word that more than this share of texts have says little of what they are about.
+_COMMON = 0.2
+_MANY = 50
+
+
+class Nearness:
+    """Which of some texts, in tokens, are about the same as another: by the words that they share, rare ones more (BM25).
+
+    Parameters
+    ----------
+    texts : sequence of sequence of int
+        The texts.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._words = [np.unique(np.asarray(text, dtype=np.int64)) for text in texts]
+        lengths = np.array([len(words) for words in self._words])
+        owners = np.repeat(np.arange(len(texts)), lengths)
+        words = np.concatenate(self._words) if len(texts) else np.empty(0, dtype=np.int64)
+        order = words.argsort(kind="stable")
+        # The owners of each word stand together, from its own start to the next one's.
+        self._owners = owners[order]
+        self._known, starts = np.unique(words[order], return_index=True)
+        self._starts = np.append(starts, len(words))
+        self._scale = 1 / (0.25 + 0.75 * lengths / max(lengths.mean(), 1)) if len(texts) else np.empty(0)
+        self._count = len(texts)
+
+    def nearest(self, text: Sequence[int], most: int = 32) -> list[int]:
+        """Return the numbers of so many texts at most, the nearest first; those that are as near in their order."""
+        scores = np.zeros(len(self._scale))
+        words = np.unique(np.asarray(text, dtype=np.int64))
+        places = np.searchsorted(self._known, words)
+        for place, word in zip(places, words, strict=True):
+            if place < len(self._known) and self._known[place] == word:
+                owners = self._owners[self._starts[place] : self._starts[place + 1]]
+                if len(owners) <= max(_COMMON * len(scores), _MANY):
+                    scores[owners] += np.log(1 + (len(scores) - len(owners) + 0.5) / (len(owners) + 0.5))
+        scores *= -self._scale
+        best = np.argpartition(scores, most)[:most] if most < len(scores) else np.arange(len(scores))
+        return list(map(int, best[np.lexsort((best, scores[best]))]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """All chunks of a store, as they were at some time."""
+
+    ids: Sequence[str]
+    nearness: Nearness
+
+
+class Companions:
+    """Chooses what chunks are read behind.
+
+    Parameters
+    ----------
+    kind : {"own", "similar", "neutral"}
+        Which companions: other chunks of the same document, of the whole store, or none but the package's own passages, which
+        "own" takes too where a document has no other chunk.
+    namespace : str
+        Where the chunks have their names.
+    separator : tuple of int
+        What sets chunks off from each other.
+    room : int or None
+        Most tokens of a chunk and what it is read behind, beside the preamble.
+    tokenize : callable
+        Returns the tokens of a passage.
+    names : callable
+        Returns the names in the store.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        namespace: str,
+        separator: tuple[int, ...],
+        room: int | None,
+        tokenize: Callable[[str], tuple[int, ...]],
+        names: Callable[[], Names],
+    ) -> None:
+        self._kind, self._namespace, self._separator, self._room = kind, namespace, separator, room
+        self._tokenize, self._names = tokenize, names
+        self._pool: _Pool | None = None
+
+    @cached_property
+    def _passages(self) -> tuple[list[tuple[int, ...]], Nearness]:
+        texts = files("cacheblend_rag").joinpath("passages.txt").read_text("utf-8").split("\n%\n")
+        found = [self._tokenize(text.strip("\n"))[:_MOST_TOKENS] for text in texts]
+        return found, Nearness(found)
+
+    def choose(self, chunks: Iterable[tuple[NodeRecord, Sequence[Member]]]) -> list[Later]:
+        """Return how the KV of each chunk behind others is computed.
+
+        With each comes its document in the order of reading, the chunk in it; none where it is of none.
+        """
+        given = list(chunks)
+        pool = self._whole_store([record for record, _ in given]) if self._kind == "similar" else None
+        new = {record.id: record.token_ids for record, _ in given}
+        documents: dict[int, Nearness] = {}
+        found = []
+        for record, ordered in given:
+            ordered = () if self._kind == "neutral" else ordered
+            number = next((n for n, each in enumerate(ordered) if each.id == record.id), None)
+            if pool is not None:
+                candidates = self._of_store(record, pool, new)
+            elif number is not None:
+                if id(ordered) not in documents:
+                    documents[id(ordered)] = Nearness([each.token_ids for each in ordered])
+                near = (ordered[place] for place in documents[id(ordered)].nearest(record.token_ids))
+                candidates = ((each.id, each.token_ids) for each in near)
+            else:
+                candidates = iter(())
+            ending = Ending() if number is None else end_before(ordered, number, _ENDING_TOKENS, self._separator)
+            other = next((each for each in candidates if each[0] != record.id and each[1] != record.token_ids), None)
+            found.append(self._later(record, other, ending, {each.id: each.token_ids for each in ordered}))
+        return found
+
+    def _whole_store(self, given: Sequence[NodeRecord]) -> _Pool:
+        """Return the chunks of the store and those given, or as they were if they are hardly more by now."""
+        names = self._names()
+        ids = dict.fromkeys(names.ids(self._namespace))
+        if self._pool is None or len(ids) + len(given) > 1.1 * len(self._pool.ids) + 8:
+            known = names.lookup(self._namespace, list(ids))
+            texts = {
+                each.id: each.token_ids for each in known if each is not None and not each.id.startswith(HEAD_PREFIX)
+            }
+            texts |= {record.id: record.token_ids for record in given if record.id}
+            self._pool = _Pool(list(texts), Nearness(list(texts.values())))
+        return self._pool
+
+    def _of_store(
+        self, record: NodeRecord, pool: _Pool, new: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for place in pool.nearness.nearest(record.token_ids):
+            id = pool.ids[place]
+            if id in new:
+                yield id, new[id]
+            else:
+                [known] = self._names().lookup(self._namespace, [id])
+                if known is not None:
+                    yield id, known.token_ids
+
+    def _later(
+        self,
+        record: NodeRecord,
+        other: tuple[str, tuple[int, ...]] | None,
+        ending: Ending,
+        texts: Mapping[str, tuple[int, ...]],
+    ) -> Later:
+        own = record.token_ids + record.separator
+        room = math.inf if self._room is None else self._room - len(own)
+        seen = {id: texts[id] for id in ending.ids}
+        if other is None:
+            passages, nearness = self._passages
+            companion = passages[nearness.nearest(record.token_ids, 1)[0]]
+        else:
+            companion = other[1][:_MOST_TOKENS]
+            seen[other[0]] = other[1]
+            if ending.ids == other[:1] and len(other[1]) <= _MOST_TOKENS:
+                # It is what stands before the chunk.
+                ending = Ending()
+        parts = [part + self._separator for part in (companion, ending.token_ids) if part]
+        behind = tuple(chain.from_iterable(parts))
+        if room < len(behind):
+            # The end stays: of the companion less, and then of the document.
+            behind = behind[len(behind) - max(int(room), 0) :]
+        keys = tuple((id, chunk_key(self._namespace, text + record.separator)) for id, text in sorted(seen.items()))
+        key = chunk_key(self._namespace, own, None, context_digest(behind))
+        return Later(key, behind, keys if behind else ())
