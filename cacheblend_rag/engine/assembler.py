@@ -254,7 +254,7 @@ class Assembler:
         if self._window is not None and max(len(ids), end) >= self._window:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens and ends at position {end}; the window is {self._window} tokens, one of "
-                f"which is needed for the answer: {'retrieve fewer or shorter chunks' if chunks else 'shorten the text'}"
+                f"which is needed for the answer: shorten the text{', or retrieve fewer or shorter chunks' if chunks else ''}"
                 f"{self.window_hint}"
             )
         blended = tuple(chunk for chunk in chunks if chunk.computed is None)

@@ -11,6 +11,7 @@ import pytest
 from cacheblend_gguf import GGUFEngine
 from cacheblend_gguf.decoding import Scores
 from cacheblend_rag import BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.prefixes import drop_oldest
 
 _GEMMA_PARTS = 4
 _BETWEEN = 300
@@ -73,8 +74,13 @@ def noise(engine: GGUFEngine, ids: tuple[int, ...]) -> float:
     """Return how far apart llama.cpp's own logits after a prompt are, by the cells that its tokens lie in and by batches.
 
     Where cells of others lie between them, as between those that prompts share and the rest, its sums are taken apart elsewhere.
+    Earlier prompts go first, so that it is known where cells are free.
     """
-    together, llama = read_in_full(engine, ids), engine.llama
+    llama = engine.llama
+    with llama.scheduler:
+        while drop_oldest(llama.kept):
+            pass
+    together = read_in_full(engine, ids)
     apart = [read_in_full(engine, ids, 37)]
     for part in range(1, 5):
         with llama.scheduler:
