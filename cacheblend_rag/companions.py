@@ -79,6 +79,18 @@ class _Pool:
     nearness: Nearness
 
 
+class _Document:
+    """A document in the order of reading."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self.numbers = {member.id: number for number, member in enumerate(members)}
+
+    @cached_property
+    def nearness(self) -> Nearness:
+        return Nearness([member.token_ids for member in self.members])
+
+
 class Companions:
     """Chooses what chunks are read behind.
 
@@ -126,23 +138,21 @@ class Companions:
         given = list(chunks)
         pool = self._whole_store([record for record, _ in given]) if self._kind == "similar" else None
         new = {record.id: record.token_ids for record, _ in given}
-        documents: dict[int, Nearness] = {}
+        documents: dict[int, _Document] = {}
         found = []
-        for record, ordered in given:
-            ordered = () if self._kind == "neutral" else ordered
-            number = next((n for n, each in enumerate(ordered) if each.id == record.id), None)
+        for record, members in given:
+            if id(members) not in documents:
+                documents[id(members)] = _Document(() if self._kind == "neutral" else members)
+            document = documents[id(members)]
+            number = document.numbers.get(record.id)
+            candidates: Iterator[tuple[str, tuple[int, ...]]] = iter(())
             if pool is not None:
                 candidates = self._of_store(record, pool, new)
             elif number is not None:
-                if id(ordered) not in documents:
-                    documents[id(ordered)] = Nearness([each.token_ids for each in ordered])
-                near = (ordered[place] for place in documents[id(ordered)].nearest(record.token_ids))
+                near = (document.members[place] for place in document.nearness.nearest(record.token_ids))
                 candidates = ((each.id, each.token_ids) for each in near)
-            else:
-                candidates = iter(())
-            ending = Ending() if number is None else end_before(ordered, number, _ENDING_TOKENS, self._separator)
             other = next((each for each in candidates if each[0] != record.id and each[1] != record.token_ids), None)
-            found.append(self._later(record, other, ending, {each.id: each.token_ids for each in ordered}))
+            found.append(self._later(record, other, document, number))
         return found
 
     def _whole_store(self, given: Sequence[NodeRecord]) -> _Pool:
@@ -174,12 +184,15 @@ class Companions:
         self,
         record: NodeRecord,
         other: tuple[str, tuple[int, ...]] | None,
-        ending: Ending,
-        texts: Mapping[str, tuple[int, ...]],
+        document: _Document,
+        number: int | None,
     ) -> Later:
         own = record.token_ids + record.separator
         room = math.inf if self._room is None else self._room - len(own)
-        seen = {id: texts[id] for id in ending.ids}
+        ending = Ending()
+        if number is not None:
+            ending = end_before(document.members, number, _ENDING_TOKENS, self._separator)
+        seen = {id: document.members[document.numbers[id]].token_ids for id in ending.ids}
         if other is None:
             passages, nearness = self._passages
             companion = passages[nearness.nearest(record.token_ids, 1)[0]]

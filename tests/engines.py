@@ -31,7 +31,8 @@ def evict(engine: BlendEngine, *ids: str) -> None:
     """Drop the KV of chunks, which keep their names."""
     for record in engine.records(list(ids)):
         assert record is not None
-        engine._store.discard(record.key)
+        for key in record.keys:
+            engine._store.discard(key)
 
 
 def damage(file: Path) -> None:

@@ -132,8 +132,8 @@ class KVStore:
         """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background.
 
         Of its names, the `records` were unknown, and are recorded unless another call was quicker; the `known` led to it, or to
-        no KV behind other chunks, and what that was read behind is noted. KV that no name leads to is not kept; where names cannot
-        be recorded, it is in RAM alone, and goes with the first of them. Returns False if too much is waiting to keep it.
+        no KV behind other chunks, and what that was read behind is noted. KV that no name leads to is not kept; where names
+        cannot be recorded, it is in RAM alone, and goes with the first of them. Returns False if too much is waiting to keep it.
         """
         self._check(key)
         miss = Entry(tenant, self._expires_at(ttl_s), kv=kv)

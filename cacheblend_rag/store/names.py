@@ -171,6 +171,8 @@ class Names:
             targets = drafts.targets()
             documents = {name: drafts.members(name) for name in drafts.names()}
         found = []
+        gone = {old.id for record, old in zip(records, known, strict=True) if old is not None and old.key != record.key}
+        gone |= others.keys()
         for record, old in zip(records, known, strict=True):
             is_moved = record.id in drafts.left
             is_changed = bool(record.id) and (old != record or is_moved)
@@ -180,6 +182,8 @@ class Names:
             )
             there = targets.get(record.id) if record.place is not None else None
             later = old.later if old is not None and old == record and not is_moved else None
+            if later is not None and any(id in gone for id, _ in later.seen):
+                later = None
             target = NamedTarget(record, ttl_s) if there is None else there
             kept = replace(target.record, place=record.place, later=later)
             found.append(replace(target, record=kept, is_changed=is_changed or adds or target.is_changed))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
+from cacheblend_rag import BlendEngine, BlendPrompt
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -53,16 +54,23 @@ class _Substituting(RecordingCache):
         return super().update(mixed_keys, mixed_values, layer)
 
 
+def read_behind(engine: BlendEngine, prompt: BlendPrompt) -> list[list[int]]:
+    """Return what each chunk of a prompt is encoded behind: the preamble, and for the first nothing else."""
+    chunks = engine._assembler.assemble(prompt).chunks
+    assert not chunks[0].target.context and all(chunk.target.context for chunk in chunks[1:])
+    return [[*engine._assembler.preamble, *chunk.target.context] for chunk in chunks]
+
+
 @torch.no_grad()
 def stale_kv(
     model: PreTrainedModel,
     ids: Sequence[int],
     chunks: Sequence[tuple[int, int]],
-    prefix: Sequence[int],
+    prefixes: Sequence[Sequence[int]],
 ) -> Pairs:
-    """Return the KV of chunks encoded behind `prefix` alone, at their place in a prompt; zero elsewhere."""
+    """Return the KV of chunks, each encoded behind its own prefix, at their place in a prompt; zero elsewhere."""
     whole = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in own_kv(model, ids)]
-    for start, stop in chunks:
+    for (start, stop), prefix in zip(chunks, prefixes, strict=True):
         # The chunk behind its prefix, computed where it stands in the prompt: no key is ever moved.
         alone = own_kv(model, [*prefix, *ids[start:stop]], first_position=start - len(prefix))
         for (keys, values), (own_keys, own_values) in zip(whole, alone, strict=True):
@@ -76,7 +84,7 @@ def dense_blend(
     model: PreTrainedModel,
     ids: Sequence[int],
     chunks: Sequence[tuple[int, int]],
-    prefix: Sequence[int],
+    prefixes: Sequence[Sequence[int]],
     recomputed: torch.Tensor | None = None,
     checks: dict[int, int] | None = None,
 ) -> torch.Tensor:
@@ -90,14 +98,14 @@ def dense_blend(
         The prompt.
     chunks
         Half-open row ranges of the chunks.
-    prefix
-        What chunks are encoded behind.
+    prefixes
+        What each chunk is encoded behind.
     recomputed
         Chunk rows recomputed in every layer, if they are fixed.
     checks
         Or: how many rows each check layer keeps, by deviation of values.
     """
-    whole = stale_kv(model, ids, chunks, prefix)
+    whole = stale_kv(model, ids, chunks, prefixes)
     rows = torch.cat([torch.arange(start, stop) for start, stop in chunks])
     if recomputed is not None:
         cache = _FixedRows(whole, rows, recomputed)

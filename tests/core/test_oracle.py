@@ -19,7 +19,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
-from tests.core.dense import LENGTH, SPANS, dense_blend, own_kv, random_ids, span_layout
+from tests.core.dense import LENGTH, SPANS, dense_blend, own_kv, random_ids, read_behind, span_layout
 from tests.engines import MakeEngine
 from tests.families import CASES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer, words
 
@@ -107,7 +107,7 @@ def test_hkvd_on_stale_kv_is_the_dense_reference(model: PreTrainedModel, setting
         result = engine.prefill(prompt)
         # 62 chunk tokens: 9 on average; gradually, 14 at layer 1, then fewer, so that layers 1 to 5 average 9
         checks = {1: 9} if settings["check_layers"] == (1,) else {1: 14, 2: 10, 4: 5}
-        wanted = dense_blend(model, engine.prompt_ids(prompt), spans, engine._assembler.preamble, checks=checks)
+        wanted = dense_blend(model, engine.prompt_ids(prompt), spans, read_behind(engine, prompt), checks=checks)
         assert (result.logits - wanted).abs().max() < TOLERANCE
         assert result.report.hits == 3
 
@@ -127,7 +127,7 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
                 task = SelectionTask(span_layout(list(ids)), model.config.num_hidden_layers, 9)
                 rows = make_selector(config.selector).begin(task).rows()
                 assert rows.numel() == 9
-            wanted = dense_blend(model, ids, spans, engine._assembler.preamble, recomputed=rows)
+            wanted = dense_blend(model, ids, spans, read_behind(engine, prompt), recomputed=rows)
             assert (result.logits - wanted).abs().max() < TOLERANCE
 
 
@@ -167,7 +167,9 @@ def test_any_prompt_is_the_dense_reference(parts: list[Part], ending: int, store
     )
     with BlendEngine(_MODEL, tokenizer, **settings) as engine:
         engine.add([segment for n, segment in enumerate(segments) if isinstance(segment, Chunk) and n in stored])
-        result = engine.prefill(BlendPrompt(segments=segments))
+        prompt = BlendPrompt(segments=segments)
+        prefixes = read_behind(engine, prompt) if spans else []
+        result = engine.prefill(prompt)
     assert list(result.token_ids) == ids
     assert result.report.context_tokens == sum(stop - start for start, stop in spans)
     assert result.report.hits + result.report.misses == len(spans)
@@ -176,7 +178,7 @@ def test_any_prompt_is_the_dense_reference(parts: list[Part], ending: int, store
         assert result.report.recomputed_tokens == keep
         # Where nothing is recomputed layer 0 is not computed in full either.
         rows, checks = (None, {1: keep}) if keep else (torch.tensor([], dtype=torch.int64), None)
-        wanted = dense_blend(_MODEL, ids, spans, [1], recomputed=rows, checks=checks)
+        wanted = dense_blend(_MODEL, ids, spans, prefixes, recomputed=rows, checks=checks)
     else:
         with torch.no_grad():
             wanted = _MODEL(input_ids=torch.tensor([ids])).logits[0, -1]

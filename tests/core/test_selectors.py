@@ -17,7 +17,7 @@ from cacheblend_rag.model import AttentionCall, attention_weights, inspect_model
 from cacheblend_rag.selection import BoundarySelector, SelectionTask, make_selector, selector_names
 from cacheblend_rag.selection.question import QuerySelector
 from cacheblend_rag.selection.segments import pick, segment_numbers
-from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, span_layout, stale_kv
+from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, read_behind, span_layout, stale_kv
 from tests.engines import MakeEngine
 from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
 
@@ -94,10 +94,10 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
         engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate(lengths)])
         refs = [ChunkRef(f"n{number}") for number in range(3)]
         prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
-        ids = list(engine.prompt_ids(prompt))
+        ids, prefixes = list(engine.prompt_ids(prompt)), read_behind(engine, prompt)
         result = engine.prefill(prompt)
     layers = model.config.num_hidden_layers
-    stale = stale_kv(model, ids, SPANS, engine._assembler.preamble)
+    stale = stale_kv(model, ids, SPANS, prefixes)
     chunk_rows = torch.cat([torch.arange(a, b) for a, b in SPANS])
     text_rows = torch.tensor([row for row in range(len(ids)) if row not in set(chunk_rows.tolist())])
     # First pass: the text over stale KV everywhere.

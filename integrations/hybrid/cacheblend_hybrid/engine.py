@@ -15,7 +15,6 @@ from cacheblend_rag.engine.many import Many
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model import Capability, Decoder, state_layers
-from cacheblend_rag.reading import ReadingRules
 
 __all__ = ["HybridEngine"]
 
@@ -48,7 +47,7 @@ class HybridEngine(BlendEngine):
             return
         assert self.unsupported_reason is not None
         # Which chunk is the first of a document is wanted though none is encoded.
-        self._assembler.rules = ReadingRules(None, self._assembler.rules.separator)
+        self._assembler.reads_documents = True
         self._runner = StateRunner(
             self.model,
             self.unsupported_reason,

@@ -6,7 +6,7 @@ Nothing of how the package reads documents is used here: every question is answe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.store import NodeRecord
 from tests.core.documents.texts import TOLERANCE, expected
 from tests.families import tiny_model
 
@@ -42,25 +43,6 @@ class Piece:
         begin, stop = self.chunk.body or (0, len(self.chunk.text))
         return self.chunk.text[begin:stop]
 
-    def before(self, after: Piece, separator: Ids) -> Ids:
-        shared = 0
-        if self.chunk.start is not None and after.chunk.start is not None:
-            shared = max(0, self.chunk.start + len(self.body) - after.chunk.start)
-        elif self.chunk.start is None and after.chunk.start is None:
-            alike = [n for n in range(16, min(len(self.body), len(after.body)) + 1) if self.body[-n:] == after.body[:n]]
-            shared = max(alike, default=0)
-        if not shared:
-            return self.ids + separator
-        end = len(self.body) - shared
-        first = 0 if self.chunk.body is None else self.chunk.body[0]
-        left, at = [], -first
-        for word in self.chunk.text.split(" "):
-            at += len(word)
-            if at <= end:
-                left.append(int(word[1:]))
-            at += 1
-        return tuple(left) if end > 0 else ()
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -77,15 +59,14 @@ class Library:
 
     Attributes
     ----------
-    limit, separator
-        How documents are read.
+    separator
+        What chunks are set off by.
     pieces : dict
         The chunks of each document, in the order in which they came.
     alone : dict
         Those of none.
     """
 
-    limit: int | None
     separator: Ids
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     alone: dict[str, Piece] = field(default_factory=dict)
@@ -142,25 +123,33 @@ class Library:
         return any(len(self.order(document)) < len(pieces) for document, pieces in self.pieces.items())
 
     def readings(self, now: float) -> dict[str, Reading]:
+        """Return how the KV right behind the preamble is read; all of a document lives no longer than any of it."""
         found = {id: Reading((), piece.ids + self.separator, _life([piece], now)) for id, piece in self.alone.items()}
-        for document in self.pieces:
-            ordered = self.order(document)
-            begin = 0
-            for number, piece in enumerate(ordered):
-
-                def context(first: int, number: int = number, ordered: list[Piece] = ordered) -> Ids:
-                    ids: Ids = ()
-                    for place in range(first, number):
-                        ids += ordered[place].before(ordered[place + 1], self.separator)
-                    return ids
-
-                size = len(piece.ids + self.separator)
-                if self.limit is not None and begin < number and len(context(begin)) + size > self.limit:
-                    room = min(self.limit // 4, self.limit - size)
-                    begin = next((n for n in range(begin, number) if len(context(n)) <= room), number)
-                life = _life(ordered[begin : number + 1], now)
-                found[piece.id] = Reading(context(begin), piece.ids + self.separator, life)
+        for pieces in self.pieces.values():
+            life = _life(pieces, now)
+            found |= {piece.id: Reading((), piece.ids + self.separator, life) for piece in pieces}
         return found
+
+
+def later_of(engine: BlendEngine, record: NodeRecord, readings: Mapping[str, Reading]) -> Reading | None:
+    """Return how a chunk's KV behind another one is read; None where that is still to be chosen.
+
+    What it has seen is there as it was, and there is nothing else in what it was read behind but that, or one of the package's
+    passages.
+    """
+    if record.later is None:
+        return None
+    own = readings[record.id]
+    ids = {id for id, _ in record.later.seen}
+    assert record.id not in ids
+    assert ids <= set(readings), "what was seen is gone"
+    there = {each.id: each.key for each in engine.records(list(ids)) if each is not None}
+    assert all(there[id] == key for id, key in record.later.seen), "what was seen is another by now"
+    assert engine._assembler.companions is not None
+    passages, _ = engine._assembler.companions._passages
+    told = {token for id in ids for token in readings[id].ids}.union(*passages, own.ids[len(record.token_ids) :])
+    assert told >= set(record.later.behind)
+    return Reading(record.later.behind, own.ids, own.expires_at)
 
 
 def _life(pieces: list[Piece], now: float) -> float:

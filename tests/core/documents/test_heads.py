@@ -284,7 +284,7 @@ def test_it_is_no_chunk(make_engine: MakeEngine, tmp_path: Path) -> None:
         engine.add([Chunk("t5", name)])
     # The same tokens as a chunk are another entry.
     engine.add([Chunk(HEAD, "chunk")])
-    assert engine._store.stats().entries == 2
+    assert engine._store.stats().entries == 3
     assert engine.contains(name)
     assert engine.delete(["chunk"]) == 1
     assert engine.prefill(asking()).report.head_tokens == HEAD_TOKENS

@@ -1,4 +1,4 @@
-"""What is stored of a chunk are its rows of one plain forward over preamble, context and chunk."""
+"""What is stored of a chunk are its rows of one plain forward over preamble, what it is read behind, and chunk."""
 
 import random
 from functools import cache
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from tests.core.documents.texts import TOLERANCE, Text, distance
+from cacheblend_rag.companions import _ENDING_TOKENS as ENDING
+from tests.core.documents.texts import TOLERANCE, Text, distances
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer
 
 SAMPLED = [("llama", "sdpa"), ("gemma3", "eager"), ("bloom", "eager")]
@@ -66,19 +67,41 @@ def check_documents(engine: BlendEngine, shapes: list[tuple[list[int], list[int]
     texts = [Text.of(f"d{n}", sizes, overlaps, seed + n) for n, (sizes, overlaps) in enumerate(shapes)]
     chunks = [chunk for text in texts for chunk in text.chunks]
     random.Random(seed).shuffle(chunks)
-    separator = engine._assembler.rules.separator
     try:
         for first in range(pieces):
             engine.add(chunks[first::pieces])
         for text in texts:
-            everything = range(len(text.cuts))
             assert engine.document(text.name) == [str(chunk.id) for chunk in text.chunks]
-            for number in everything:
-                context = text.context(number, everything, separator)
-                assert distance(engine, f"{text.name}-{number}", context, separator) < TOLERANCE
+            for number in range(len(text.cuts)):
+                worst = distances(engine, f"{text.name}-{number}")
+                assert len(worst) == 2 and max(worst) < TOLERANCE
+                if pieces == 1:
+                    check_behind(engine, text, number)
     finally:
         engine.delete(engine.ids())
     assert engine._store.stats().entries == 0
+
+
+def check_behind(engine: BlendEngine, text: Text, number: int) -> None:
+    """A chunk is read behind another one of its document and the end of what precedes it there, each set off."""
+    separator = engine._assembler.separator
+    [record] = engine.records([f"{text.name}-{number}"])
+    assert record is not None and record.later is not None
+    behind, own = record.later.behind, text.tokens(*text.cuts[number])
+    companions = {text.tokens(*cut): place for place, cut in enumerate(text.cuts) if text.tokens(*cut) != own}
+    before = text.before(number, separator)[-ENDING:]
+    if not companions:
+        # A document of one chunk is read behind a passage, one of equal chunks behind its own text as well.
+        assert record.later.seen == () or before
+        return
+    ending = before + separator if before else ()
+    wanted = {companion + separator + ending for companion in companions}
+    # What precedes it is not read twice.
+    wanted |= {companion + separator for companion, place in companions.items() if place == number - 1}
+    assert behind in wanted
+    ids = {id for id, _ in record.later.seen}
+    assert ids and record.id not in ids
+    assert ids <= {str(chunk.id) for chunk in text.chunks}
 
 
 def test_learned_positions_are_encoded_alone() -> None:

@@ -22,8 +22,8 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store import KVStore, check_store, open_store
-from cacheblend_rag.store.documents import Drafts
-from tests.core.documents.naive import Ids, Library, Reading, Rows, small_model
+from cacheblend_rag.store.index import Index
+from tests.core.documents.naive import Ids, Library, Reading, Rows, later_of, small_model
 from tests.families import tiny_tokenizer, words
 
 IDS = [f"c{number}" for number in range(7)]
@@ -75,31 +75,28 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         self.engines: list[BlendEngine] = []
 
     @stateful.initialize(
-        context_tokens=st.sampled_from([12, 20, 200]),
+        companions=st.sampled_from(["own", "similar"]),
         separator=st.sampled_from(["", "t3 t4"]),
         ttl_s=st.sampled_from([None, None, 70.0]),
         ram_bytes=st.sampled_from([0, 4_000, 10**7]),
         disk_bytes=st.sampled_from([None, None, 12_000]),
-        miss_tokens=st.sampled_from([0, 10, 1000]),
         write_back_bytes=st.sampled_from([0, 10**6]),
     )
     def make(
         self,
-        context_tokens: int,
+        companions: str,
         separator: str,
         ttl_s: float | None,
         ram_bytes: int,
         disk_bytes: int | None,
-        miss_tokens: int,
         write_back_bytes: int,
     ) -> None:
-        given = {"context_tokens": context_tokens, "separator": separator, "ttl_s": ttl_s, "miss_tokens": miss_tokens}
+        given = {"companions": companions, "separator": separator, "ttl_s": ttl_s}
         reuse = {"encode_batch_tokens": 32, "recompute_ratio": 0.0, "selector": "none", "self_check": False}
         self.settings = engine_settings(**given, **reuse)
         self.options = {"ram_bytes": ram_bytes, "disk_bytes": disk_bytes, "write_back_bytes": write_back_bytes}
         self.engines = [self.open(False), self.open(True)]
-        rules = self.engines[0]._assembler.rules
-        self.library = Library(rules.limit, rules.separator)
+        self.library = Library(self.engines[0]._assembler.separator)
         self.pinned: set[str] = set()
         # Until when KV may be there, by its context and its tokens.
         self.lives: dict[tuple[Ids, Ids], float] = {}
@@ -128,18 +125,21 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         that it had, which may have been evicted.
         """
         readings = self.readings()
+        records = {record.id: record for record in self.engines[0].records(list(readings)) if record is not None}
+        laters = {record.id: record.later.behind for record in records.values() if record.later is not None}
         names = {(each.context, each.ids) for each in readings.values()}
+        names |= {(behind, readings[id].ids) for id, behind in laters.items()}
         self.lives = {name: life for name, life in self.lives.items() if name in names}
         most = math.inf if ttl_s is None else self.now + ttl_s
         alone = self.library.alone.keys() & set(asked)
         for id, each in readings.items():
-            name = each.context, each.ids
             life = most if id in alone else min(each.expires_at, most)
-            self.lives[name] = max(self.lives.get(name, -math.inf), life)
+            for name in {((), each.ids), (laters.get(id, ()), each.ids)}:
+                self.lives[name] = max(self.lives.get(name, -math.inf), life)
 
     def with_more(self, given: list[Chunk], ttl_s: float | None, whole: bool = False) -> Library:
         """Return what the library is to be once these are added; their documents have nothing else then, if they are `whole`."""
-        future = Library(self.library.limit, self.library.separator)
+        future = Library(self.library.separator)
         future.pieces = {document: list(pieces) for document, pieces in self.library.pieces.items()}
         future.alone = dict(self.library.alone)
         if whole:
@@ -219,7 +219,8 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
     def evict(self, second: bool, id: str) -> None:
         [record] = self.engines[second].records([id])
         if record is not None:
-            self.engines[second]._store.discard(record.key)
+            for key in record.keys:
+                self.engines[second]._store.discard(key)
 
     @stateful.rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
     def pin(self, second: bool, ids: list[str], pinned: bool) -> None:
@@ -254,23 +255,25 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
                 next((name for name in TEXTS if id in map(str, engine.document(name))), None) for id in ids
             ]
             keys: dict[tuple[Ids, Ids], str] = {}
-            for id, record in zip(ids, engine.records(ids), strict=True):
-                assert record is not None
-                reading = readings[id]
-                name = reading.context, reading.ids
-                assert record.token_ids + record.separator == reading.ids
-                # Equal text behind equal text is one entry, and nothing else is.
-                assert keys.setdefault(name, record.key) == record.key
-                assert rows().is_right(engine, record.key, reading), id
-                if engine._store.holds([record.key])[0]:
-                    assert self.now < self.lives[name], id
+            records = [record for record in engine.records(ids) if record is not None]
+            assert [record.id for record in records] == ids
+            for record in records:
+                assert record.token_ids + record.separator == readings[record.id].ids
+                later = later_of(engine, record, readings)
+                for key, reading in zip(record.keys, (readings[record.id], later), strict=False):
+                    assert reading is not None
+                    name = reading.context, reading.ids
+                    # Equal text behind equal text is one entry, and nothing else is.
+                    assert keys.setdefault(name, key) == key
+                    assert rows().is_right(engine, key, reading), record.id
+                    if engine._store.holds([key])[0]:
+                        assert self.now < self.lives[name], record.id
             assert len(set(keys.values())) == len(keys)
             stats = engine._store.stats()
             assert stats.nodes == len(readings)
             assert stats.entries <= len(keys)
-            by_key = {record.key: record.id for record in engine.records(ids) if record is not None}
-            pinned = {r.key for r in engine.records(sorted(self.pinned)) if r is not None}
-            self.check_index(self.folder_of(bool(second)), set(by_key), pinned)
+            pinned = {key for record in records if record.id in self.pinned for key in record.keys}
+            self.check_index(self.folder_of(bool(second)), set(keys.values()), pinned)
 
     def check_index(self, folder: Path, named: set[str], pinned: set[str]) -> None:
         """Assert that there is no entry but what names lead to, and no pin but theirs."""
@@ -317,9 +320,9 @@ def test_whole(part: int) -> None:
     run_machine(40, 40, part, database=None)
 
 
-def test_without_new_keys_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With names of displaced chunks left leading to their old keys, stale KV is found."""
-    save = Drafts.save
-    monkeypatch.setattr(Drafts, "save", lambda self, targets, recorded=(): save(self, targets, targets))
+def test_where_what_has_seen_a_deleted_chunk_is_left_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = Index.schema.replace("SELECT seq FROM seen WHERE other = old.seq", "SELECT seq FROM seen WHERE 0")
+    assert schema != Index.schema
+    monkeypatch.setattr(Index, "schema", schema)
     with pytest.raises(AssertionError):
         run_machine(40, 20, phases=[Phase.generate], database=None)

@@ -1,4 +1,4 @@
-"""Documents of the tiny tokenizer's words cut into chunks, and what each is encoded behind, worked out word by word."""
+"""Documents of the tiny tokenizer's words cut into chunks, and what their KV should be."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class Text:
     def tokens(self, begin: int, stop: int) -> tuple[int, ...]:
         return tuple(int(word[1:]) for word in self.words[begin:stop])
 
-    def context(self, number: int, there: Sequence[int], separator: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return what a chunk is encoded behind when of the chunks only those in `there` are stored."""
+    def before(self, number: int, separator: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what the chunks before one say that it does not itself, as one text."""
         ids: tuple[int, ...] = ()
-        for before, after in pairwise([each for each in sorted(there) if each <= number]):
-            (begin, stop), (next_begin, _) = self.cuts[before], self.cuts[after]
-            ids += self.tokens(begin, min(stop, next_begin)) + (separator if next_begin >= stop else ())
-        return ids
+        for (begin, stop), (after, _) in pairwise(self.cuts[: number + 1]):
+            ids += self.tokens(begin, min(stop, after)) + (separator if after >= stop else ())
+        has_separator = number and self.cuts[number][0] >= self.cuts[number - 1][1]
+        return ids[: len(ids) - len(separator)] if has_separator else ids
 
 
 @torch.no_grad()
 def expected(engine: BlendEngine, context: Sequence[int], ids: Sequence[int]) -> list[LayerKV]:
-    """Return the rows of `ids` in one plain forward over prefix, context and `ids`, turned to right behind the prefix."""
+    """Return the rows of `ids` in one plain forward over preamble, context and `ids`, turned to right behind the preamble."""
     decoder = engine.decoder
     assert decoder is not None
     prefix = engine._assembler.preamble
@@ -82,16 +82,25 @@ def expected(engine: BlendEngine, context: Sequence[int], ids: Sequence[int]) ->
     return rows
 
 
-def distance(engine: BlendEngine, id: str, context: Sequence[int], separator: Sequence[int] = ()) -> float:
-    """Return how far a stored chunk's KV is from what it should be, relative to each layer's largest value."""
+def distances(engine: BlendEngine, id: str) -> list[float]:
+    """Return how far the KV that is stored of a chunk is from what it should be, relative to each layer's largest value.
+
+    That is the KV right behind the preamble, and that behind other chunks, one after the other.
+    """
     [record] = engine.records([id])
-    assert record is not None
-    reader = engine._store.open(record.key)
-    assert reader is not None, f"{id} has no KV"
-    ids = (*record.token_ids, *separator)
-    assert reader.token_ids == ids
-    worst = 0.0
-    for number, layer in enumerate(expected(engine, context, ids)):
-        for ours, own in zip(reader.layer(number), layer, strict=True):
-            worst = max(worst, float((ours - own).abs().max() / own.abs().max()))
-    return worst
+    assert record is not None and record.later is not None
+    ids = record.token_ids + record.separator
+    found = []
+    for key, behind in ((record.key, ()), (record.later.key, record.later.behind)):
+        if (reader := engine._store.open(key)) is None:
+            continue
+        assert reader.token_ids == ids
+        pairs = zip(map(reader.layer, range(reader.num_layers)), expected(engine, behind, ids), strict=True)
+        found.append(
+            max(
+                float((our - own).abs().max() / own.abs().max())
+                for layers in pairs
+                for our, own in zip(*layers, strict=True)
+            )
+        )
+    return found
