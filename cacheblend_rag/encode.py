@@ -21,6 +21,8 @@ __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches", "shar
 # Sharing the preamble saves its rows, but rows after a cache need a mask where rows from the start are plainly causal, and the
 # preamble's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
 _SHARED_PREAMBLE_TOKENS = 16
+# Of a batch's width, in each of its rows.
+_LEAST_FILLED = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,14 @@ parts from the one before.
 def plan_batches(lengths: Sequence[int], preamble_len: int, batch_tokens: int) -> list[list[int]]:
     """Group chunks of these lengths, in tokens, so that little is padded; return indices, longest first.
 
-    The largest batch shows early whether memory suffices. A batch has at most `batch_tokens` tokens, preambles and padding
-    included; a longer chunk is a batch of its own.
+    The largest batch shows early whether memory suffices. A quarter of a row is padding at most. A batch has at most
+    `batch_tokens` tokens, preambles and padding included; a longer chunk is a batch of its own.
     """
     batches: list[list[int]] = []
     width = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if batches and (len(batches[-1]) + 1) * width <= batch_tokens:
+        is_close = batches and _LEAST_FILLED * width <= lengths[index] + preamble_len
+        if is_close and (len(batches[-1]) + 1) * width <= batch_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])

@@ -133,7 +133,8 @@ def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.M
         ({"selector": "query", "look_layers": (3, 2)}, "look_layers=.*ascending"),
         ({"selector": "query", "look_layers": ()}, "look_layers=.*at least one"),
         ({"load_threads": 0}, "load_threads=0 must be a whole number, 1 or more"),
-        ({"miss_tokens": "many"}, "miss_tokens='many' must be"),
+        ({"encode_batch_tokens": "many"}, "encode_batch_tokens='many' must be"),
+        ({"companions": "all"}, "companions='all'"),
     ],
 )
 def test_values_without_a_meaning_are_named(settings: dict[str, Any], message: str) -> None:

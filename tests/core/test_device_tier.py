@@ -47,7 +47,8 @@ def test_answers_are_those_without_it(
     for some_room, way in product((10**8, 60_000), ways):
         with make(folder, selector=selector, device_bytes=some_room, **way) as engine:
             engine.add(CHUNKS)
-            for prompt, logits in zip(PROMPTS, wanted, strict=True):
+            # Once to bring there what each prompt has in its places.
+            for prompt, logits in [*zip(PROMPTS, wanted, strict=True)] * 2:
                 result = engine.prefill(prompt)
                 assert torch.equal(result.logits, logits)
                 assert engine._store.stats().device_bytes <= some_room

@@ -48,7 +48,8 @@ def test_every_pattern_of_hits_and_misses_gives_the_same_logits(engine: BlendEng
 def test_the_same_chunk_twice_in_one_prompt(engine: BlendEngine) -> None:
     result = engine.prefill(_prompt([CHUNKS[0], CHUNKS[1], CHUNKS[0]]))
     assert (result.report.hits, result.report.misses) == (0, 3)
-    assert engine._store.stats().entries == 2
+    # What comes first is read once more behind another.
+    assert engine._store.stats().entries == 3
     again = engine.prefill(_prompt([CHUNKS[0], CHUNKS[1], CHUNKS[0]]))
     assert again.report.hits == 3
     assert (again.logits - result.logits).abs().max() < TOLERANCE
@@ -72,7 +73,7 @@ def test_two_names_of_one_text_share_its_kv_until_the_last_is_deleted(engine: Bl
     assert engine.delete(["c"]) == 1
     record = engine.records(["a"])[0]
     assert record is not None
-    assert engine._store.stats().entries == 1
+    assert engine._store.stats().entries == 2
     assert engine.delete(["a", "unknown"]) == 1
     assert engine._store.holds([record.key]) == [True]
     assert engine.delete(["b"]) == 1
@@ -233,7 +234,7 @@ def test_a_store_of_ones_own_is_not_closed(tmp_path: Path) -> None:
     store = open_store(tmp_path / "kv", ram_bytes=10**6)
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
         engine.add(CHUNKS)
-    assert store.stats().entries == 4
+    assert store.stats().entries == 8
     store.close()
 
 

@@ -275,7 +275,7 @@ def test_who_can_only_read_does_not_overlook_a_log(small_disk: Path) -> None:
         open_store(small_disk / "s", 0).names.ids("ns")
 
 
-@pytest.mark.parametrize("version", [0, 4, 5])
+@pytest.mark.parametrize("version", [0, 4, 6])
 def test_another_index(tmp_path: Path, version: int) -> None:
     folder = tmp_path
     store = open_store(folder, 0)
@@ -285,7 +285,7 @@ def test_another_index(tmp_path: Path, version: int) -> None:
     connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     data = (folder / "index.sqlite").read_bytes()
-    said = f"format version {version}, but this cacheblend-rag reads version 6; remove the (store )?folder and warm it again"
+    said = f"format version {version}, but this cacheblend-rag reads version 7; remove the (store )?folder and warm it again"
     with pytest.raises(StoreFormatError, match=said):
         open_store(folder, 0)
     with pytest.raises(StoreFormatError, match=said):

@@ -90,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
         store, options = self.stores[second], {"tenant": TENANTS[space], "ttl_s": ttl_s}
         before = self.model.names[space].get(node)
         records = [record_of(space, node, number)] if before is None else []
-        known = [] if before is None else [node]
+        known = {} if before is None else {node: None}
         assert store.call("put_later", key(space, number), make_kv(number), space, records, known, **options)
         if gone:
             assert store.call("forget", space, [node]) == 1

@@ -15,7 +15,7 @@ from tests.engines import MakeEngine
 from tests.families import words
 from tests.store.kit import files_of, is_held, key_of, make_kv, open_store, record
 
-CHUNKS = [Chunk(words(20, number), f"n{number}", document="d", start=100 * number) for number in range(4)]
+CHUNKS = [Chunk(words(20, number), f"n{number}", document="dddx"[number], start=100 * number) for number in range(4)]
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_misses_and_additions_without_a_folder(opener: Opener) -> None:
     assert reader is not None and same(read(reader), make_kv(2, 60))
     store.forget("ns", ["n1"])
     # Nobody wants it any more: its name was deleted while the KV was computed.
-    assert store.put_later(key_of(4), make_kv(4), "ns", [], ["gone"])
+    assert store.put_later(key_of(4), make_kv(4), "ns", [], {"gone": None})
     store.flush()
     assert tier.holds([key_of(number) for number in range(5)]) == [True, False, True, False, False]
 
@@ -113,8 +113,10 @@ def test_an_engine_without_a_folder_shares_what_it_computes(make_engine: MakeEng
         engine.add(chunks[:1])
         assert engine.prefill(BlendPrompt("Read this:", chunks, "What?")).report.misses == 1
         engine.flush()
-        keys = [each.key for each in engine.records(["n0", "n1"]) if each]
-        assert tier.holds(keys) == [True, True]
+        first, second = engine.records(["n0", "n1"])
+        assert first is not None and second is not None and second.later is not None
+        # What a prompt brought was encoded for its place there.
+        assert tier.holds([*first.keys, *second.keys]) == [True, True, False, True]
     store.close()
     store = opened(None, opener())
     other = make_engine(store)
