@@ -35,7 +35,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     ),
     1: ("kv", "rope", "reading", "selection", "layout", "codec"),
     2: ("store", "model"),
-    3: ("encode", "loader", "fuse", "metrics", "prompt", "prefixes"),
+    3: ("companions", "encode", "loader", "fuse", "metrics", "prompt", "prefixes"),
     4: ("engine",),
     5: ("documents", "chat", "cli"),
 }

@@ -259,7 +259,7 @@ class Library:
             # The KV of what follows each passage is kept with it.
             texts = [text for text in (passage.text, self._engine.config.separator) if text]
             tokens = sum(map(len, self._engine.tokenizer(texts, add_special_tokens=False)["input_ids"]))
-            room -= tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_kv_layers
+            room -= 2 * (tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_kv_layers)
             if room < 0:
                 return group[:number]
         return group

@@ -45,15 +45,15 @@ class _Text:
     """KV to be computed, and the chunks (one at least) whose it is."""
 
     def __init__(
-        self, key: str, names: list[NamedTarget], counted: int, positions: tuple[int, ...] | None = None
+        self, key: str, names: list[NamedTarget], is_counted: bool, positions: tuple[int, ...] | None = None
     ) -> None:
         record = names[0].record
         behind = record.later.behind if record.later is not None and record.later.key == key else ()
         self.names = names
         self.key = key
-        # How many of the chunks are counted as encoded with this KV, rather than with their other.
-        self.counted = counted
-        self.num_tokens = len(record.token_ids) if counted else 0
+        # Whether the chunks are counted as encoded with this KV, rather than with their other.
+        self.is_counted = is_counted
+        self.num_tokens = len(record.token_ids) if is_counted else 0
         self.target = Target(record.token_ids + record.separator, behind, positions)
         self.units = {_unit(target) for target in names}
 
@@ -77,6 +77,17 @@ class _Todo:
     # The chunks given, by their ids, and why some of them, or texts, are left out.
     chunks: Mapping[object, Chunk] = field(default_factory=dict)
     refusals: list[Exception] = field(default_factory=list)
+    # How many texts each chunk still waits for.
+    waits: Counter[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waits = Counter(id(target) for text in self.texts for target in text.names)
+
+    def finished(self, texts: Iterable[_Text]) -> int:
+        """Return how many chunks have all of their KV with these texts."""
+        ids = [id(target) for text in texts for target in text.names]
+        self.waits.subtract(ids)
+        return sum(not self.waits[each] for each in set(ids))
 
 
 class _Naming:
@@ -179,7 +190,9 @@ class Ingest:
                 if target.document is not None
             }
             texts = self._texts(self._with_companions(targets, documents), {})
-            todo = _Todo([], texts, 0, len(targets), AddJob(0, sum(text.counted for text in texts)))
+            todo = _Todo(
+                [], texts, 0, len(targets), AddJob(0, len({id(target) for text in texts for target in text.names}))
+            )
             self.jobs.submit(todo.job, partial(self._encode, todo, self._store_missed))
         except (ConfigError, StoreError) as error:
             logger.debug("not encoded in the background: %s", error)
@@ -221,7 +234,7 @@ class Ingest:
         held = [pack_kv(kv, ram).nbytes for kv in (encoded if self._store.path is None else files)]
         share = sum(len(target.token_ids) for target in targets) / sum(len(kv.token_ids) for kv in encoded)
         disk_bytes = sum(encode_chunk("0" * 32, kv).nbytes for kv in files)
-        new = sum(text.counted > 0 for text in todo.texts)
+        new = sum(text.is_counted for text in todo.texts)
         return WarmEstimate(new, tokens, round(share * sum(held)), round(share * disk_bytes), seconds)
 
     def _todo(
@@ -333,9 +346,8 @@ class Ingest:
         counted = set[int]()
         texts = []
         for key, names in missing.items():
-            new = [target for target in names if id(target) not in counted]
-            counted |= set(map(id, new))
-            texts.append(_Text(key, names, len(new), positions.get(key)))
+            texts.append(_Text(key, names, counted.isdisjoint(map(id, names)), positions.get(key)))
+            counted |= set(map(id, names))
         return texts
 
     def _encode(
@@ -354,11 +366,11 @@ class Ingest:
         with ThreadPoolExecutor(1, "cacheblend-writer") as writer:
             try:
                 for batch in self._computed(todo, given_up):
-                    encoded += sum(text.counted > 0 for text, _ in batch)
+                    encoded += sum(text.is_counted for text, _ in batch)
                     tokens += sum(text.num_tokens for text, _ in batch)
                     storing.result()
                     todo.job.advance(chunks)
-                    chunks = sum(text.counted for text, _ in batch)
+                    chunks = todo.finished(text for text, _ in batch)
                     try:
                         storing = writer.submit(store, batch)
                     except RuntimeError:
@@ -395,7 +407,7 @@ class Ingest:
                 # Neither deleted nor replaced since they were added, nor encoded for a prompt.
                 found = zip(texts, self._store.holds([text.key for text in texts]), self._named(texts), strict=True)
                 wanted = [text for text, held, named in found if named and not held]
-                todo.job.advance(sum(text.counted for text in texts if text not in wanted))
+                todo.job.advance(todo.finished(text for text in texts if text not in wanted))
                 texts = wanted
             # Planned again, what is left of one batch is one batch, or a few.
             try:

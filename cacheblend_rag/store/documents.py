@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cacheblend_rag.chunk import are_records
+from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.reading import Member, Place, in_order, relinked
 from cacheblend_rag.store.base import Later, NamedTarget, NodeRecord, earliest, latest
 from cacheblend_rag.store.chunkfile import unpack_tokens
 
-__all__ = ["Drafts", "NamedPiece", "document_of", "read_later"]
+__all__ = ["Drafts", "NamedPiece", "document_of", "with_later"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class Drafts:
         if row is None:
             return None
         self._drafts[document] = draft = _Draft(document)
-        draft.pieces = {piece.id: piece for piece in _read_pieces(self._connection, document, row[0])}
+        draft.pieces = {piece.id: piece for piece in _read_pieces(self._connection, self._namespace, document, row[0])}
         self._of |= dict.fromkeys(draft.pieces, document)
         return draft
 
@@ -211,27 +212,37 @@ def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str 
     return None if row is None else str(row[0])
 
 
-def read_later(connection: sqlite3.Connection, seq: int, later: str | None, behind: bytes | None) -> Later | None:
-    """Return what a row of names says of the KV behind another chunk."""
+def with_later(
+    connection: sqlite3.Connection,
+    namespace: str,
+    seq: int,
+    later: str | None,
+    behind: bytes | None,
+    record: NodeRecord,
+) -> NodeRecord:
+    """Return a record with what its row says of the KV behind another chunk, as far as that can be."""
     if later is None or behind is None:
-        return None
+        return record
+    ids = unpack_tokens(behind)
+    if later != chunk_key(namespace, record.token_ids + record.separator, None, context_digest(ids)):
+        # The index is damaged.
+        return record
     query = "SELECT id, key FROM seen JOIN nodes ON nodes.seq = other WHERE seen.seq = ? ORDER BY id"
-    return Later(later, unpack_tokens(behind), tuple(connection.execute(query, (seq,))))
+    return replace(record, later=Later(later, ids, tuple(connection.execute(query, (seq,)))))
 
 
-def _read_pieces(connection: sqlite3.Connection, document: str, number: int) -> Iterator[_Piece]:
+def _read_pieces(connection: sqlite3.Connection, namespace: str, document: str, number: int) -> Iterator[_Piece]:
     query = (
         "SELECT seq, id, key, text_hash, token_ids, separator, source, indexed, later, behind, arrival, start, previous, length, "
         "body, ends, expires_at FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
     )
-    for seq, id, key, text_hash, tokens, separator, source, indexed, *rest in connection.execute(
-        query, (number,)
-    ).fetchall():
-        later, behind, arrival, start, previous, length, body, ends, expires_at = rest
+    for row in connection.execute(query, (number,)).fetchall():
+        seq, id, key, text_hash, tokens, separator, source, indexed, later, behind, *stands = row
+        arrival, start, previous, length, body, ends, expires_at = stands
         place = Place(document, start, previous, length, body, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
         packed = unpack_tokens(tokens), unpack_tokens(separator)
-        seen = read_later(connection, seq, later, behind)
-        record = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed), seen)
+        record = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
+        record = with_later(connection, namespace, seq, later, behind, record)
         yield _Piece(id, record.token_ids, place, record, expires_at, False, arrival)
 
 

@@ -13,7 +13,7 @@ from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.reading import Member
 from cacheblend_rag.store.base import Later, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
-from cacheblend_rag.store.documents import Drafts, document_of, read_later
+from cacheblend_rag.store.documents import Drafts, document_of, with_later
 from cacheblend_rag.store.index import Dropped, Index, claim, drop_entries, pinned_bytes
 
 __all__ = [
@@ -127,10 +127,11 @@ class Names:
             new = [record for record in records if record.id not in held]
             write_names(connection, namespace, tenant, new, {})
             for id, later in known.items():
-                query = "SELECT seq FROM nodes WHERE namespace = ? AND id = ? AND later IS NULL"
-                row = connection.execute(query, (namespace, id)).fetchone()
-                if row is not None and later is not None and later.key == key:
-                    _write_later(connection, namespace, row[0], later)
+                [record] = look_up(connection, namespace, [id])
+                if record is not None and record.later is None and later is not None and later.key == key:
+                    query = "SELECT seq FROM nodes WHERE namespace = ? AND id = ?"
+                    [(number,)] = connection.execute(query, (namespace, id)).fetchall()
+                    _write_later(connection, namespace, number, later)
             return has_name(key, connection)
 
     def remove(
@@ -398,8 +399,8 @@ def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) 
         for row in connection.execute(query, (namespace, *some)).fetchall():
             seq, id, key, text_hash, tokens, separator, source, indexed, later, behind = row
             packed = unpack_tokens(tokens), unpack_tokens(separator) if separator else ()
-            seen = read_later(connection, seq, later, behind)
-            found[id] = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed), seen)
+            record = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
+            found[id] = with_later(connection, namespace, seq, later, behind, record)
     return list(map(found.get, ids))
 
 

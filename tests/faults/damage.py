@@ -48,7 +48,7 @@ def chunk(id: str, aware: bool) -> Chunk:
 
 
 def opened(folder: Path | None) -> BlendEngine:
-    settings = engine_settings(context_tokens=30, recompute_ratio=0.0, selector="none", self_check=False)
+    settings = engine_settings(recompute_ratio=0.0, selector="none", self_check=False)
     settings["config"] = settings["config"].replace(ram_bytes=10**6 if folder is None else 0)
     return BlendEngine(small_model(), tiny_tokenizer(), **settings, store=folder)
 

@@ -19,7 +19,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import UnknownChunkError
 from cacheblend_rag.store import check_store
-from tests.core.documents.naive import Library, Rows, small_model
+from tests.core.documents.naive import Library, Rows, later_of, small_model
 from tests.families import tiny_tokenizer
 from tests.limits import apart
 
@@ -68,14 +68,12 @@ def moving(document: str) -> Chunk:
 
 def open_engine(scene: Scene) -> BlendEngine:
     settings = engine_settings(
-        context_tokens=30,
         ram_bytes=20_000,
         disk_bytes=scene.disk_bytes,
         encode_batch_tokens=32,
         recompute_ratio=0.0,
         selector="none",
         self_check=False,
-        miss_tokens=40,
     )
     return BlendEngine(small_model(), tiny_tokenizer(), **settings, store=scene.folder)
 
@@ -83,7 +81,7 @@ def open_engine(scene: Scene) -> BlendEngine:
 def flaws(engine: BlendEngine, rows: Rows) -> list[str]:
     """Return what is wrong with the documents of a store to which nobody writes, and with their KV."""
     found = []
-    library = Library(engine._assembler.rules.limit, ())
+    library = Library(())
     ids = engine.ids()
     records = {record.id: record for record in engine.records(ids) if record is not None}
     for id, document in zip(ids, engine.places(ids), strict=True):
@@ -95,9 +93,17 @@ def flaws(engine: BlendEngine, rows: Rows) -> list[str]:
     for document in DOCUMENTS:
         if engine.document(document) != [piece.id for piece in library.order(document)]:
             found.append(f"{document} is read as {engine.document(document)}")
-    for id, reading in library.readings(0.0).items():
+    readings = library.readings(0.0)
+    for id, reading in readings.items():
+        try:
+            later = later_of(engine, records[id], readings)
+        except AssertionError as error:
+            found.append(f"{id}: {error}")
+            continue
         if not rows.is_right(engine, records[id].key, reading):
             found.append(f"{id} is stale")
+        if later is not None and not rows.is_right(engine, records[id].keys[-1], later):
+            found.append(f"{id} is stale behind others")
     return found
 
 
@@ -144,7 +150,7 @@ def use_until_killed(scene: Scene, worker: int, turn: int) -> None:
         elif deed == "evict":
             [record] = engine.records([id])
             if record is not None:
-                engine._store.discard(record.key)
+                engine._store.discard(chance.choice(record.keys))
 
 
 def whose(id: str) -> int | None:

@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import check_store
+from cacheblend_rag.store import NodeRecord, check_store
 from tests.core.documents.naive import Library, Rows, small_model
 from tests.core.documents.texts import Text
 from tests.families import tiny_tokenizer, words
@@ -38,7 +39,7 @@ def test_index_of_documents(tmp_path: Path, count: int) -> None:
     """Whatever is damaged, no chunk is served behind other text than its own, and what is repaired can be added again."""
     chance = random.Random(count)
     folder, model = tmp_path / "store", small_model()
-    settings = engine_settings(recompute_ratio=0.0, selector="none", ram_bytes=0, self_check=False, context_tokens=20)
+    settings = engine_settings(recompute_ratio=0.0, selector="none", ram_bytes=0, self_check=False)
 
     def opened() -> BlendEngine:
         return BlendEngine(model, tiny_tokenizer(), **settings, store=folder)
@@ -51,16 +52,21 @@ def test_index_of_documents(tmp_path: Path, count: int) -> None:
         # One is always missing, and has to be encoded.
         [missing] = engine.records(["d1-2"])
         assert missing is not None
-        engine._store.discard(missing.key)
+        engine._store.discard(missing.keys[-1])
         ids = engine.ids()
         keys = {record.id: record.key for record in engine.records(ids) if record is not None}
-        rules = engine._assembler.rules
     shutil.copytree(folder, tmp_path / "sound")
-    library = Library(rules.limit, ())
+    library = Library(())
     library.add(chunks, float("inf"))
     library.add([Chunk(words(6, 50 + number), f"e-{number}", document="e") for number in range(3)], float("inf"))
     readings, rows = library.readings(0.0), Rows(model)
     refused = 0
+
+    def is_right(engine: BlendEngine, record: NodeRecord) -> bool:
+        own = readings[record.id]
+        later = own if record.later is None else replace(own, context=record.later.behind)
+        return all(rows.is_right(engine, key, each) for key, each in zip(record.keys, (own, later), strict=False))
+
     for _ in range(count):
         damage_index(folder / "index.sqlite", chance)
         try:
@@ -71,7 +77,7 @@ def test_index_of_documents(tmp_path: Path, count: int) -> None:
                     engine.flush()
                 for record in filter(None, engine.records(known)):
                     assert record.key == keys[record.id]
-                    assert rows.is_right(engine, record.key, readings[record.id]), record.id
+                    assert is_right(engine, record)
         except StoreError:
             refused += 1
         check_store(folder, repair=True)
@@ -83,7 +89,7 @@ def test_index_of_documents(tmp_path: Path, count: int) -> None:
                     assert engine.document(text.name)[number] == chunk.id
                     [record] = engine.records([str(chunk.id)])
                     assert record is not None
-                    assert rows.is_right(engine, record.key, readings[record.id]), record.id
+                    assert is_right(engine, record)
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "sound", folder)
     assert refused < count
