@@ -67,7 +67,7 @@ class ChunkEncoder(ABC):
     def __init__(self, form: Decoder | ModelCard, preamble: Sequence[int], batch_tokens: int) -> None:
         self._form = form
         self.preamble = tuple(preamble)
-        self._batch_tokens = batch_tokens
+        self.batch_tokens = batch_tokens
 
     @abstractmethod
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
@@ -92,7 +92,7 @@ class ChunkEncoder(ABC):
     def num_tokens(self, targets: Sequence[Target]) -> int:
         """Return how many tokens are computed to encode targets, the preamble and padding not counted."""
         count = 0
-        for reading in _readings(targets, range(len(targets))):
+        for reading in _readings(targets, range(len(targets)), self.batch_tokens):
             read: tuple[int, ...] = ()
             for sequence, _ in reading:
                 count += len(sequence) - shared_length(read, sequence)
@@ -105,7 +105,8 @@ class ChunkEncoder(ABC):
         batches: list[list[Reading]] = [
             [[(target.token_ids, [index])]] for index, target in enumerate(targets) if target.positions is not None
         ]
-        readings = _readings(targets, [index for index, target in enumerate(targets) if target.positions is None])
+        indices = [index for index, target in enumerate(targets) if target.positions is None]
+        readings = _readings(targets, indices, self.batch_tokens)
         batches += [[reading] for reading in readings if len(reading) > 1]
         single = [reading for reading in readings if len(reading) == 1]
         lengths = [len(sequence) for [(sequence, _)] in single]
@@ -113,7 +114,7 @@ class ChunkEncoder(ABC):
         far = [reach is not None and preamble_len + length >= reach for length in lengths]
         for is_far in (True, False):
             alike = [number for number, each in enumerate(far) if each == is_far]
-            for batch in plan_batches([lengths[number] for number in alike], preamble_len, self._batch_tokens):
+            for batch in plan_batches([lengths[number] for number in alike], preamble_len, self.batch_tokens):
                 batches.append([single[alike[place]] for place in batch])
         return batches
 
@@ -219,9 +220,10 @@ class Encoder(ChunkEncoder):
         return cache.kv()
 
 
-def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[Reading]:
-    """Chain targets of which one begins with what another has read."""
+def _readings(targets: Sequence[Target], indices: Sequence[int], most_tokens: int) -> list[Reading]:
+    """Chain targets of which one begins with what another has read, while together they read no more than that many tokens."""
     readings: list[Reading] = []
+    tokens = 0
     sequences = {index: targets[index].context + targets[index].token_ids for index in indices}
     # In this order what begins alike stands together, the shorter first.
     for index, sequence in sorted(sequences.items(), key=itemgetter(1)):
@@ -229,14 +231,16 @@ def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[Reading
         if target.context and readings:
             read, inside = readings[-1][-1]
             known = shared_length(read, sequence)
-            if known == len(read):
+            tokens += len(sequence) - known
+            if tokens <= most_tokens and known == len(read):
                 # Nothing parts the two: one forward reads both.
                 readings[-1][-1] = sequence, [*inside, index]
                 continue
-            if 2 * known >= min(len(read), len(target.context)):
+            if tokens <= most_tokens and 2 * known >= min(len(read), len(target.context)):
                 readings[-1].append((sequence, [index]))
                 continue
         readings.append([(sequence, [index])])
+        tokens = len(sequence)
     return readings
 
 

@@ -36,6 +36,8 @@ _TRIAL_S = 1.0
 _WRITTEN = 8
 # Beside its file a chunk has a row, and is brought to its place: each is synced as well.
 _SYNCED = 2
+# Batches that are planned together.
+_TOGETHER = 8
 # Tokens a byte that text seldom has, and how many tokens of such chunks are worth a warning.
 _DENSE = 0.75
 _MANY_DENSE = 2000
@@ -397,10 +399,20 @@ class Ingest:
             raise todo.refusals[0]
         return AddResult(encoded, todo.changed, todo.unchanged, tokens)
 
+    def _planned(self, texts: Sequence[_Text]) -> Iterator[list[_Text]]:
+        """Yield texts in the batches in which they are encoded; what is of one chunk is stored at about the same time."""
+        start = tokens = 0
+        for number, text in enumerate(texts, 1):
+            tokens += len(text.target.context) + len(text.target.token_ids)
+            if number == len(texts) or tokens > _TOGETHER * self._supply.encoder.batch_tokens:
+                some = texts[start:number]
+                for planned in self._supply.encoder.plan([each.target for each in some]):
+                    yield [some[index] for index in planned]
+                start, tokens = number, 0
+
     def _computed(self, todo: _Todo, given_up: Callable[[], bool] | None) -> Iterator[Batch]:
         """Compute the KV of texts batch by batch; see `_encode`."""
-        for planned in self._supply.encoder.plan([text.target for text in todo.texts]) if todo.texts else ():
-            texts = [todo.texts[index] for index in planned]
+        for texts in self._planned(todo.texts):
             if given_up is not None:
                 if given_up():
                     return

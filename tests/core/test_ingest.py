@@ -130,9 +130,9 @@ def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> N
 def test_a_chunk_that_is_asked_for_before_its_turn_is_a_miss_and_is_encoded_once(engine: BlendEngine) -> None:
     with engine._runner.scheduler:
         job = engine.add(CHUNKS, background=True)
-        assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.misses == 1
+        assert engine.prefill(BlendPrompt("t5", ["n5"], "t6")).report.misses == 1
     assert job.result().encoded == 5
-    assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.hits == 1
+    assert engine.prefill(BlendPrompt("t5", ["n5"], "t6")).report.hits == 1
 
 
 def test_of_two_adds_of_one_id_the_last_counts(engine: BlendEngine) -> None:
@@ -218,8 +218,8 @@ def test_errors_come_out_of_the_job_and_of_one_flush(engine: BlendEngine, monkey
         job.result()
     assert after.result().encoded == 2
     engine.flush()
-    # Longest first: the one batch before the error was stored.
-    assert held(engine) == {"n0": False, "n1": False, "n2": False, "n3": True, "n4": True, "n5": True}
+    # What was encoded before the error was stored.
+    assert held(engine) == {"n0": True, "n1": True, "n2": False, "n3": False, "n4": True, "n5": True}
     with pytest.raises(StoreFullError, match="no room"):
         engine.add(CHUNKS[:4])
     monkeypatch.setattr(engine._store, "put", put)

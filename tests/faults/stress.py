@@ -37,7 +37,7 @@ REMOTE_S = 2 * 1.0 + 5.0
 
 # How many chunks are asked about that are not stored.
 _FRESH = 200
-_LEAST_ASKED = 60
+_LEAST_ASKED = 200
 
 
 @dataclass
