@@ -93,7 +93,6 @@ class _Sample:
 
     prompt: BlendPrompt
     prompt_ids: tuple[int, ...]
-    remembers: bool
     text: str | None
     logits: torch.Tensor
     asked: dict[str, Any]
@@ -111,14 +110,10 @@ class _Comparison:
     distance: float
     first_token_kl: float
     differs: bool
-    remembers: bool
 
 
 class Guard(Attachment, Collector):
     """Compares some of an engine's answers with full prefill, and acts when they differ too much.
-
-    Where chunks remember their documents, answers are compared with full prefill of the whole documents, as far as these fit the
-    model's window, and nothing is done but report: full prefill of the chunks knows less.
 
     A comparison begins when no prompt is computed or waits, and is left between two layers when one comes. At most eight requests
     wait for it; more are dropped. No text of prompts or answers is logged, or kept when they are compared.
@@ -221,7 +216,7 @@ class Guard(Attachment, Collector):
         text = None if sampling or not _is_plain(options) else result.text
         first: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
         asked = first if text is None else {**options, "max_new_tokens": request.max_new_tokens}
-        sample = _Sample(request.asked, result.prompt_ids, request.prompt.layout.remembers, text, noted[0], asked)
+        sample = _Sample(request.asked, result.prompt_ids, text, noted[0], asked)
         with self._changed:
             self._counts["sampled"] += 1
             if self._closed or len(self._queue) >= _MOST_PENDING or request.order is not self._order:
@@ -304,19 +299,16 @@ class Guard(Attachment, Collector):
         CacheBlendError
             If the prompt can no longer be asked.
         """
-        # Full prefill of whole documents knows what chunks that remember do.
-        whole = self._engine.whole_documents(sample.prompt) if sample.remembers else None
-        prompt = sample.prompt if whole is None else whole
-        full = self._engine.generate_aside(prompt, BlendConfig(enabled=False), **sample.asked)
+        full = self._engine.generate_aside(sample.prompt, BlendConfig(enabled=False), **sample.asked)
         if full is None:
             return None
-        if whole is None and full.prompt_ids != sample.prompt_ids:
+        if full.prompt_ids != sample.prompt_ids:
             raise PromptError("chunks of the prompt have changed since it was answered; it is not compared")
         kl, distance = distances(self._full[0], sample.logits)
         if sample.text is None:
-            return _Comparison(distance, kl, False, sample.remembers)
+            return _Comparison(distance, kl, False)
         differs = not exact_match(sample.text, full.text)
-        return _Comparison(1 - f1_score(sample.text, full.text), kl, differs, sample.remembers)
+        return _Comparison(1 - f1_score(sample.text, full.text), kl, differs)
 
     def _judge(self) -> None:
         """Act if a whole window is past the limit; call it under the condition."""
@@ -327,8 +319,7 @@ class Guard(Attachment, Collector):
             self._past_limit = False
             return
         found = f"the last {self._size} compared answers differ from full prefill's by {divergence:.3f} on average"
-        # What chunks remember is not to be had by recomputing: there is nothing to raise.
-        if self._action == "report" or any(each.remembers for each in self._window):
+        if self._action == "report":
             if not self._past_limit:
                 logger.warning("guard: %s, past its limit of %g; nothing is changed", found, self._limit)
             self._past_limit = True

@@ -168,14 +168,18 @@
     return redone ? `${rest}; ${redone} recomputed` : rest;
   }
 
-  /** Says what a chunk was encoded after: ids and a count, since the page has no text that was not in the prompt. */
+  /** Says what a chunk's KV was read behind: ids and a count, since the page has no text that was not in the prompt. */
   function chunkText(number) {
     const chunk = view.chunks[number], parts = [];
-    if (chunk.behind === null) parts.push("It is no longer known what its stored KV was encoded after.");
-    else if (!chunk.behind.length && !chunk.behindTokens) parts.push("Its stored KV is encoded after no other chunk.");
+    if (!chunk.behind) parts.push("Its stored KV was read right behind the preamble.");
     else {
-      parts.push(`Its stored KV is encoded after ${many(chunk.behindTokens, "token")} of its document: ` +
-        `${chunk.behind.length > 12 ? `${chunk.behind.slice(0, 12).join(", ")} and ${chunk.behind.length - 12} more` : chunk.behind.join(", ")}.`);
+      const read = `Its stored KV was read behind ${many(chunk.behind, "token")}`;
+      if (chunk.seen === null) parts.push(`${read}; of which chunks is no longer known.`);
+      else if (!chunk.seen.length) parts.push(`${read} of a neutral passage.`);
+      else {
+        parts.push(`${read} of chunks: ` +
+          `${chunk.seen.length > 12 ? `${chunk.seen.slice(0, 12).join(", ")} and ${chunk.seen.length - 12} more` : chunk.seen.join(", ")}.`);
+      }
     }
     if (chunk.reason) parts.push(`Not served from stored KV: ${chunk.reason}.`);
     return parts.join(" ");

@@ -24,6 +24,7 @@ from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport, CallReport
 from cacheblend_rag.stops import Spelling
+from cacheblend_rag.store import NamedTarget
 from cacheblend_rag.trace import Trace, TracedChunk
 
 __all__ = ["InspectorPage", "inspector_page", "page_of"]
@@ -57,7 +58,7 @@ def inspector_page(
     """Return a page that shows what became of every token of a prompt, and where the time went.
 
     The page is complete in itself, and nothing in it is loaded from elsewhere. It holds the texts of the prompt and the answer;
-    of other chunks only ids. Make it while the engine is open: the store says what chunks were encoded after.
+    of other chunks only ids. Make it while the engine is open: the store says which chunks a chunk's KV has seen.
 
     Parameters
     ----------
@@ -108,7 +109,7 @@ def page_of(
 ) -> InspectorPage:
     """Return the page of an answer, with a switch to another one to the same prompt if that is given.
 
-    Each has its report as a dictionary, its trace, and what each chunk was encoded after.
+    Each has its report as a dictionary, its trace, and each chunk's document and what its KV has seen.
     """
     traces = [trace for _, trace, _ in answers]
     data = {
@@ -139,27 +140,22 @@ def _texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 
 
 def _contexts(engine: ChunkLibrary, chunks: Sequence[TracedChunk]) -> list[dict[str, Any]]:
-    """Return what each chunk was encoded after, as far as the store still knows."""
+    """Return each chunk's document, and the ids of the chunks that its KV has seen, as far as the store still knows."""
     ids = list(dict.fromkeys(chunk.id for chunk in chunks if chunk.id is not None))
-    targets: dict[str | None, Any] = {}
-    documents: dict[str, list[str]] = {}
+    targets: dict[str | None, NamedTarget | None] = {}
     # An engine that is closed, or a store that cannot be read now, is no reason to show nothing.
     with suppress(CacheBlendError):
         targets |= zip(ids, engine.targets(ids), strict=True)
-        names = {each.document for each in targets.values() if each is not None and each.document is not None}
-        documents |= {name: engine.document(name) for name in names}
-    return [_context(chunk, targets.get(chunk.id), documents) for chunk in chunks]
+    return [_context(chunk, targets.get(chunk.id)) for chunk in chunks]
 
 
-def _context(chunk: TracedChunk, target: Any, documents: Mapping[str, list[str]]) -> dict[str, Any]:
-    # Of a name that leads elsewhere by now nothing is said: it is another chunk, or one in another context.
-    if target is None or target.record.key != chunk.key:
-        return {"document": None, "behind": None if chunk.remembers else [], "behindTokens": 0}
-    if target.behind is None or target.document is None:
-        return {"document": target.document, "behind": [], "behindTokens": 0}
-    ids, tokens = documents.get(target.document, []), target.behind.end - target.behind.begin
-    before = ids[target.behind.first : ids.index(chunk.id)] if chunk.id in ids else None
-    return {"document": target.document, "behind": before, "behindTokens": tokens}
+def _context(chunk: TracedChunk, target: NamedTarget | None) -> dict[str, Any]:
+    if target is None or chunk.key not in target.record.keys:
+        # Of a name that leads elsewhere by now nothing is said: it is another chunk, or one behind others.
+        return {"document": None, "seen": None if chunk.behind else []}
+    later = target.record.later
+    seen = later.seen if later is not None and later.key == chunk.key else ()
+    return {"document": target.document, "seen": [id for id, _ in seen]}
 
 
 @cache
@@ -216,7 +212,7 @@ def _fates(trace: Trace) -> list[str]:
 
 
 def _chunk(chunk: TracedChunk) -> dict[str, Any]:
-    return {name: getattr(chunk, name) for name in ("start", "stop", "id", "tier", "reason", "attention")}
+    return {name: getattr(chunk, name) for name in ("start", "stop", "id", "behind", "tier", "reason", "attention")}
 
 
 def _layers(trace: Trace) -> list[list[float | None]]:

@@ -146,25 +146,31 @@ def test_many_prompts_and_a_stream(engine: BlendEngine) -> None:
     )
 
 
-def test_what_a_chunk_was_encoded_behind_is_told_by_ids(tmp_path: Path) -> None:
+def test_what_a_chunk_was_read_behind_is_told_by_ids(tmp_path: Path) -> None:
     with make_engine(tmp_path / "kv") as engine:
         pieces = [Chunk(words(9 + seed, 80 + seed), f"d-{seed}", document="tales") for seed in range(4)]
         engine.add([*pieces, CHUNKS[0]])
         report = engine.generate(BlendPrompt(words(4, 50), ["d-2", "n0", "d-0"], words(6, 51)), 2).report
         page = inspector_page(engine, report)
-        later, alone, first = data_of(page)["views"][0]["chunks"]
-        assert (later["document"], later["behind"], later["behindTokens"]) == ("tales", ["d-0", "d-1"], 19)
-        assert (alone["document"], alone["behind"], alone["behindTokens"]) == (None, [], 0)
-        assert (first["document"], first["behind"]) == ("tales", [])
+        first, alone, later = data_of(page)["views"][0]["chunks"]
+        assert (first["document"], first["behind"], first["seen"]) == ("tales", 0, [])
+        # A passage of the package's own is no chunk.
+        assert (alone["document"], alone["seen"]) == (None, []) and alone["behind"] > 0
+        [record] = engine.records(["d-0"])
+        assert record is not None and record.later is not None
+        seen = [id for id, _ in record.later.seen]
+        assert seen and set(seen) < {"d-1", "d-2", "d-3"}
+        assert (later["document"], later["behind"], later["seen"]) == ("tales", len(record.later.behind), seen)
         # The text of what was not retrieved is nowhere.
         assert pieces[1].text not in page and pieces[3].text not in page
-        engine.delete(["d-1"])
-        later, _, first = data_of(inspector_page(engine, report))["views"][0]["chunks"]
-        assert later["behind"] is None
-        assert first["behind"] == []
+        engine.delete(seen)
+        first, _, later = data_of(inspector_page(engine, report))["views"][0]["chunks"]
+        assert (later["seen"], later["behind"]) == (None, len(record.later.behind))
+        assert first["seen"] == []
     # When the engine is closed the page has all but this.
-    later, *_ = data_of(inspector_page(engine, report))["views"][0]["chunks"]
-    assert (later["behind"], later["id"]) == (None, "d-2")
+    first, _, later = data_of(inspector_page(engine, report))["views"][0]["chunks"]
+    assert (first["id"], first["seen"], first["document"]) == ("d-2", [], None)
+    assert (later["id"], later["seen"]) == ("d-0", None)
 
 
 def test_a_report_that_left_its_process_has_no_page(engine: BlendEngine) -> None:
@@ -218,8 +224,8 @@ class _Written:
 @given(st.lists(HOSTILE, min_size=2, max_size=6), HOSTILE, HOSTILE)
 @settings(max_examples=150)
 def test_no_text_ends_its_place_in_the_page(texts: list[str], id: str, reason: str) -> None:
-    chunk = TracedChunk(0, 1, id, "key", True, None, reason, 0.5)
-    context = {"document": id, "behind": [id, texts[0]], "behindTokens": 3}
+    chunk = TracedChunk(0, 1, id, "key", 3, None, reason, 0.5)
+    context = {"document": id, "seen": [id, texts[0]]}
     ids = tuple(range(len(texts)))
     trace = Trace(ids, ids[:1], (chunk,), (), (), 0.0, 1.0, 2.0, (), None, (2.0,))
     report = BlendReport(1, 0, 0, 1, len(ids), 1, 0, 0, 0, 1, 0, "none", fallback_reason=reason, trace=trace)
@@ -255,7 +261,7 @@ def test_a_page_is_written_in_place(run: Command, store: Path, tmp_path: Path, m
     view, full = data["views"]
     assert (view["full"], full["full"]) == (False, True)
     assert len(view["chunks"]) == view["figures"]["hits"] == 3
-    assert any(chunk["behind"] for chunk in view["chunks"])
+    assert any(chunk["seen"] for chunk in view["chunks"])
     assert all(chunk["document"] is not None for chunk in view["chunks"])
     assert all(chunk["attention"] is not None for each in data["views"] for chunk in each["chunks"])
     assert "Where was Mara born?" in "".join(data["tokens"])

@@ -71,7 +71,7 @@ def engine() -> Iterator[BlendEngine]:
 
 @pytest.fixture(scope="module")
 def file(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page with a chunk that was encoded behind another one, a miss, and full prefill beside it."""
+    """A page with a chunk right behind the preamble, a miss, a chunk that was read behind others, and full prefill beside it."""
     pieces = [Chunk(words(20, seed), f"d-{seed}", document="tales") for seed in range(3)]
     engine.add(pieces)
     prompt = BlendPrompt(words(4, 50), ["d-2", Chunk(words(17, 9), "new"), "d-0"], words(6, 51))
@@ -89,9 +89,11 @@ def test_a_token_a_chunk_and_full_prefill(browser: Any, file: Path) -> None:
     page, details = seen.page, seen.page.locator("#detail-text")
     page.locator('[data-chunk="0"] .t').nth(3).hover()
     assert "Token 8" in details.inner_text()
-    assert "Its stored KV is encoded after 40 tokens of its document: d-0, d-1." in details.inner_text()
+    assert "right behind the preamble" in details.inner_text()
     page.locator('[data-chunk="1"] header').hover()
-    assert "new" in details.inner_text() and "encoded after no other chunk" in details.inner_text()
+    assert "new" in details.inner_text() and "tokens of a neutral passage" in details.inner_text()
+    page.locator('[data-chunk="2"] header').hover()
+    assert "read behind 20 tokens of chunks: d-" in details.inner_text()
     assert "not stored: encoded first" in page.locator("#legend").inner_text()
     recomputed = page.locator(".t.f-recomputed").count()
     assert recomputed

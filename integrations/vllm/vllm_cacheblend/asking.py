@@ -110,8 +110,8 @@ def kv_transfer_config(
 def tokens_prompt(prefix: StoredPrefix) -> dict[str, Any]:
     """Return a prompt as vLLM takes it, in token ids.
 
-    Its salt keeps vLLM's own prefix cache apart: KV that remembers a document is never taken for that of the tokens alone, nor
-    one tenant's for another's.
+    Its salt keeps vLLM's own prefix cache apart: KV that was read behind other text is never taken for that of the tokens alone,
+    nor one tenant's for another's.
     """
     return {"prompt_token_ids": list(prefix.token_ids), "cache_salt": prefix.salt}
 

@@ -35,7 +35,7 @@ class Warm(Protocol):
 
 
 class VLLMEncoder(ChunkEncoder):
-    """Computes the KV of chunks by requests to vLLM, one for each part of a document that is read in one go.
+    """Computes the KV of chunks by requests to vLLM, one for each text that is read in one go.
 
     What two readings of one encoder begin with alike vLLM's own prefix cache has.
 

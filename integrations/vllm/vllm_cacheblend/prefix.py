@@ -67,7 +67,7 @@ class StoredPrefix:
     def salt(self) -> str:
         """A digest of whose KV it is and what it knows: prompts of equal tokens and equal salts have equal KV.
 
-        The same text remembers another document in another place, so tokens alone do not say which KV a server may share.
+        The same text may have been read behind other chunks, so tokens alone do not say which KV a server may share.
         """
         whole = hashlib.blake2b(self.namespace.encode(), digest_size=16)
         for piece in self.pieces:

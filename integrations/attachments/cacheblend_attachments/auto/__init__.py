@@ -60,7 +60,6 @@ class AutoRatio(Attachment):
     """Chooses the ratio of each prompt whose call sets none, or full prefill (CacheBlend, section 5).
 
     It is the largest ratio that adds no delay; full prefill is chosen where that is no slower than blending at the least ratio.
-    Where chunks remember their documents, nothing is recomputed.
 
     What it goes by, the profile, is read from its file, or measured when it is first needed: once for each model, machine and
     number of threads, within a few seconds and announced in the log.
@@ -148,7 +147,7 @@ class AutoRatio(Attachment):
         with scheduler_of(self._engine.model).within(request.patience):
             profile = self._known(decoder)
         if profile is None:
-            return 0.0 if layout.remembers else least, None
+            return least, None
         packed_bytes: dict[tuple[str, str], list[int]] = {}
         for reader in readers or ():
             packed_bytes.setdefault((reader.tier, reader.codec), []).append(reader.packed_bytes)
@@ -220,7 +219,6 @@ def prompt_work(
         ahead=tuning.prefetch_layers,
         threaded=loads_ahead(decoder, layout, {part.tier for part in stored}),
         stored=stored,
-        remembers=layout.remembers,
     )
 
 

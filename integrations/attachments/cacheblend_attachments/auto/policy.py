@@ -150,8 +150,7 @@ class Work:
     """The work of one prompt; of its chunks' tokens, all but those of a chunk that is exact as stored are candidates.
 
     Layers from `first_layer` on need stored KV. The loader may be `ahead` of the computation by so many layers, and runs
-    beside it if it is `threaded`: layers may be too small for that to pay. Where chunks know of text that the prompt does not
-    hold (`remembers`), full prefill is no better quality.
+    beside it if it is `threaded`: layers may be too small for that to pay.
     """
 
     prompt_tokens: int
@@ -161,7 +160,6 @@ class Work:
     ahead: int
     threaded: bool
     stored: tuple[StoredKV, ...] = ()
-    remembers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +245,9 @@ def largest_hidden_ratio(profile: Profile, work: Work, quality_ratio: float) -> 
 def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
     """Decide how a prompt is prefilled: blended at the largest ratio that adds no delay, or in full.
 
-    Full prefill is the best quality there is, so it is taken wherever it is not slower than blending at the
-    quality floor r*; unless chunks remember their documents, which then would be forgotten. A recomputed token forgets too, so
-    of such prompts nothing is recomputed.
+    Full prefill is the best quality there is, so it is taken wherever it is not slower than blending at the quality floor r*.
     """
     whole, floor = profile.prefill.seconds(work.prompt_tokens), blend_s(profile, work, quality_ratio)
-    if work.remembers:
-        return Choice(0.0, blend_s(profile, work, 0.0), whole)
     if quality_ratio >= 1 or whole <= floor * (1 + SLACK):
         reason = (
             f"full prefill of {work.prompt_tokens} tokens is predicted to be no slower than blending them "

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -112,7 +111,7 @@ def calibrate(
 ) -> None:
     """Find the cheapest settings that keep full prefill's quality on your own model and documents, and write them to a file.
 
-    Given documents, passages are encoded in their documents and alone. Exits with 1 if nothing is found and written.
+    Exits with 1 if nothing is found and written.
     """
     from cacheblend_attachments.calibration import calibrate as run
     from cacheblend_attachments.calibration import read_questions
@@ -130,31 +129,26 @@ def calibrate(
         if paths
         else warmed(store, model, embedding, config, blend)
     )
-    found: dict[str, Calibration] = {}
-    with opened as (engine, library, name):
+    with opened as (engine, library, name), console(stderr=True).status("calibrating") as status:
         embedded = library.embedding.name
-        for context in ("document", "none") if paths else (config.context,):
-            with (
-                _encoded(engine, library, context) as chosen,
-                console(stderr=True).status("calibrating") as status,
-            ):
-                pairs = _continued(library, top_k) if asked is None else _asked(library, asked, top_k)
-                found[context] = run(
-                    chosen,
-                    [prompt for prompt, _ in pairs],
-                    answers=[answer for _, answer in pairs],
-                    selector=selector,
-                    ratios=tried,
-                    target=target,
-                    max_new_tokens=max_new_tokens,
-                    progress=status.update,
-                )
-    best = _best(found)
-    _show(found, best, time.perf_counter() - started)
-    changes = _changes(found, best, blend, selector, disable)
-    rows = [{"context": context, **asdict(row)} for context, each in found.items() for row in each.rows]
-    facts = {name: value for name, value in asdict(found[best]).items() if name != "rows"}
-    write_json(json_file, "calibrate", rows, model=name, embedding=embedded, top_k=top_k, **facts, changes=changes)
+        pairs = _continued(library, top_k) if asked is None else _asked(library, asked, top_k)
+        found = run(
+            engine,
+            [prompt for prompt, _ in pairs],
+            answers=[answer for _, answer in pairs],
+            selector=selector,
+            ratios=tried,
+            target=target,
+            max_new_tokens=max_new_tokens,
+            progress=status.update,
+        )
+    _show(found, time.perf_counter() - started)
+    changes = _changes(found.recompute_ratio, blend, selector, disable)
+    facts = asdict(found)
+    rows = facts.pop("rows")
+    write_json(
+        json_file, "calibrate", list(rows), model=name, embedding=embedded, top_k=top_k, **facts, changes=changes
+    )
     if write:
         _write(config_file, changes)
     if not changes:
@@ -188,20 +182,6 @@ def _read(
                 yield engine, library, model
 
 
-@contextmanager
-def _encoded(engine: BlendEngine, library: Library, context: str) -> Iterator[BlendEngine]:
-    """Yield an engine with the passages encoded in their documents or alone; chunks of another one are encoded when asked for."""
-    from cacheblend_rag.engine import BlendEngine
-
-    if engine.config.context == context:
-        yield engine
-        return
-    # Other kinds of engine make one of their own over the same model.
-    make = getattr(engine, "another", None) or partial(BlendEngine, engine.model, engine.tokenizer)
-    with make(config=engine.config.replace(context=context), blend=engine.blend, tuning=engine.tuning) as other:
-        yield other
-
-
 def _asked(library: Library, questions: dict[str, str | None], top_k: int) -> list[tuple[BlendPrompt, str | None]]:
     """Return a prompt for each question, with the right answer where it is known."""
     return [
@@ -224,48 +204,32 @@ def _continued(library: Library, top_k: int) -> list[tuple[BlendPrompt, str | No
     return pairs
 
 
-def _best(found: dict[str, Calibration]) -> str:
-    """Return where passages are best encoded: where the target is reached for less, or else where more is recovered."""
-
-    def rank(context: str) -> tuple[bool, float, float]:
-        each = found[context]
-        reached = [row.charged_ratio for row in each.rows if row.recompute_ratio == each.recompute_ratio]
-        return not reached, reached[0] if reached else 0.0, -max(row.recovered for row in each.rows)
-
-    return min(found, key=rank)
-
-
-def _show(found: dict[str, Calibration], best: str, seconds: float) -> None:
-    for context, each in found.items():
-        lines = [
-            (
-                f"{row.recompute_ratio:g}",
-                f"{row.charged_ratio:.3f}",
-                f"{row.loss:.3f}",
-                f"{row.recovered:.3f}",
-                f"{row.recovered_low:.3f} to {row.recovered_high:.3f}",
-                f"{row.ttft_ratio:.3f}",
-            )
-            for row in each.rows
-        ]
-        columns = ("ratio", "charged", "loss", "recovered", "95 % interval", "first token")
-        title = f"passages encoded {'in their documents' if context == 'document' else 'alone'}, {each.selector}"
-        show_table(title, columns, lines)
-    chosen = found[best]
-    skipped = f"; {chosen.skipped} more are prefilled in full at any ratio" if chosen.skipped else ""
+def _show(found: Calibration, seconds: float) -> None:
+    lines = [
+        (
+            f"{row.recompute_ratio:g}",
+            f"{row.charged_ratio:.3f}",
+            f"{row.loss:.3f}",
+            f"{row.recovered:.3f}",
+            f"{row.recovered_low:.3f} to {row.recovered_high:.3f}",
+            f"{row.ttft_ratio:.3f}",
+        )
+        for row in found.rows
+    ]
+    columns = ("ratio", "charged", "loss", "recovered", "95 % interval", "first token")
+    show_table(f"recomputed by {found.selector}", columns, lines)
+    skipped = f"; {found.skipped} more are prefilled in full at any ratio" if found.skipped else ""
     typer.echo(
-        f"{chosen.questions} questions in {say_seconds(seconds)}{skipped}. Loss by full prefill {chosen.full_loss:.3f}, without "
-        f"documents {chosen.bare_loss:.3f} nats a token"
+        f"{found.questions} questions in {say_seconds(seconds)}{skipped}. Loss by full prefill {found.full_loss:.3f}, without "
+        f"documents {found.bare_loss:.3f} nats a token"
     )
-    where = " with passages encoded alone" if best == "none" else ""
-    typer.echo(f"{chosen.reason.removesuffix('.')}{where}.")
+    typer.echo(found.reason)
 
 
 def _changes(
-    found: dict[str, Calibration], best: str, blend: BlendConfig, selector: str | None, disable: bool
+    ratio: float | None, blend: BlendConfig, selector: str | None, disable: bool
 ) -> dict[str, bool | int | float | str]:
     """Return the settings to write."""
-    ratio = found[best].recompute_ratio
     if ratio is None:
         return {"enabled": False} if disable else {}
     changes: dict[str, bool | int | float | str] = {"recompute_ratio": ratio}
@@ -273,8 +237,6 @@ def _changes(
         changes["selector"] = selector
     if not blend.enabled:
         changes["enabled"] = True
-    if len(found) > 1:
-        changes["context"] = best
     return changes
 
 

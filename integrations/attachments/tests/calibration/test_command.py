@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_attachments.calibration import Calibration, CalibrationRow
-from cacheblend_attachments.cli.calibrate import _best, _changes
+from cacheblend_attachments.cli.calibrate import _changes
 from cacheblend_lab.reference import demo_documents
 from cacheblend_rag.config import BlendConfig
 from tests.cli.conftest import Command, read_rows
@@ -39,13 +38,11 @@ def test_from_documents(calibrate: Any, documents: Path, model_folder: Path, tmp
     (tmp_path / "blend.yaml").write_text("recompute_ratio: 0.3 # ours\nttl_s: 1\n")
     options = [documents, "--model", model_folder, "--chunk-tokens", "40", "--ratios", "0.999,0.998"]
     output, config = calibrate(*options, "--json", tmp_path / "found.json")
-    assert config.read_text().startswith("recompute_ratio: 0.998 # ours\nttl_s: 1\ncontext: ")
+    assert config.read_text() == "recompute_ratio: 0.998 # ours\nttl_s: 1\n"
     assert "0.998 is the smallest ratio that reaches 0.97" in output
-    assert f"{config} says recompute_ratio: 0.998, context: " in output
+    assert f"{config} says recompute_ratio: 0.998" in output
     rows = read_rows(tmp_path / "found.json")
-    assert [(row["context"], row["recompute_ratio"]) for row in rows] == [
-        (context, ratio) for context in ("document", "none") for ratio in (0.998, 0.999)
-    ]
+    assert [row["recompute_ratio"] for row in rows] == [0.998, 0.999]
     assert all(abs(row["recovered"] - 1) < 0.03 for row in rows)
     assert not (tmp_path / ".cacheblend").exists()
 
@@ -56,27 +53,15 @@ def test_what_was_warmed(calibrate: Any, run: Command, documents: Path, model_fo
     (tmp_path / "blend.yaml").write_text("recompute_ratio: 0.5\nenabled: false\n")
     output, config = calibrate("--store", store, "--ratios", "0.999", "--selector", "random")
     assert config.read_text() == "recompute_ratio: 0.999\nenabled: true\nselector: random\n"
-    assert "encoded in their documents, random" in output
+    assert "recomputed by random" in output
     run("store", "check", "--store", store)
 
 
 def test_what_is_written() -> None:
-    def found(ratio: float | None, recovered: float) -> Calibration:
-        rows = tuple(CalibrationRow(each, each, 2.0, recovered, 0.8, 1.0, 0.1) for each in (0.0, 0.1))
-        return Calibration("hkvd", 0.95, 9, 0, 1.0, 3.0, rows, ratio, "A reason.")
-
-    missed = {"document": found(None, 0.9), "none": found(None, 0.8)}
-    assert _best(missed) == "document"
-    assert _changes(missed, "document", BlendConfig(), None, False) == {}
-    assert _changes(missed, "document", BlendConfig(), None, True) == {"enabled": False}
-    # What reaches the target for less is better than what is better.
-    reached = {"document": found(0.1, 0.99), "none": found(0.0, 0.96)}
-    assert _best(reached) == "none"
-    assert _changes(reached, "none", BlendConfig(), "random", False) == {
-        "recompute_ratio": 0.0,
-        "selector": "random",
-        "context": "none",
-    }
+    assert _changes(None, BlendConfig(), None, False) == {}
+    assert _changes(None, BlendConfig(), None, True) == {"enabled": False}
+    assert _changes(0.0, BlendConfig(), "random", False) == {"recompute_ratio": 0.0, "selector": "random"}
+    assert _changes(0.1, BlendConfig(enabled=False), None, True) == {"recompute_ratio": 0.1, "enabled": True}
 
 
 def test_nothing_is_written_unless_wanted(calibrate: Any, documents: Path, model_folder: Path) -> None:
@@ -94,12 +79,10 @@ def test_without_questions_passages_are_asked_how_they_go_on(run: Command, tmp_p
     result = run("calibrate", folder, *options)
     assert "16 questions in " in result.output and "without documents" in result.output
     rows = read_rows(file)
-    assert [(row["context"], row["recompute_ratio"]) for row in rows] == [
-        (context, ratio) for context in ("document", "none") for ratio in (0, 0.5)
-    ]
+    assert [row["recompute_ratio"] for row in rows] == [0, 0.5]
     found = json.loads(file.read_text())
     assert found["full_loss"] < found["bare_loss"]
-    assert config.read_text() in [f"recompute_ratio: 0.0\ncontext: {context}\n" for context in ("document", "none")]
+    assert config.read_text() == "recompute_ratio: 0.0\n"
     short = tmp_path / "short.txt"
     short.write_text("Too few words.")
     result = run("calibrate", short, "--model", "reference", "--config", config, code=2)
