@@ -244,9 +244,10 @@ def test_what_a_server_says_is_checked(tmp_path: Path, names: str, pair: tuple[K
     one.name(NAMESPACE, [record("n1", 1)])
     with redis.Redis.from_url(names) as client:
         [name] = client.hkeys("cacheblend-rag:{names}:units")
-        client.hset("cacheblend-rag:{names}:units", name, b'["", null, [], [["odd"]], []]')
-    with pytest.raises(StoreError, match="'n1' cannot be read"):
-        two.names.lookup(NAMESPACE, ["n1"])
+        for state, why in ((b'[2, "", [["odd"]]]', "cannot be read"), (b'["", null, [], []]', "format version")):
+            client.hset("cacheblend-rag:{names}:units", name, state)
+            with pytest.raises(StoreError, match=f"'n1' .*{why}"):
+                two.names.lookup(NAMESPACE, ["n1"])
 
 
 def test_answers_do_without_the_server(tmp_path: Path, mortal: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
