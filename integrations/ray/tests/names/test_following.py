@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import redis
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
-from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store import KVStore, Later, NodeRecord, open_store
 from cacheblend_ray import log
 from cacheblend_ray.names import open_names
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -94,6 +95,51 @@ def test_who_comes_later_finds_everything(tmp_path: Path, names: str, pair: tupl
         assert three.tenants() == ["acme"]
         assert three.names.ids("other") == []
         three.close()
+
+
+def behind(record: NodeRecord, number: int, other: NodeRecord) -> NodeRecord:
+    """Return a record with KV that was read behind another one's text."""
+    return replace(record, later=Later(key_of(number), other.token_ids, ((other.id, other.key),)))
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+@pytest.mark.parametrize("by", [0, 1])
+def test_what_has_seen_a_chunk_goes_with_it(names: str, pair: tuple[KVStore, KVStore], how: str, by: int) -> None:
+    secret = replace(piece("a", "d", 0, 1), token_ids=(77001, 77002))
+    same, other, loose = piece("b", "d", 10, 2), piece("x", "e", 0, 3), record("l", 4)
+    readers = [behind(each, number, secret) for number, each in ((12, same), (13, other), (14, loose))]
+    pair[0].name(NAMESPACE, [secret, *readers])
+    ids, laters = ["b", "x", "l"], [key_of(number) for number in (12, 13, 14)]
+    for store in pair:
+        assert [each and each.later for each in store.names.lookup(NAMESPACE, ids)] == [each.later for each in readers]
+        for number in (12, 13, 14):
+            store.put(key_of(number), make_kv(number))
+        assert store.holds(laters) == [True] * 3
+    with redis.Redis.from_url(names) as client:
+        states = "cacheblend-rag:{names}:units"
+        assert sum(b"77001" in state for state in client.hvals(states)) == 3
+        if how == "deleted":
+            pair[by].forget(NAMESPACE, ["a"])
+        else:
+            pair[by].name(NAMESPACE, [piece("a", "d", 0, 5)])
+        assert not any(b"77001" in state for state in client.hvals(states))
+    for store in pair:
+        assert [each and each.later for each in store.names.lookup(NAMESPACE, ids)] == [None] * 3
+        assert store.holds(laters) == [False] * 3
+
+
+def test_who_comes_later_finds_what_all_were_read_behind(
+    names: str, pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_UNITS_A_PAGE", 1)
+    plain = [record(f"n{number}", number) for number in range(40)]
+    # In whatever order they are read, some come before what they have seen.
+    circle = [behind(each, 100 + number, plain[number - 1]) for number, each in enumerate(plain)]
+    pair[0].name(NAMESPACE, circle)
+    three = opened(None, names)
+    found = three.names.lookup(NAMESPACE, [each.id for each in circle])
+    assert [each and each.later for each in found] == [each.later for each in circle]
+    three.close()
 
 
 def test_who_missed(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch) -> None:
