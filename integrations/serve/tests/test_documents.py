@@ -47,7 +47,7 @@ def test_chunks_come_and_go(engine: BlendEngine, serve: Serve) -> None:
     assert client.post("/v1/prefetch", json={"ids": list(CHUNKS)}).status_code == 202
     assert client.post("/v1/chunks/delete", json={"ids": ["works", "nobody"]}).json() == {"deleted": 1}
     assert engine.ids() == ["mara", "house"]
-    # What stood behind it knew of it, and is encoded anew.
+    # What was read behind it is read anew.
     assert hits(client, "mara", "house") == (1, 1)
 
 
