@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 from collections.abc import Collection
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import check_store
 from integrations.langchain.tests.conftest import LetterCounts
 from langchain_cacheblend import BlendVectorStore, warm
-from tests.core.documents.naive import Library, Rows, small_model
+from tests.core.documents.naive import Library, Rows, later_of, small_model
 from tests.core.documents.test_machine import run_machine
 from tests.families import tiny_tokenizer, words
 
@@ -53,7 +52,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.background = background
         self.open()
         assert self.engine is not None
-        self.library = Library(None, self.engine._assembler.separator)
+        self.library = Library(self.engine._assembler.separator)
         # The source of each chunk, as it was last added.
         self.sources: dict[str | None, str | None] = {}
 
@@ -140,16 +139,15 @@ class StoreMachine(RuleBasedStateMachine):
         for id, reading in readings.items():
             record = records[id]
             assert record.token_ids + record.separator == reading.ids
-            assert ROWS.is_right(self.engine, record.key, replace(reading, context=())), id
-            if record.later is None:
+            assert ROWS.is_right(self.engine, record.key, reading), id
+            later = later_of(self.engine, record, readings)
+            if record.later is None or later is None:
                 continue
-            assert ROWS.is_right(self.engine, record.later.key, replace(reading, context=record.later.behind)), id
-            # What it has seen is there still, and in its document.
-            assert all(records[other].key == key for other, key in record.later.seen)
-            document = self.engine.places([id])
-            assert all(other != id and self.engine.places([other]) == document for other, _ in record.later.seen)
-            words = {*record.separator, *(word for other, _ in record.later.seen for word in records[other].token_ids)}
-            assert not record.later.seen or set(record.later.behind) <= words
+            assert ROWS.is_right(self.engine, record.later.key, later), id
+            # Of no other document.
+            seen = [other for other, _ in record.later.seen]
+            assert set(self.engine.places(seen)) <= set(self.engine.places([id]))
+            assert not seen or self.engine.places([id]) != [None]
         assert self.engine._store.stats().entries <= len({key for each in records.values() for key in each.keys})
 
     def teardown(self) -> None:
