@@ -7,7 +7,6 @@ from typing import Any
 
 import chromadb
 import pytest
-import torch
 from langchain_chroma import Chroma
 from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_community.document_loaders import CSVLoader, TextLoader
@@ -20,7 +19,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from integrations.langchain.tests.asking import chunk_ids
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, warm

@@ -112,8 +112,8 @@ class BlendVectorStore(BasePydanticVectorStore):
         divided = Boundary(boundary)
         if found.config.companions == "similar" and (context == "none" or boundary):
             raise ConfigError(
-                'context="none" and boundary say which nodes may know of each other, but with companions="similar" the engine reads '
-                'every node behind any other; give it companions="own"'
+                'context="none" and boundary say which nodes may know of each other, but with companions="similar" the engine '
+                'reads every node behind any other; give it companions="own"'
             )
         alone = context == "none" or found.config.companions == "neutral"
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)

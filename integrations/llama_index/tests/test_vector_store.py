@@ -62,7 +62,9 @@ def known(engine: BlendEngine, misses: Collection[str] = ()) -> set[str]:
     """Ids that the engine knows, all but these with their KV."""
     engine.flush()
     records = [record for record in engine.records(engine.ids()) if record is not None]
-    assert {record.id for record in records if record.later is None or not engine.store.holds([record.id])[0]} == set(misses)
+    assert {record.id for record in records if record.later is None or not engine.store.holds([record.id])[0]} == set(
+        misses
+    )
     return set(engine.ids())
 
 

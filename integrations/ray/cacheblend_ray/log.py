@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import redis
@@ -147,6 +147,16 @@ class Unit:
         laters = (piece.record.later for piece in self.pieces)
         return any(id not in own for later in laters if later is not None for id, _ in later.seen)
 
+    def without(self, ids: Set[str]) -> Unit:
+        """Return it with nothing that was read behind these chunks."""
+        pieces = [
+            piece._replace(record=replace(piece.record, later=None))
+            if piece.record.later is not None and not ids.isdisjoint(id for id, _ in piece.record.later.seen)
+            else piece
+            for piece in self.pieces
+        ]
+        return replace(self, pieces=pieces)
+
     def packed(self) -> bytes | None:
         """Return it as bytes, None where it has no chunks."""
         if not self.pieces:
@@ -172,8 +182,8 @@ class Unit:
             version, *rest = json.loads(state)
             if version != _VERSION:
                 raise StoreFormatError(
-                    f"the shared entry of {what!r:.80} is not in format version {_VERSION}, which this cacheblend-rag reads; delete "
-                    f"the server's keys that begin with {_PREFIX}, and warm a new folder, or use the cacheblend-rag that wrote it"
+                    f"the shared entry of {what!r:.80} is not in format version {_VERSION}, which this cacheblend-rag reads; "
+                    f"delete the server's keys that begin with {_PREFIX}, and warm a new folder, or use the version that wrote it"
                 )
             tenant, rows = rest
             return cls(name, tenant, [_piece(*row) for row in rows])
@@ -261,6 +271,11 @@ class NameLog:
                 yield {name.decode(): state for name, state in found.items()}
             if not cursor:
                 return
+
+    def has(self, units: Sequence[str]) -> list[bool]:
+        """Return of each of some names whether there is such a unit."""
+        with self._guard.calling("look for names"):
+            return [state is not None for state in self._client.hmget(self._keys[2], units)] if units else []
 
     def change(self, birth: str, position: int, units: Mapping[str, bytes | None]) -> tuple[str, int]:
         """Give units their states, None for none, and return the log's birth and the position after that.

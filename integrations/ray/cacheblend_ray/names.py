@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.documents import Drafts, NamedPiece
+from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of
 from cacheblend_rag.store.folder import locked
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import (
@@ -228,8 +228,20 @@ class LoggedNames(Names):
         readers = look_up(connection, namespace, list(drafts.readers))
         # What they were read behind is gone: in the log their documents, loaded by this, may have it no longer either.
         bereft = [each.id for each in readers if each is not None and each.later is None]
-        alone = [*alone, *(id for id in bereft if drafts.document_of(id) is None)]
-        self._send(connection, list(_units_now(connection, namespace, drafts, alone)))
+        loose = [id for id in bereft if drafts.document_of(id) is None]
+        alone = [*alone, *(set(loose) - self._own(connection, namespace, loose))]
+        units = list(_units_now(connection, namespace, drafts, alone))
+        seen = {id for unit in units for piece in unit.pieces if piece.record.later for id, _ in piece.record.later.seen}
+        own = self._own(connection, namespace, seen - set(alone))
+        self._send(connection, [unit.without(own) for unit in units])
+
+    def _own(self, connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> set[str]:
+        """Return those of some ids that only prompts to this machine brought, so that others could not delete them."""
+        if getattr(self._holder, "at", None) is None:
+            return set()
+        loose = [id for id in ids if document_of(connection, namespace, id) is None]
+        there = self._log.has([UnitName(namespace, id=id).packed() for id in loose])
+        return {id for id, is_there in zip(loose, there, strict=True) if not is_there}
 
     def _send(self, connection: sqlite3.Connection, units: Sequence[Unit]) -> None:
         """Write units to the log where they are changed here, not read from it."""

@@ -128,6 +128,26 @@ def test_what_has_seen_a_chunk_goes_with_it(names: str, pair: tuple[KVStore, KVS
         assert store.holds(laters) == [False] * 3
 
 
+def test_what_only_prompts_brought_stays_on_its_machine(names: str, pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    secret = NodeRecord("met", key_of(5), "5" * 32, (77001, 77002))
+    one.name(NAMESPACE, [piece("a", "d", 0, 1), record("l", 2)])
+    one.put_later(key_of(5), make_kv(5), NAMESPACE, [secret])
+    # One was read behind what a prompt brought, and what a prompt brought behind one.
+    one.put_later(key_of(6), make_kv(6), NAMESPACE, [behind(record("own", 6), 16, record("l", 2))])
+    one.settle()
+    one.name(NAMESPACE, [behind(piece("b", "d", 10, 3), 13, secret), behind(record("m", 4), 14, record("l", 2))])
+    [here] = one.names.lookup(NAMESPACE, ["b"])
+    assert here is not None and here.later is not None
+    assert [each and each.later for each in two.names.lookup(NAMESPACE, ["b"])] == [None]
+    two.forget(NAMESPACE, ["l"])
+    assert [each and each.later for each in one.names.lookup(NAMESPACE, ["own", "m"])] == [None, None]
+    one.forget(NAMESPACE, ["a"])
+    assert (ids_of(one), ids_of(two)) == (["b", "m", "met", "own"], ["b", "m"])
+    with redis.Redis.from_url(names) as client:
+        assert not any(b"77001" in state for state in client.hvals("cacheblend-rag:{names}:units"))
+
+
 def test_who_comes_later_finds_what_all_were_read_behind(
     names: str, pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
