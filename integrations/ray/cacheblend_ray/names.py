@@ -231,7 +231,9 @@ class LoggedNames(Names):
         loose = [id for id in bereft if drafts.document_of(id) is None]
         alone = [*alone, *(set(loose) - self._own(connection, namespace, loose))]
         units = list(_units_now(connection, namespace, drafts, alone))
-        seen = {id for unit in units for piece in unit.pieces if piece.record.later for id, _ in piece.record.later.seen}
+        seen = {
+            id for unit in units for piece in unit.pieces if piece.record.later for id, _ in piece.record.later.seen
+        }
         own = self._own(connection, namespace, seen - set(alone))
         self._send(connection, [unit.without(own) for unit in units])
 
