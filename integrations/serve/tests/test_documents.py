@@ -58,15 +58,12 @@ def test_a_document_is_cut_replaced_and_deleted(engine: BlendEngine, serve: Serv
     assert len(put["ids"]) == 3 and put["encoded"] == 3
     assert client.get("/v1/documents/notes/mara.md").json()["chunks"] == put["ids"]
     assert client.get("/v1/documents").json()["data"] == [{"id": "notes/mara.md"}]
-    # The last passage changes: the others keep their names and their KV.
+    # The last passage changes: the others keep their names, and are read anew since they were read behind it.
     changed = [*list(CHUNKS.values())[:2], "Her house was sold."]
     replaced = client.put("/v1/documents/notes/mara.md", json={"chunks": changed}).json()
     assert replaced["ids"][:2] == put["ids"][:2] and replaced["ids"][2] != put["ids"][2]
-    assert (replaced["encoded"], replaced["unchanged"]) == (1, 2)
+    assert (replaced["encoded"], replaced["unchanged"]) == (3, 0)
     assert engine.document("notes/mara.md") == replaced["ids"]
-    # What was read behind the last one is read anew at its next use.
-    assert hits(client, *replaced["ids"]) == (2, 1)
-    engine.flush()
     assert hits(client, *replaced["ids"]) == hits(client, "notes/mara.md") == (3, 0)
     # KV is that of the document.
     ours, other = (engine.prefill(BlendPrompt("", ids, "?")).logits for ids in (replaced["ids"], replaced["ids"][::-1]))
