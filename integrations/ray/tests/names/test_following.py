@@ -16,6 +16,7 @@ import redis
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
+from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.store import KVStore, Later, NodeRecord, open_store
 from cacheblend_ray import log
 from cacheblend_ray.names import open_names
@@ -97,9 +98,10 @@ def test_who_comes_later_finds_everything(tmp_path: Path, names: str, pair: tupl
         three.close()
 
 
-def behind(record: NodeRecord, number: int, other: NodeRecord) -> NodeRecord:
+def behind(record: NodeRecord, other: NodeRecord) -> NodeRecord:
     """Return a record with KV that was read behind another one's text."""
-    return replace(record, later=Later(key_of(number), other.token_ids, ((other.id, other.key),)))
+    key = chunk_key(NAMESPACE, record.token_ids + record.separator, None, context_digest(other.token_ids))
+    return replace(record, later=Later(key, other.token_ids, ((other.id, other.key),)))
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
@@ -107,13 +109,13 @@ def behind(record: NodeRecord, number: int, other: NodeRecord) -> NodeRecord:
 def test_what_has_seen_a_chunk_goes_with_it(names: str, pair: tuple[KVStore, KVStore], how: str, by: int) -> None:
     secret = replace(piece("a", "d", 0, 1), token_ids=(77001, 77002))
     same, other, loose = piece("b", "d", 10, 2), piece("x", "e", 0, 3), record("l", 4)
-    readers = [behind(each, number, secret) for number, each in ((12, same), (13, other), (14, loose))]
+    readers = [behind(each, secret) for each in (same, other, loose)]
     pair[0].name(NAMESPACE, [secret, *readers])
-    ids, laters = ["b", "x", "l"], [key_of(number) for number in (12, 13, 14)]
+    ids, laters = ["b", "x", "l"], [each.keys[-1] for each in readers]
     for store in pair:
         assert [each and each.later for each in store.names.lookup(NAMESPACE, ids)] == [each.later for each in readers]
-        for number in (12, 13, 14):
-            store.put(key_of(number), make_kv(number))
+        for key in laters:
+            store.put(key, make_kv(1))
         assert store.holds(laters) == [True] * 3
     with redis.Redis.from_url(names) as client:
         states = "cacheblend-rag:{names}:units"
@@ -134,9 +136,9 @@ def test_what_only_prompts_brought_stays_on_its_machine(names: str, pair: tuple[
     one.name(NAMESPACE, [piece("a", "d", 0, 1), record("l", 2)])
     one.put_later(key_of(5), make_kv(5), NAMESPACE, [secret])
     # One was read behind what a prompt brought, and what a prompt brought behind one.
-    one.put_later(key_of(6), make_kv(6), NAMESPACE, [behind(record("own", 6), 16, record("l", 2))])
+    one.put_later(key_of(6), make_kv(6), NAMESPACE, [behind(record("own", 6), record("l", 2))])
     one.settle()
-    one.name(NAMESPACE, [behind(piece("b", "d", 10, 3), 13, secret), behind(record("m", 4), 14, record("l", 2))])
+    one.name(NAMESPACE, [behind(piece("b", "d", 10, 3), secret), behind(record("m", 4), record("l", 2))])
     [here] = one.names.lookup(NAMESPACE, ["b"])
     assert here is not None and here.later is not None
     assert [each and each.later for each in two.names.lookup(NAMESPACE, ["b"])] == [None]
@@ -154,7 +156,7 @@ def test_who_comes_later_finds_what_all_were_read_behind(
     monkeypatch.setattr(log, "_UNITS_A_PAGE", 1)
     plain = [record(f"n{number}", number) for number in range(40)]
     # In whatever order they are read, some come before what they have seen.
-    circle = [behind(each, 100 + number, plain[number - 1]) for number, each in enumerate(plain)]
+    circle = [behind(each, plain[number - 1]) for number, each in enumerate(plain)]
     pair[0].name(NAMESPACE, circle)
     three = opened(None, names)
     found = three.names.lookup(NAMESPACE, [each.id for each in circle])
