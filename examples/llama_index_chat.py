@@ -25,7 +25,7 @@ def main() -> None:
                 text=chunk,
                 metadata={"title": document.title},
                 excluded_llm_metadata_keys=["title"],  # for the embedding model and for us only
-                # A splitter sets this. The KV of each chunk is computed after those before it in its document.
+                # A splitter sets this. Each chunk is read behind another one of its document.
                 relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document.title)},
             )
             for document in demo_documents()

@@ -45,11 +45,15 @@ class NamedPiece(NamedTuple):
 
 
 class Drafts:
-    """The documents of a namespace as changes will leave them once saved; `left` are the ids of chunks that leave theirs."""
+    """The documents of a namespace as changes will leave them once saved.
+
+    `left` are the ids of chunks that leave theirs, `readers` those of chunks that were read behind any that may go.
+    """
 
     def __init__(self, connection: sqlite3.Connection, namespace: str, now: float = 0.0) -> None:
         self.now = now
         self.left: set[str] = set()
+        self.readers: set[str] = set()
         self._connection = connection
         self._namespace = namespace
         self._drafts: dict[str, _Draft] = {}

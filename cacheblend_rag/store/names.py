@@ -105,7 +105,7 @@ class Names:
         ids = {record.id for record in records}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             others = drafts.others(records) if whole else {}
-            replaced = kv_of(connection, namespace, [*ids, *others])
+            replaced = kv_of(connection, namespace, [*ids, *others], drafts)
             alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
             remove_names(connection, namespace, others, drafts)
             drafts.put(records, expires_at)
@@ -143,7 +143,7 @@ class Names:
             alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
             found = set(keys_of(connection, namespace, ids))
             ended = {*sources, *sources_of(connection, namespace, found)}
-            keys = kv_of(connection, namespace, found)
+            keys = kv_of(connection, namespace, found, drafts)
             remove_names(connection, namespace, found, drafts)
             ended, left, more = end_sources(connection, namespace, ended, drafts)
             drafts.save()
@@ -370,7 +370,7 @@ def end_sources(
     """
     ended = {source for source in sources if not _made_of(connection, namespace, source, True)}
     left = {id for source in ended for id in _made_of(connection, namespace, source, False)}
-    keys = kv_of(connection, namespace, left)
+    keys = kv_of(connection, namespace, left, drafts)
     remove_names(connection, namespace, left, drafts)
     return ended, left, keys
 
@@ -410,13 +410,15 @@ def keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) 
     return dict(row for node in dict.fromkeys(ids) for row in connection.execute(query, (namespace, node)).fetchall())
 
 
-def kv_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:
-    """Return the keys of the KV of names, and of all KV that has seen their text."""
+def kv_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> list[str]:
+    """Return the keys of the KV of names, and of all KV that has seen their text; whose that is, is noted in the drafts."""
     own = "SELECT seq, key, later FROM nodes WHERE namespace = ? AND id = ?"
-    others = "SELECT later FROM seen JOIN nodes USING (seq) WHERE other = ? AND later IS NOT NULL"
+    others = "SELECT id, later FROM seen JOIN nodes USING (seq) WHERE other = ? AND later IS NOT NULL"
     found: list[str] = []
     for id in dict.fromkeys(ids):
         for seq, key, later in connection.execute(own, (namespace, id)).fetchall():
             found += [key, *([] if later is None else [later])]
-            found += [each for (each,) in connection.execute(others, (seq,))]
+            for reader, each in connection.execute(others, (seq,)):
+                drafts.readers.add(reader)
+                found.append(each)
     return found

@@ -19,12 +19,12 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["ALONE", "DOCUMENT_KEYS", "DocumentPlaces", "overlap"]
 
 DOCUMENT_KEYS = ("source", "page")
-"""Metadata by which loaders say what a text was taken from; without the first a text is encoded alone."""
+"""Metadata by which loaders say what a text was taken from; without the first a text is of no document."""
 
 logger = logging.getLogger(__name__)
 
 ALONE = "cacheblend_context"
-"""Metadata of a text that is to be encoded alone, whatever store it is added to: ``{"cacheblend_context": "none"}``."""
+"""Metadata of a text that is to be of no document, whatever store it is added to: ``{"cacheblend_context": "none"}``."""
 
 # A row of a table, as CSVLoader numbers them: those beside it are about something else.
 _ROW = "row"
@@ -76,17 +76,24 @@ class DocumentPlaces:
         for name, given in (("document_keys", keys), ("boundary", boundary)):
             if isinstance(given, str) or not all(isinstance(key, str) for key in given):
                 raise ConfigError(f'{name}={given!r} must be a list of metadata keys, as in {name}=["source"]')
+        if engine.config.companions == "similar" and (context == "none" or boundary):
+            raise ConfigError(
+                'context="none" and boundary say which texts may know of each other, but with companions="similar" the engine '
+                'reads every chunk behind any other; give it companions="own"'
+            )
         self._engine = engine
         self._store = store
         self._keys = tuple(keys)
         self._boundary = tuple(boundary)
-        self._remembers = context == "document" and bool(keys) and engine.config.context == "document"
+        self._reads = context == "document" and bool(keys) and engine.config.companions != "neutral"
         self._sources: dict[str, _Source] = {}
 
     @property
     def divides(self) -> frozenset[str] | None:
-        """Metadata keys that no document has two values of; None if no text knows of another, so that all are."""
-        return frozenset((*self._keys, *self._boundary, _ROW)) if self._remembers else None
+        """Metadata keys of which no text knows another with another value; None if none knows another, so that all are."""
+        if self._engine.config.companions == "similar":
+            return frozenset()
+        return frozenset((*self._keys, *self._boundary, _ROW)) if self._reads else None
 
     def copy(self) -> DocumentPlaces:
         """Return one that knows as much, and may learn what this one is not to know."""
@@ -101,7 +108,7 @@ class DocumentPlaces:
         for id, text, metadata in zip(ids, texts, metadatas, strict=True):
             pieces.pop(id, None)
             pieces[id] = (text, self._source(metadata), _start_index(metadata))
-        known = dict(zip(pieces, self._engine.places(list(pieces)), strict=True)) if self._remembers else {}
+        known = dict(zip(pieces, self._engine.places(list(pieces)), strict=True)) if self._reads else {}
         self._find_categories(pieces.values())
         stood: dict[str, dict[str, str | None]] = {}
         before: dict[str, _Piece] = {}
@@ -176,7 +183,7 @@ class DocumentPlaces:
 
     def _source(self, metadata: Mapping[str, Any]) -> str | None:
         """Return a name for what a text was taken from, or None for a text that stands alone."""
-        if not self._remembers or metadata.get(ALONE) == "none":
+        if not self._reads or metadata.get(ALONE) == "none":
             return None
         values = {key: metadata[key] for key in self._keys if document_name(metadata.get(key)) is not None}
         if self._keys[0] not in values or metadata.get(_ROW) is not None:

@@ -88,12 +88,11 @@ class SearchesInner(VectorStore):
             if key in (self._divides or ()) or self._warned.setdefault(key, mine) is not mine:
                 continue
             logger.warning(
-                "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of its document, "
-                "so an answer from chunks that a reader may see can reveal something of other chunks of the same document, "
-                "which the filter hides from that reader. If that is what the filter is for, make the store with "
-                "boundary=[...] naming the metadata key (no chunk is then encoded after one with another value) or with "
-                'context="none", and add or warm the documents again; otherwise nothing needs to be done (this warning appears '
-                "once for each key)",
+                "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of other chunks, "
+                "so an answer from those that a reader may see can reveal something of one that the filter hides from that "
+                "reader. If that is what the filter is for, make the store with boundary=[...] naming the metadata key (no chunk "
+                'is then read behind one with another value) or with context="none", and add or warm the documents again; '
+                "otherwise nothing needs to be done (this warning appears once for each key)",
                 key,
             )
 

@@ -53,12 +53,12 @@ class BlendVectorStore(SearchesInner):
         Whether to show a progress bar while texts are encoded, unless in the background. The log has a line every five seconds
         at level INFO in any case.
     context : {"document", "none"}
-        Whether a text is encoded after those that precede it in its document, or alone. Encode alone, so that no chunk knows
-        of another, if some readers may see only some texts of a document.
+        "document" has a text read behind another one of its document and the end of what precedes it there; "none" behind a
+        neutral passage, so that no chunk knows of another, if some readers may see only some texts of a document.
     boundary : sequence of str
-        Metadata keys whose change divides a document: no chunk is encoded after one with another value.
+        Metadata keys whose change divides a document: no chunk is read behind one with another value.
     document_keys : sequence of str
-        Metadata keys that say which document a text is a piece of. Texts without the first key are encoded alone; the others
+        Metadata keys that say which document a text is a piece of. Texts without the first key are of no document; the others
         count if present.
     name : str, optional
         Distinguishes this store's documents from those of other stores over the engine, in other processes too. By default its
@@ -73,7 +73,8 @@ class BlendVectorStore(SearchesInner):
     ------
     ConfigError
         If `inner` is a `BlendVectorStore` already, `engine` is not a `BlendEngine`, or `context`, `boundary` or
-        `document_keys` are invalid.
+        `document_keys` are invalid, as `context` "none" and `boundary` are where the engine reads chunks behind any others
+        (`companions` "similar").
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Answers through a LangChain chain: of chunks that remember their documents, of full prefill of them, and of the documents."""
+"""Answers through a LangChain chain: of chunks read in their documents, of full prefill of them, and of the documents."""
 
 import random
 import uuid
@@ -45,7 +45,7 @@ def stories(count: int, splitter: RecursiveCharacterTextSplitter) -> Iterator[tu
 @pytest.mark.parametrize(
     "count", [24, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "all"]
 )
-def test_chunks_that_remember_answer_better_than_full_prefill_of_them(count: int) -> None:
+def test_chunks_read_in_documents_answer_better_than_full_prefill_of_them(count: int) -> None:
     llm = ChatBlend(model="reference", max_tokens=48, temperature=0)
     engine = llm.engine
     splitter = RecursiveCharacterTextSplitter(

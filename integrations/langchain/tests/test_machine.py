@@ -17,7 +17,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import check_store
 from integrations.langchain.tests.conftest import LetterCounts
 from langchain_cacheblend import BlendVectorStore, warm
-from tests.core.documents.naive import Library, Rows, small_model
+from tests.core.documents.naive import Library, Rows, later_of, small_model
 from tests.core.documents.test_machine import run_machine
 from tests.families import tiny_tokenizer, words
 
@@ -44,16 +44,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.engine: BlendEngine | None = None
 
-    @initialize(context_tokens=st.sampled_from([15, 99]), separator=st.sampled_from(["", "t3 t4"]), later=st.booleans())
-    def make(self, context_tokens: int, separator: str, later: bool) -> None:
-        reuse = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "ram_bytes": 20000, "miss_tokens": 30}
-        self.settings = engine_settings(context_tokens=context_tokens, separator=separator, **reuse)
+    @initialize(separator=st.sampled_from(["", "t3 t4"]), background=st.booleans())
+    def make(self, separator: str, background: bool) -> None:
+        reuse = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "ram_bytes": 20000}
+        self.settings = engine_settings(separator=separator, **reuse)
         self.inner = InMemoryVectorStore(LetterCounts())
-        self.background = later
+        self.background = background
         self.open()
         assert self.engine is not None
-        rules = self.engine._assembler.rules
-        self.library = Library(rules.limit, rules.separator)
+        self.library = Library(self.engine._assembler.separator)
         # The source of each chunk, as it was last added.
         self.sources: dict[str | None, str | None] = {}
 
@@ -108,12 +107,12 @@ class StoreMachine(RuleBasedStateMachine):
         known = [id for id in ids if id in self.library.readings(0.0)]
         self.engine.prefill(BlendPrompt("t5 t6", known, "t7 t8"))
 
-    @rule(id=st.sampled_from(IDS))
-    def evict(self, id: str) -> None:
+    @rule(id=st.sampled_from(IDS), place=st.sampled_from([0, -1]))
+    def evict(self, id: str, place: int) -> None:
         assert self.engine is not None
         [record] = self.engine.records([id])
         if record is not None:
-            self.engine._store.discard(record.key)
+            self.engine._store.discard(record.keys[place])
 
     @rule()
     def reopen(self) -> None:
@@ -136,12 +135,20 @@ class StoreMachine(RuleBasedStateMachine):
                 assert place is not None
                 assert self.engine.document(place) == order
         assert set(self.engine.places([*self.library.alone])) <= {None}
+        records = {record.id: record for record in self.engine.records(list(readings)) if record is not None}
         for id, reading in readings.items():
-            [record] = self.engine.records([id])
-            assert record is not None
+            record = records[id]
             assert record.token_ids + record.separator == reading.ids
             assert ROWS.is_right(self.engine, record.key, reading), id
-        assert self.engine._store.stats().entries <= len({(each.context, each.ids) for each in readings.values()})
+            later = later_of(self.engine, record, readings)
+            if record.later is None or later is None:
+                continue
+            assert ROWS.is_right(self.engine, record.later.key, later), id
+            # Of no other document.
+            seen = [other for other, _ in record.later.seen]
+            assert set(self.engine.places(seen)) <= set(self.engine.places([id]))
+            assert not seen or self.engine.places([id]) != [None]
+        assert self.engine._store.stats().entries <= len({key for each in records.values() for key in each.keys})
 
     def teardown(self) -> None:
         if self.engine is not None:

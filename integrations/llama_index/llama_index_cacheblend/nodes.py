@@ -160,11 +160,10 @@ class Boundary:
             if self._declared.setdefault(key, mine) is not mine:
                 continue
             logger.warning(
-                "a query is filtered by %r: a chunk's KV carries traces of what precedes it in its document, even of chunks that "
-                "this filter hides from the reader. Use BlendVectorStore(boundary=[%r]), which divides documents where it "
-                "changes, or context='none', which encodes each chunk alone, and add the documents again. If it is the same "
-                "throughout each document, there are no such traces, and naming it costs nothing (this warning appears once for "
-                "each key)",
+                "a query is filtered by %r: a chunk's KV carries traces of other chunks of its document, even of such as this "
+                "filter hides from the reader. Use BlendVectorStore(boundary=[%r]), which divides documents where it changes, or "
+                "context='none', which keeps each chunk to itself, and add the documents again. If it is the same throughout "
+                "each document, there are no such traces, and naming it costs nothing (this warning appears once for each key)",
                 key,
                 key,
             )
@@ -228,7 +227,7 @@ class NodeEncoder:
 
     Nothing that is wrong with a node, or with the place where KV is kept, is an error here: the node is computed when it is
     retrieved, and a warning says so. A node of which the model is shown something else than LlamaIndex writes (`text_of`) is
-    encoded alone, since its place in the document is unknown; without a `boundary`, every node is.
+    of no document, since its place in it is unknown; without a `boundary`, none is of any.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class BlendVectorStore(BasePydanticVectorStore):
     old one, text and KV, even in stores that would silently keep the old text. A node that has lost its KV, or that reached the
     inner store another way, is encoded when it is first retrieved, or by `warm_index`.
 
-    A node is encoded after those that precede it in its document (``ref_doc_id``), and its KV remembers them; a node without a
-    document is encoded alone.
+    A node is read behind another node of its document (``ref_doc_id``) and the end of what precedes it there; a node without a
+    document, behind a neutral passage (`EngineConfig.companions`).
 
     Parameters
     ----------
@@ -56,12 +56,12 @@ class BlendVectorStore(BasePydanticVectorStore):
     text_of : BaseNodePostprocessor or callable, optional
         The postprocessor that changes what the language model sees of a node, `MetadataReplacementPostProcessor` for
         sentence windows, or a function that returns it; by default a node's text and metadata as LlamaIndex writes them. Nodes
-        shown in another form are encoded alone.
+        shown in another form are taken for ones without a document.
     parents : BaseDocumentStore, optional
         Where `AutoMergingRetriever` finds the nodes that it merges others into. The parents of nodes that are added are then
         encoded with them, and forgotten with their document.
     context : {"document", "none"}
-        "none" encodes every node alone, for documents of which some readers may see only some nodes. By default the engine's.
+        "none" takes every node for one without a document, where some readers may see only some nodes of one.
     boundary : sequence of str
         Metadata keys; nodes of one document with different values are treated as different documents. If filters on metadata
         tell readers apart, name their keys here.
@@ -69,7 +69,8 @@ class BlendVectorStore(BasePydanticVectorStore):
     Raises
     ------
     ConfigError
-        If `inner` is not a vector store of LlamaIndex or wraps one already, there is no engine, or an option cannot be used.
+        If `inner` is not a vector store of LlamaIndex or wraps one already, there is no engine, or an option cannot be used:
+        `context` "none" and `boundary` can't where the engine reads nodes behind any others (`companions` "similar").
     """
 
     stores_text: bool = True
@@ -109,7 +110,12 @@ class BlendVectorStore(BasePydanticVectorStore):
         if context not in ("document", "none"):
             raise ConfigError(f'unknown context={context!r}; give "document" or "none"')
         divided = Boundary(boundary)
-        alone = "none" in (context, found.config.context)
+        if found.config.companions == "similar" and (context == "none" or boundary):
+            raise ConfigError(
+                'context="none" and boundary say which nodes may know of each other, but with companions="similar" the engine '
+                'reads every node behind any other; give it companions="own"'
+            )
+        alone = context == "none" or found.config.companions == "neutral"
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)
         self._inner = inner
         self._show_progress = show_progress

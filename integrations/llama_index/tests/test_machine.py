@@ -1,14 +1,14 @@
 """A stale answer is impossible: any sequence of calls on an index over Chroma, and of changes behind its back, against a model.
 
 After every step a question is put to the whole index. The model must have been given the live texts, from KV of just these texts
-behind just what stands before them in their documents now, and say what it says where all of them were added a moment ago; and
-KV that no node stands for must be gone.
+behind others that are in their documents now, and say what it says where all of that is encoded anew; and KV that no node stands
+for must be gone.
 """
 
 import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.chunk import BlendPrompt, Chunk, text_hash
 from cacheblend_rag.engine import GenerationResult
 from cacheblend_rag.keys import chunk_key
+from cacheblend_rag.store import NodeRecord
 from integrations.llama_index.tests.conftest import WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
 from tests.core.documents.test_machine import run_machine
@@ -81,10 +82,12 @@ class Watched:
         BlendSynthesizer(llm=self.llm).synthesize(QUESTION, nodes)
         return self.asked.pop()
 
-    def answer_anew(self, prompt: BlendPrompt, names: dict[str, Chunk]) -> GenerationResult:
-        """Return what comes of a prompt where these chunks, and no others, were just added."""
+    def answer_anew(
+        self, prompt: BlendPrompt, names: dict[str, Chunk], records: Collection[NodeRecord]
+    ) -> GenerationResult:
+        """Return what comes of a prompt where these names, and no others, were just given, and nothing is encoded."""
         self.engine.delete(self.engine.ids())
-        self.engine.add(names.values())
+        self.engine._store.name(self.engine.namespace, records)
         segments = [
             (each if names.get(str(each.id), each).text == each.text else Chunk(each.text))
             if isinstance(each, Chunk)
@@ -268,44 +271,59 @@ class IndexMachine(RuleBasedStateMachine):
         if nodes:
             self._check_answer(nodes)
         self.engine.flush()
-        records = {record.id: record for record in self.engine.records(self.engine.ids()) if record is not None}
+        records = self._records()
         assert {id: r.text_hash for id, r in records.items()} == {id: text_hash(c.text) for id, c in self.names.items()}
-        anew = {record.id: record.key for record in self.naive.engine.records(list(self.names)) if record is not None}
-        assert not nodes or {id: record.key for id, record in records.items()} == anew
         # No text that nobody stands for has KV.
-        keys = {record.key for record in records.values()}
-        alone = {line for line in LINES if self.engine._store.holds([self._key(line)]) == [True]}
-        assert {line for line in alone if self._key(line) not in keys} <= self.in_ram
+        keys = {key for record in records.values() for key in record.keys}
+        first = {line for line in LINES if self.engine._store.holds([self._key(line)]) == [True]}
+        assert {line for line in first if self._key(line) not in keys} <= self.in_ram
         held = sum(self.engine._store.holds(list(keys)))
-        # The template's own words before the nodes are nobody's text.
-        others = len(self.in_ram) + len(self.engine.heads())
+        # The template's own words before the nodes are nobody's text; what is in RAM alone may be a prompt's first chunk or not.
+        others = 2 * len(self.in_ram) + len(self.engine.heads())
         assert held <= self.engine._store.stats().entries <= held + others
-        # What was encoded behind something that is gone is a miss; all that was retrieved since has KV.
-        assert all(
-            self.engine._store.holds([record.key]) == [True]
-            for id, record in records.items()
-            if self.context == "none" or self.live.get(id, ("", ""))[1] == self.names[id].text
-        )
+        for id, record in records.items():
+            seen = {} if record.later is None else dict(record.later.seen)
+            assert all(records[other].key == key for other, key in seen.items())
+            assert all(other != id and other.split("/")[0] == id.split("/")[0] for other in seen)
+            assert not seen or self.context == "document"
+            if seen:
+                behind = self.tokenizer.decode(record.later.behind)
+                assert {line for line in LINES if line in behind} == {self.names[other].text for other in seen}
+
+    def _records(self) -> dict[str, NodeRecord]:
+        return {record.id: record for record in self.engine.records(self.engine.ids()) if record is not None}
 
     def _check_answer(self, nodes: Any) -> None:
         stored = {chunk.text for chunk in self.names.values()}
+        added = {self.names[id].text for id in self.owned}
         prompt, result = self.watched.answer(nodes)
         text = self.tokenizer.decode(self.engine.prompt_ids(prompt))
         shown = {line for line in LINES if line in text}
         assert shown == {each.text for each in nodes}
         for chunk in result.report.chunks:
             live, named = self.live[str(chunk.id)][1], self.names.get(str(chunk.id))
-            # What is in RAM alone may have been dropped.
-            assert self.context == "document" or chunk.hit == (live in stored) or (chunk.hit and live in self.in_ram)
+            assert not chunk.hit or live in stored | self.in_ram
+            # What was read behind something that is gone is a miss.
+            assert chunk.hit or live not in added or self.context == "document"
             if named is not None and named.text != live:
                 assert chunk.hit or "not the text that was added" in str(chunk.reason)
                 self.in_ram.add(live)
             elif not chunk.hit:
                 self.names.setdefault(str(chunk.id), Chunk(live, str(chunk.id)))
-        assert self.naive.answer_anew(prompt, self.names).token_ids == result.token_ids
+        self.engine.flush()
+        records = self._records()
+        for place, chunk in enumerate(each for each in prompt.segments if isinstance(each, Chunk)):
+            record = records.get(str(chunk.id))
+            if record is not None and record.text_hash == text_hash(chunk.text):
+                # What another name of the same text has needs no name more.
+                same = [record] if record.later else [each for each in records.values() if each.key == record.key]
+                keys = [each.later.key for each in same if each.later] if place else [record.key]
+                assert any(self.engine._store.holds(keys))
+        assert self.naive.answer_anew(prompt, self.names, records.values()).token_ids == result.token_ids
 
     def _key(self, line: str) -> str:
-        return chunk_key(self.engine.namespace, self.engine._assembler.tokenize(line))
+        assembler = self.engine._assembler
+        return chunk_key(self.engine.namespace, assembler.tokenize(line) + assembler.separator)
 
     def teardown(self) -> None:
         self.engine.close()

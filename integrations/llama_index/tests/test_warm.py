@@ -140,7 +140,8 @@ def test_what_is_gone_is_pruned_on_request(index: VectorStoreIndex, llm: BlendLL
     assert warm_index(index, engine=llm.engine).nodes == 4
     assert len(llm.engine.ids()) == 5
     assert warm_index(index, engine=llm.engine, prune=True).pruned == 1
-    assert len(llm.engine.ids()) == llm.engine._store.stats().entries == 4
+    assert len(llm.engine.ids()) == 4
+    assert llm.engine._store.stats().entries == 2 * 4
     with pytest.raises(ConfigError, match="only a part"):
         warm_index(index, engine=llm.engine, prune=True, nodes=[])
 
@@ -184,11 +185,13 @@ def test_an_estimate_says_what_an_ingestion_takes(
             documents, StorageContext.from_defaults(vector_store=store), embed_model=WordEmbedding()
         )
         held = engine.store.stats()
-        assert before.chunks == held.entries > 15
+        assert before.chunks == len({record.key for record in engine.records(engine.ids()) if record is not None}) > 15
         assert before.disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
         assert before.ram_bytes == pytest.approx(held.ram_bytes, rel=0.01)
         assert before.seconds > 0
-        assert estimate(index) == estimate(store, documents) == WarmEstimate(0, 0)
+        assert estimate(index) == WarmEstimate(0, 0)
+        # Beside those that are there, some new nodes of the same texts would be read behind others.
+        assert estimate(store, documents).tokens < before.tokens / 2
         # As without a store: an index that is there, and nothing of it is encoded.
         engine.delete(engine.ids())
         assert estimate(index).disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)

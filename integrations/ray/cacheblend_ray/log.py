@@ -8,23 +8,24 @@ Under the prefix ``cacheblend-rag:{names}:`` lie::
     log        a stream: for each change the names of the units that it changed, and random digits of its own: others at the same
                position are what came after an end that was lost; the oldest are dropped
 
-What a document says stands in its unit alone, and goes with it. Scripts on the server make each change one step.
+What a chunk says stands in its unit, and in those of chunks that were read behind it; with the chunk it goes from all of these.
+Scripts on the server make each change one step.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import redis
 
-from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.reading import Place, ReadingRules
-from cacheblend_rag.store.base import NodeRecord
+from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError
+from cacheblend_rag.reading import Place
+from cacheblend_rag.store.base import Later, NodeRecord
 from cacheblend_rag.store.documents import NamedPiece
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.remote import Guard, RemoteSettings, redis_address, shown_url
@@ -33,6 +34,8 @@ from cacheblend_rag.store.remote.redis import connected
 __all__ = ["Behind", "NameLog", "Page", "Unit", "UnitName"]
 
 _PREFIX = "cacheblend-rag:{names}:"
+# Of a unit's state, which begins with it.
+_VERSION = 2
 # Who has missed more changes than this reads all units anew.
 _KEPT = 10_000
 _UNITS_A_PAGE = 500
@@ -129,22 +132,36 @@ class Unit:
         Which.
     tenant : str
         Whose it is.
-    rules : ReadingRules
-        How it is read.
     pieces : sequence of NamedPiece
         Its chunks, in the order in which they came; none where it is no more.
     """
 
     name: UnitName
     tenant: str = ""
-    rules: ReadingRules = field(default_factory=ReadingRules)
     pieces: Sequence[NamedPiece] = ()
+
+    @property
+    def reaches_out(self) -> bool:
+        """Whether a chunk of it was read behind one that is not."""
+        own = {piece.record.id for piece in self.pieces}
+        laters = (piece.record.later for piece in self.pieces)
+        return any(id not in own for later in laters if later is not None for id, _ in later.seen)
+
+    def without(self, ids: Set[str]) -> Unit:
+        """Return it with nothing that was read behind these chunks."""
+        pieces = [
+            piece._replace(record=replace(piece.record, later=None))
+            if piece.record.later is not None and not ids.isdisjoint(id for id, _ in piece.record.later.seen)
+            else piece
+            for piece in self.pieces
+        ]
+        return replace(self, pieces=pieces)
 
     def packed(self) -> bytes | None:
         """Return it as bytes, None where it has no chunks."""
         if not self.pieces:
             return None
-        state = [self.tenant, self.rules.limit, self.rules.separator, [_row(piece) for piece in self.pieces]]
+        state = [_VERSION, self.tenant, [_row(piece) for piece in self.pieces]]
         return json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode()
 
     @classmethod
@@ -153,18 +170,24 @@ class Unit:
 
         Raises
         ------
+        StoreFormatError
+            If another version of cacheblend-rag made them.
         StoreError
             If these are other bytes.
         """
         if state is None:
             return cls(name)
+        what = name.document or name.id
         try:
-            tenant, limit, separator, rows = json.loads(state)
-            pieces = [_piece(*row) for row in rows]
-            rules = ReadingRules(limit, tuple(separator))
-            return cls(name, tenant, rules, pieces)
+            version, *rest = json.loads(state)
+            if version != _VERSION:
+                raise StoreFormatError(
+                    f"the shared entry of {what!r:.80} is not in format version {_VERSION}, which this cacheblend-rag reads; "
+                    f"delete the server's keys that begin with {_PREFIX}, and warm a new folder, or use the version that wrote it"
+                )
+            tenant, rows = rest
+            return cls(name, tenant, [_piece(*row) for row in rows])
         except (ValueError, TypeError) as error:
-            what = name.document or name.id
             raise StoreError(
                 f"the shared entry of {what!r:.80} cannot be read ({error}); add it again, or delete it"
             ) from error
@@ -249,6 +272,11 @@ class NameLog:
             if not cursor:
                 return
 
+    def has(self, units: Sequence[str]) -> list[bool]:
+        """Return of each of some names whether there is such a unit."""
+        with self._guard.calling("look for names"):
+            return [state is not None for state in self._client.hmget(self._keys[2], units)] if units else []
+
     def change(self, birth: str, position: int, units: Mapping[str, bytes | None]) -> tuple[str, int]:
         """Give units their states, None for none, and return the log's birth and the position after that.
 
@@ -279,7 +307,8 @@ def _row(piece: NamedPiece) -> list[Any]:
     record, expires_at = piece
     place = None if record.place is None else astuple(record.place)
     tokens = record.token_ids, record.separator
-    return [record.id, record.key, record.text_hash, *tokens, place, record.source, record.indexed, expires_at]
+    later = None if record.later is None else astuple(record.later)
+    return [record.id, record.key, record.text_hash, *tokens, place, record.source, record.indexed, later, expires_at]
 
 
 def _piece(
@@ -291,14 +320,20 @@ def _piece(
     place: list[Any] | None,
     source: str | None,
     indexed: bool,
+    later: tuple[str, list[int], list[tuple[str, str]]] | None,
     expires_at: float | None,
 ) -> NamedPiece:
-    """Return the chunk that `_row` made a row of; its key is one, since files are called by it."""
+    """Return the chunk that `_row` made a row of; its keys are such, since files are called by them."""
     stands = None if place is None else Place(*(*place[:-1], tuple(place[-1])))
-    return NamedPiece(
-        NodeRecord(id, valid_key(key), text_hash, tuple(token_ids), tuple(separator), stands, source, indexed),
-        expires_at,
-    )
+    tokens, origin = (tuple(token_ids), tuple(separator)), (source, indexed)
+    return NamedPiece(NodeRecord(id, valid_key(key), text_hash, *tokens, stands, *origin, _later(later)), expires_at)
+
+
+def _later(row: tuple[str, list[int], list[tuple[str, str]]] | None) -> Later | None:
+    if row is None:
+        return None
+    key, behind, seen = row
+    return Later(valid_key(key), tuple(behind), tuple((str(id), str(its)) for id, its in seen))
 
 
 def _whole(birth: bytes, digits: bytes) -> str:

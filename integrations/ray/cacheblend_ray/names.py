@@ -10,7 +10,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby, islice
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
-from cacheblend_rag.store.documents import Drafts, NamedPiece
+from cacheblend_rag.store.base import NodeRecord
+from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of
 from cacheblend_rag.store.folder import locked
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import (
@@ -27,6 +28,7 @@ from cacheblend_rag.store.names import (
     drop_nameless,
     end_sources,
     keys_of,
+    kv_of,
     look_up,
     remove_names,
     sources_of,
@@ -146,7 +148,7 @@ class LoggedNames(Names):
                     f"the names at {self._log.location} change faster than they are read; try again"
                 )
         if page.changed:
-            self._take([(UnitName.unpacked(name), state) for name, state in page.changed.items()])
+            self._take(_unpacked(page.changed))
         if at != (page.birth, page.position):
             self._mark(page.birth, page.position)
         return page.birth, page.position
@@ -171,43 +173,46 @@ class LoggedNames(Names):
 
     def _read_all(self) -> None:
         """Have in the index what the log has, and nothing else."""
-        seen: set[str] = set()
-        for units in self._log.units():
-            seen.update(units)
-            self._take([(UnitName.unpacked(name), state) for name, state in units.items()])
-        self._take([(name, None) for name in self._units(None) if name.packed() not in seen])
+        found, again = set[str](), set[str]()
+        for states in self._log.units():
+            units = _unpacked(states)
+            found.update(states)
+            again.update(unit.name.packed() for unit in units if unit.reaches_out)
+            self._take(units)
+        # What chunks were read behind may have come after them.
+        for states in self._log.units() if again else ():
+            self._take(_unpacked({name: state for name, state in states.items() if name in again}))
+        self._take([Unit(name) for name in self._units(None) if name.packed() not in found])
 
-    def _take(self, units: Sequence[tuple[UnitName, bytes | None]]) -> None:
-        by_namespace = sorted(units, key=lambda each: each[0].namespace)
-        for namespace, group in groupby(by_namespace, key=lambda each: each[0].namespace):
-            self._drop(self._adopt(namespace, [Unit.unpacked(name, state) for name, state in group]))
+    def _take(self, units: Sequence[Unit]) -> None:
+        by_namespace = sorted(units, key=lambda unit: unit.name.namespace)
+        for namespace, group in groupby(by_namespace, key=lambda unit: unit.name.namespace):
+            self._drop(self._adopt(namespace, list(group)))
 
     def _adopt(self, namespace: str, units: Sequence[Unit]) -> Dropped:
         """Have units be what they are elsewhere, whatever they were here; what prompts brought of what has ended goes with it."""
-        pieces = [piece for unit in units for piece in unit.pieces]
-        ids = {piece.record.id for piece in pieces}
+        ids = {piece.record.id for unit in units for piece in unit.pieces}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             held = [id for unit in units for id in _held(drafts, unit.name)]
             replaced = keys_of(connection, namespace, [*held, *ids])
-            gone = [id for id in held if id in replaced and id not in ids]
+            keys = kv_of(connection, namespace, replaced, drafts)
             sources = sources_of(connection, namespace, replaced)
-            remove_names(connection, namespace, gone, drafts)
+            remove_names(connection, namespace, [id for id in held if id in replaced and id not in ids], drafts)
             # Their order, and how long they live, are what they are elsewhere too.
             drafts.remove(ids)
+            written: dict[str, list[NodeRecord]] = {}
             for unit in units:
                 for record, expires_at in unit.pieces:
-                    drafts.put([record], unit.rules, expires_at)
+                    drafts.put([record], expires_at)
+                    written.setdefault(unit.tenant, []).append(record)
             targets = drafts.targets()
-            for unit in units:
-                if unit.pieces:
-                    write_names(connection, namespace, unit.tenant, [each.record for each in unit.pieces], targets)
-            dropped_keys = [*replaced.values(), *drafts.save(targets, ids)]
-            _, left = end_sources(connection, namespace, sources, drafts)
-            if left:
-                targets = drafts.targets()
-                dropped_keys += [*left.values(), *drafts.save(targets)]
+            # All at once, since chunks may have been read behind each other.
+            for tenant, records in written.items():
+                write_names(connection, namespace, tenant, records, targets)
+            _, _, more = end_sources(connection, namespace, sources, drafts)
+            drafts.save()
             self._send(connection, units)
-            return drop_nameless(connection, dropped_keys)
+            return drop_nameless(connection, [*keys, *more])
 
     def _units(self, tenant: str | None) -> list[UnitName]:
         """Return all documents, and all chunks of none, or those of one tenant."""
@@ -220,7 +225,25 @@ class LoggedNames(Names):
             return found + [UnitName(space, id=id) for space, id in connection.execute(loose, (tenant,))]
 
     def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
-        self._send(connection, list(_units_now(connection, namespace, drafts, alone)))
+        readers = look_up(connection, namespace, list(drafts.readers))
+        # What they were read behind is gone: in the log their documents, loaded by this, may have it no longer either.
+        bereft = [each.id for each in readers if each is not None and each.later is None]
+        loose = [id for id in bereft if drafts.document_of(id) is None]
+        alone = [*alone, *(set(loose) - self._own(connection, namespace, loose))]
+        units = list(_units_now(connection, namespace, drafts, alone))
+        seen = {
+            id for unit in units for piece in unit.pieces if piece.record.later for id, _ in piece.record.later.seen
+        }
+        own = self._own(connection, namespace, seen - set(alone))
+        self._send(connection, [unit.without(own) for unit in units])
+
+    def _own(self, connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> set[str]:
+        """Return those of some ids that only prompts to this machine brought, so that others could not delete them."""
+        if getattr(self._holder, "at", None) is None:
+            return set()
+        loose = [id for id in ids if document_of(connection, namespace, id) is None]
+        there = self._log.has([UnitName(namespace, id=id).packed() for id in loose])
+        return {id for id, is_there in zip(loose, there, strict=True) if not is_there}
 
     def _send(self, connection: sqlite3.Connection, units: Sequence[Unit]) -> None:
         """Write units to the log where they are changed here, not read from it."""
@@ -265,13 +288,19 @@ def _units_now(connection: sqlite3.Connection, namespace: str, drafts: Drafts, a
     """Yield the documents that were drafted, and chunks that are of none, or were, as they are now."""
     row = connection.execute("SELECT tenant FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
     tenant = "" if row is None else str(row[0])
+    # What has seen a chunk that went is read again as it is now.
+    now = Drafts(connection, namespace)
     for document in drafts.names():
-        rules, pieces = drafts.pieces(document)
-        yield Unit(UnitName(namespace, document=document), tenant, rules, pieces)
+        yield Unit(UnitName(namespace, document=document), tenant, now.pieces(document))
     for id in dict.fromkeys(alone):
         [record] = look_up(connection, namespace, [id])
         pieces = [] if record is None or drafts.document_of(id) is not None else [NamedPiece(record, None)]
-        yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces)
+        yield Unit(UnitName(namespace, id=id), tenant, pieces)
+
+
+def _unpacked(states: Mapping[str, bytes | None]) -> list[Unit]:
+    """Return units from their names and states."""
+    return [Unit.unpacked(UnitName.unpacked(name), state) for name, state in states.items()]
 
 
 def _note(connection: sqlite3.Connection, birth: str, position: int) -> None:

@@ -369,10 +369,10 @@ class Warmer:
         if self._remote is None:
             return set()
         ids = [chunk.id for chunk in chunks if chunk.id is not None]
-        records = self._engine.records(ids)
-        known = {record.id: record.key for record in records if record is not None}
-        held = dict(zip(known, self._remote.holds(list(known.values())), strict=True))
-        return {id for id in ids if not held.get(id, False)}
+        records = [record for record in self._engine.records(ids) if record is not None]
+        keys = [key for record in records for key in record.keys]
+        held = dict(zip(keys, self._remote.holds(keys), strict=True))
+        return set(ids) - {record.id for record in records if all(held[key] for key in record.keys)}
 
     def _count(self, text: str) -> int:
         try:

@@ -36,7 +36,7 @@ __all__ = ["router"]
 router = APIRouter()
 
 # Settings that the frameworks' objects look at; the others are the server's business.
-_TOLD = {"context", "separator", "tenant"}
+_TOLD = {"companions", "separator", "tenant"}
 
 
 @router.get("/v1/engine", response_model=None)

@@ -125,16 +125,17 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         that it had, which may have been evicted.
         """
         readings = self.readings()
-        records = {record.id: record for record in self.engines[0].records(list(readings)) if record is not None}
-        laters = {record.id: record.later.behind for record in records.values() if record.later is not None}
+        # Each may have chosen for itself what chunks are read behind, for an answer.
+        records = [record for engine in self.engines for record in engine.records(list(readings)) if record is not None]
+        laters = {(record.id, record.later.behind) for record in records if record.later is not None}
         names = {(each.context, each.ids) for each in readings.values()}
-        names |= {(behind, readings[id].ids) for id, behind in laters.items()}
+        names |= {(behind, readings[id].ids) for id, behind in laters}
         self.lives = {name: life for name, life in self.lives.items() if name in names}
         most = math.inf if ttl_s is None else self.now + ttl_s
         alone = self.library.alone.keys() & set(asked)
         for id, each in readings.items():
             life = most if id in alone else min(each.expires_at, most)
-            for name in {((), each.ids), (laters.get(id, ()), each.ids)}:
+            for name in {((), each.ids), *((behind, each.ids) for other, behind in laters if other == id)}:
                 self.lives[name] = max(self.lives.get(name, -math.inf), life)
 
     def with_more(self, given: list[Chunk], ttl_s: float | None, whole: bool = False) -> Library:

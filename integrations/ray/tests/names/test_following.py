@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import redis
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
-from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.keys import chunk_key, context_digest
+from cacheblend_rag.store import KVStore, Later, NodeRecord, open_store
 from cacheblend_ray import log
 from cacheblend_ray.names import open_names
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -94,6 +96,72 @@ def test_who_comes_later_finds_everything(tmp_path: Path, names: str, pair: tupl
         assert three.tenants() == ["acme"]
         assert three.names.ids("other") == []
         three.close()
+
+
+def behind(record: NodeRecord, other: NodeRecord) -> NodeRecord:
+    """Return a record with KV that was read behind another one's text."""
+    key = chunk_key(NAMESPACE, record.token_ids + record.separator, None, context_digest(other.token_ids))
+    return replace(record, later=Later(key, other.token_ids, ((other.id, other.key),)))
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+@pytest.mark.parametrize("by", [0, 1])
+def test_what_has_seen_a_chunk_goes_with_it(names: str, pair: tuple[KVStore, KVStore], how: str, by: int) -> None:
+    secret = replace(piece("a", "d", 0, 1), token_ids=(77001, 77002))
+    same, other, loose = piece("b", "d", 10, 2), piece("x", "e", 0, 3), record("l", 4)
+    readers = [behind(each, secret) for each in (same, other, loose)]
+    pair[0].name(NAMESPACE, [secret, *readers])
+    ids, laters = ["b", "x", "l"], [each.keys[-1] for each in readers]
+    for store in pair:
+        assert [each and each.later for each in store.names.lookup(NAMESPACE, ids)] == [each.later for each in readers]
+        for key in laters:
+            store.put(key, make_kv(1))
+        assert store.holds(laters) == [True] * 3
+    with redis.Redis.from_url(names) as client:
+        states = "cacheblend-rag:{names}:units"
+        assert sum(b"77001" in state for state in client.hvals(states)) == 3
+        if how == "deleted":
+            pair[by].forget(NAMESPACE, ["a"])
+        else:
+            pair[by].name(NAMESPACE, [piece("a", "d", 0, 5)])
+        assert not any(b"77001" in state for state in client.hvals(states))
+    for store in pair:
+        assert [each and each.later for each in store.names.lookup(NAMESPACE, ids)] == [None] * 3
+        assert store.holds(laters) == [False] * 3
+
+
+def test_what_only_prompts_brought_stays_on_its_machine(names: str, pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    secret = NodeRecord("met", key_of(5), "5" * 32, (77001, 77002))
+    one.name(NAMESPACE, [piece("a", "d", 0, 1), record("l", 2)])
+    one.put_later(key_of(5), make_kv(5), NAMESPACE, [secret])
+    # One was read behind what a prompt brought, and what a prompt brought behind one.
+    one.put_later(key_of(6), make_kv(6), NAMESPACE, [behind(record("own", 6), record("l", 2))])
+    one.settle()
+    one.name(NAMESPACE, [behind(piece("b", "d", 10, 3), secret), behind(record("m", 4), record("l", 2))])
+    [here] = one.names.lookup(NAMESPACE, ["b"])
+    assert here is not None and here.later is not None
+    assert [each and each.later for each in two.names.lookup(NAMESPACE, ["b"])] == [None]
+    two.forget(NAMESPACE, ["l"])
+    assert [each and each.later for each in one.names.lookup(NAMESPACE, ["own", "m"])] == [None, None]
+    one.forget(NAMESPACE, ["a"])
+    assert (ids_of(one), ids_of(two)) == (["b", "m", "met", "own"], ["b", "m"])
+    with redis.Redis.from_url(names) as client:
+        assert not any(b"77001" in state for state in client.hvals("cacheblend-rag:{names}:units"))
+
+
+def test_who_comes_later_finds_what_all_were_read_behind(
+    names: str, pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_UNITS_A_PAGE", 1)
+    plain = [record(f"n{number}", number) for number in range(40)]
+    # In whatever order they are read, some come before what they have seen.
+    circle = [behind(each, plain[number - 1]) for number, each in enumerate(plain)]
+    pair[0].name(NAMESPACE, circle)
+    three = opened(None, names)
+    found = three.names.lookup(NAMESPACE, [each.id for each in circle])
+    assert [each and each.later for each in found] == [each.later for each in circle]
+    three.close()
 
 
 def test_who_missed(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,9 +312,10 @@ def test_what_a_server_says_is_checked(tmp_path: Path, names: str, pair: tuple[K
     one.name(NAMESPACE, [record("n1", 1)])
     with redis.Redis.from_url(names) as client:
         [name] = client.hkeys("cacheblend-rag:{names}:units")
-        client.hset("cacheblend-rag:{names}:units", name, b'["", null, [], [["odd"]], []]')
-    with pytest.raises(StoreError, match="'n1' cannot be read"):
-        two.names.lookup(NAMESPACE, ["n1"])
+        for state, why in ((b'[2, "", [["odd"]]]', "cannot be read"), (b'["", null, [], []]', "format version")):
+            client.hset("cacheblend-rag:{names}:units", name, state)
+            with pytest.raises(StoreError, match=f"'n1' .*{why}"):
+                two.names.lookup(NAMESPACE, ["n1"])
 
 
 def test_answers_do_without_the_server(tmp_path: Path, mortal: RedisServer, caplog: pytest.LogCaptureFixture) -> None:

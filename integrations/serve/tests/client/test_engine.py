@@ -116,7 +116,7 @@ def test_names_are_those_of_the_engine(engine: BlendEngine, served: ServedEngine
             library.changes(),
             library.namespace,
             library.window,
-            library.config.context,
+            library.config.companions,
         )
         for library in libraries
     ]

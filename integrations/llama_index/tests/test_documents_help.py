@@ -1,4 +1,4 @@
-"""Chunks that remember their document answer what full prefill of the same chunks cannot, as a retriever ranks them."""
+"""Chunks that were read in their documents answer what full prefill of the same chunks cannot, as a retriever ranks them."""
 
 from collections import Counter
 from collections.abc import Iterator
