@@ -119,7 +119,7 @@ class EncodeBench(Bench[EncodeSetting, EncodeRow]):
         with self._timed() as took:
             for ids in batches:
                 self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        return _Took(*took, 0)
+        return _Took(took[0], took[1], 0)
 
     def _once(self, chunks: Sequence[tuple[int, ...]]) -> _Took:
         encoder = Encoder(inspect_model(self._model), self._prefix, self.setting.batch_tokens)
@@ -128,7 +128,7 @@ class EncodeBench(Bench[EncodeSetting, EncodeRow]):
                 for batch in encoder.encode([Target(ids) for ids in chunks]):
                     for index, kv in batch:
                         store.put(chunk_key("", chunks[index]), kv)
-            return _Took(*took, store.stats().ram_bytes)
+            return _Took(took[0], took[1], store.stats().ram_bytes)
 
     def _add(self, calls: Sequence[Sequence[Chunk]], *, on_disk: bool) -> _Took:
         with temporary_folder(self.setting.folder) as folder:
@@ -137,7 +137,7 @@ class EncodeBench(Bench[EncodeSetting, EncodeRow]):
                 with self._timed() as took:
                     encoded = sum(engine.add(chunks).encoded for chunks in calls)
                 assert encoded == sum(map(len, calls))
-                return _Took(*took, engine.store.stats().ram_bytes)
+                return _Took(took[0], took[1], engine.store.stats().ram_bytes)
 
     @contextmanager
     def _timed(self) -> Iterator[list[float]]:

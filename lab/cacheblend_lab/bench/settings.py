@@ -475,7 +475,9 @@ class IndexSetting(BenchSetting):
     bench: ClassVar[str] = "index:IndexBench"
     preparing: ClassVar[str] = "making the stores"
     entries: Annotated[
-        tuple[int, ...], typer.Option(help="Entries of each store, comma-separated."), Written(parse_counts)
+        tuple[int, ...],
+        typer.Option(help="Entries of each store, two a chunk, comma-separated."),
+        Written(parse_counts),
     ] = (10_000, 100_000, 1_000_000)
     lookups: Annotated[int, typer.Option(min=100, help="Lookups of 8 random ids that are timed.")] = 10_000
     folder: Annotated[
@@ -484,9 +486,9 @@ class IndexSetting(BenchSetting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.entries or min(self.entries) < IDS_AT_ONCE:
+        if not self.entries or min(self.entries) < 2 * IDS_AT_ONCE:
             raise ConfigError(
-                f"entries {list(self.entries)} must each be at least {IDS_AT_ONCE}, the ids of one lookup"
+                f"entries {list(self.entries)} must each be at least {2 * IDS_AT_ONCE}, those of the chunks of one lookup"
             )
         if self.folder is not None and self.folder.exists() and any(self.folder.iterdir()):
             raise ConfigError(f"folder {self.folder} is not empty; give a new one")

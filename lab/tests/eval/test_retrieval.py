@@ -80,7 +80,9 @@ def test_a_prompt_has_the_chunks_asked_from_and_its_documents_are_stored_whole(e
         for question, inquiry in inquiries:
             assert isinstance(inquiry, Inquiry) and question.chunks is not None
             assert list(inquiry.texts) == [context.texts[chunk] for chunk in question.chunks]
-            assert [record.text_hash for record in engine.records(inquiry.ids) if record] == list(map(text_hash, inquiry.texts))
+            assert [record.text_hash for record in engine.records(inquiry.ids) if record] == list(
+                map(text_hash, inquiry.texts)
+            )
         documents = engine.places(engine.ids())
         counts = {documents.count(f"document {number}") for number in range(len(context.documents))}
         assert len(documents) > 8 and counts <= {0, *context.documents}
@@ -117,12 +119,19 @@ def test_a_run_is_resumed_with_its_own_retrieval_and_encodings_only(model_folder
 
 
 @pytest.mark.parametrize("questions", [20, pytest.param(200, marks=pytest.mark.full)])
-def test_stored_kv_answers_like_full_prefill(questions: int) -> None:
+def test_small_chunks_know_what_their_document_said_before(questions: int) -> None:
     task = reference_task(questions, style=NOTES, retrieval="shuffled")
-    methods = parse_methods("reuse, reuse companions=neutral, hkvd 0.15, boundary 0.15")
+    setting = EvalSetting(parse_methods("reuse, reuse companions=neutral"), resamples=200, together=True)
     with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
-        result = evaluate(engine, "reference", task, EvalSetting(methods, resamples=200, together=True))
+        result = evaluate(engine, "reference", task, setting)
         assert engine.ids() == []
-    for row in result.rows:
-        if row.kind == "all":
-            print(row.method, row.metrics["exact_match"], row.minus_full["exact_match"], row.charged_ratio)
+    rows = {row.method: row for row in result.rows if row.kind == "all"}
+    right = {name: row.metrics["exact_match"].mean for name, row in rows.items()}
+    assert right["reuse"] >= right["full"] + 0.1
+    assert right["reuse"] >= right["reuse companions=neutral"] + 0.1
+    assert right["reuse companions=neutral"] >= right["full"] - 0.1
+    assert rows["reuse"].charged_ratio == 0.0
+    for row in rows.values():
+        difference = row.minus_full["exact_match"]
+        assert difference.mean == pytest.approx(right[row.method] - right["full"])
+        assert difference.low <= difference.mean <= difference.high
