@@ -96,7 +96,7 @@ PIECES = (
     Piece(
         "eval-shuffled",
         "right answers of the reference model, chunks as found",
-        f'{_EVAL} --questions 500 --methods "full,full documents,reuse,reuse alone,hkvd 0.15,query 0.15,random 0.15"',
+        f'{_EVAL} --questions 500 --methods "full,reuse,reuse companions=neutral,hkvd 0.15,query 0.15,random 0.15"',
         8,
     ),
     Piece(
@@ -114,7 +114,7 @@ PIECES = (
     Piece(
         "encode-8b",
         "adding chunks of documents at the shape of llama-3.1-8b",
-        f"cacheblend-rag bench encode {_8B} --chunks 32 --document-chunks 16 --no-singly {_CUDA}",
+        f"cacheblend-rag bench encode {_8B} --chunks 32 --document-chunks 16 {_CUDA}",
         5,
     ),
     Piece("tpot", "time per token of the answer, KV evicted", f"cacheblend-rag bench tpot {_8B} {_CUDA}", 4),
@@ -126,7 +126,7 @@ PIECES = (
 
 _COLUMNS = {
     "bench ttft": ("method", "tier", "recompute_ratio", "ttft_s", "speedup", "over_ram", "of_reuse", "load_s"),
-    "bench encode": ("method", "tokens", "seconds", "tokens_per_s", "share"),
+    "bench encode": ("method", "tokens", "seconds", "tokens_per_s", "of_forward", "of_once", "bytes_of_once"),
     "bench tpot": ("method", "kv_capacity", "tpot_s", "tpot_speedup", "ttft_s"),
     "bench prefetch": ("method", "ttft_s", "of_disk", "load_s"),
     "bench batch": ("method", "elapsed_s", "tokens_per_s", "speedup", "equal_answers"),

@@ -12,7 +12,7 @@ from cacheblend_lab.cluster.asking import store_corpus
 from cacheblend_lab.cluster.caches import Capacities, LruCaches
 from cacheblend_lab.cluster.comparison import Trial, compare_servers
 from cacheblend_lab.cluster.cores import Cores
-from cacheblend_lab.cluster.costs import CASES, Costs, TierCost, read_costs
+from cacheblend_lab.cluster.costs import CASES, Costs, Reads, TierCost, read_costs
 from cacheblend_lab.cluster.measure import Scan, fit, measure_cores, stored_chunk_bytes
 from cacheblend_lab.cluster.plan import Goal, plan, replicas_wanted
 from cacheblend_lab.cluster.router import Router, homes_of
@@ -129,6 +129,23 @@ def test_lru_is_a_list_of_the_last_used() -> None:
         assert (reads.ram, reads.disk, reads.remote, reads.missing) == expected
 
 
+def test_a_chunk_has_kv_of_its_own_for_the_first_place_of_a_prompt() -> None:
+    for room, held in ((4, 2), (3, 0)):
+        caches = LruCaches(1, Capacities(ram_bytes=10 * room, disk_bytes=0), 10)
+        caches.read(0, [1, 2], [0, 0])
+        assert caches.read(0, [1, 2], [0, 0]).ram == 2
+        assert caches.read(0, [2, 1], [0, 0]).ram == 0
+        # The four in turn.
+        assert caches.read(0, [1, 2], [0, 0]).ram == held
+
+
+def test_missing_chunks_are_read_behind_a_companion_and_their_document() -> None:
+    costs = replace(FIXED, prefill_s_per_token=0.001)
+    for chunk_tokens, companion in ((100, 100), (1000, 256)):
+        took = costs.prefill_s(Reads(missing=2), chunk_tokens, 5)
+        assert took == pytest.approx(0.010 + 0.001 * (5 + 2 * (chunk_tokens + companion + 64)))
+
+
 @pytest.mark.parametrize("router", ["affinity", "random"])
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize(("zipf", "remote"), [(0.6, None), (1.0, None), (0.9, 0.5)])
@@ -136,6 +153,7 @@ def test_che_against_caches_played_through(router: str, replicas: int, zipf: flo
     workload = Workload(
         corpus_chunks=4000, chunks_per_document=4, chunk_tokens=16, zipf=zipf, chunks=4, documents=2, output_tokens=2
     )
+    # Of one KV of every chunk.
     corpus_bytes = 4000 * 160
     capacities = Capacities(0.04 * corpus_bytes, 0.12 * corpus_bytes, None if remote is None else remote * corpus_bytes)
     costs = replace(FIXED, prefill_s_per_token=0.0001, reuse_s_per_token=0.00001, answers_at_once=4)

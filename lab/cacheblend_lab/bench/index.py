@@ -26,6 +26,7 @@ from cacheblend_lab.bench.settings import IDS_AT_ONCE, IndexSetting
 from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import NodeRecord, open_store
+from cacheblend_rag.store.base import Later
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.names import Names
 
@@ -44,7 +45,7 @@ class IndexRow:
     Attributes
     ----------
     entries : int
-        Chunks in the index, each with a name.
+        KVs in the index, two of each chunk, which has a name.
     file_bytes : int
         Size of the index on disk.
     make_s : float
@@ -111,7 +112,7 @@ class IndexBench(Bench[IndexSetting, IndexRow]):
 
 
 def make_index(folder: Path, entries: int) -> None:
-    """Make a store whose index has `entries` entries, each with a name of 32 tokens; their files are not written."""
+    """Make a store whose index has `entries` entries, two of each chunk of 32 tokens; their files are not written."""
     tier = DiskTier(folder)
     try:
         names = Names(tier.index, tier.clock)
@@ -120,7 +121,7 @@ def make_index(folder: Path, entries: int) -> None:
             with tier.index.write() as connection:
                 connection.executemany(
                     "INSERT OR IGNORE INTO entries (key, bytes, added_at) VALUES (?, 64, 0)",
-                    [(record.key,) for record in batch],
+                    [(key,) for record in batch for key in record.keys],
                 )
             names.record(_TENANT, batch)
         tier.index.tidy()
@@ -129,11 +130,15 @@ def make_index(folder: Path, entries: int) -> None:
 
 
 def _rows(entries: int) -> Iterator[NodeRecord]:
-    for number in range(entries):
+    before: NodeRecord | None = None
+    for number in range(entries // 2):
         # Keys and ids without order, as digests are.
-        digest = hashlib.blake2b(str(number).encode(), digest_size=20).digest()
+        key, later = (hashlib.blake2b(f"{number}{of}".encode(), digest_size=20).hexdigest() for of in ("", "later"))
         tokens = tuple((number + 7 * place) % 50_000 for place in range(_TOKENS))
-        yield NodeRecord(_id(number), digest.hex(), digest[:16].hex(), tokens)
+        seen = () if before is None else ((before.id, before.key),)
+        behind = Later(later, () if before is None else before.token_ids, seen)
+        before = NodeRecord(_id(number), key, key[:32], tokens, later=behind)
+        yield before
 
 
 def _id(number: int) -> str:
@@ -141,9 +146,9 @@ def _id(number: int) -> str:
 
 
 def _measure(folder: Path, lookups: int) -> dict[str, Any]:
-    entries = int(folder.name)
+    chunks = int(folder.name) // 2
     chance = random.Random(0)
-    asked = [[_id(chance.randrange(entries)) for _ in range(IDS_AT_ONCE)] for _ in range(lookups)]
+    asked = [[_id(chance.randrange(chunks)) for _ in range(IDS_AT_ONCE)] for _ in range(lookups)]
     gc.collect()
     before = _rss_bytes()
     began = time.perf_counter()
@@ -153,6 +158,7 @@ def _measure(folder: Path, lookups: int) -> dict[str, Any]:
     for ids in asked:
         began = time.perf_counter()
         records = store.names.lookup(_TENANT, ids)
+        # One of the two KVs of each, as a prompt does.
         held = store.holds([record.key for record in records if record is not None])
         took.append(time.perf_counter() - began)
         if held != [True] * IDS_AT_ONCE:

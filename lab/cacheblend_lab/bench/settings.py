@@ -253,10 +253,9 @@ class TTFTSetting(ModelSetting):
     """Measure the time to the first token: full prefill, the model's own prefix cache, plain reuse and blend, in alternation.
 
     Full prefill is the model's own forward pass over the whole prompt; "prefix_cache" is its own cache of the first chunk, and
-    "ready" one of all that stands before the question, which "of ready" compares with. "reuse" and "blend" are of chunks encoded
-    alone, "in_document" is plain reuse of the same chunks as pieces of one document, and "gapless" that after a fixed head and
-    with separators, whose KV is stored too; "of reuse" is how much of plain reuse's speed is left. "limit" is the speedup if
-    computing rows were all that took time, "of limit" how much of it is there.
+    "ready" one of all that stands before the question, which "of ready" compares with. "gapless" is plain reuse after a fixed
+    head and with separators, whose KV is stored too; "of reuse" is how much of plain reuse's speed is left. "limit" is the
+    speedup if computing rows were all that took time, "of limit" how much of it is there.
     """
 
     bench: ClassVar[str] = "ttft:TTFTBench"
@@ -427,9 +426,10 @@ class PrefetchSetting(ModelSetting):
 
 @dataclass(frozen=True)
 class EncodeSetting(ModelSetting):
-    """Measure how fast chunks are added, into RAM and into a folder, against the model's own batched forward, in alternation.
+    """Measure how fast chunks are added, into RAM and into a folder, at once and one by one, in alternation.
 
-    "share" is the forward's time over that of adding the same chunks, in the same round.
+    They are compared with the model's own batched forward over the same chunks, and with encoding each of them once: "of forward"
+    and "of once" are the times over those of the same round.
     """
 
     bench: ClassVar[str] = "encode:EncodeBench"
@@ -438,34 +438,9 @@ class EncodeSetting(ModelSetting):
     chunk_tokens: ChunkTokens = 512
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the preamble; 1 is a BOS alone.")] = 1
     batch_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens encoded in one batch.")] = 4096
-    document_chunks: Annotated[
-        int, typer.Option(min=0, help="Chunks of a document, in which they are encoded; 0: alone.")
-    ] = 0
-    # The first token of what overlaps is another one in the later chunk, as where a tokenizer meets a word at the beginning of a
-    # text rather than inside one: so what overlaps is read twice.
-    overlap: Annotated[int, typer.Option(min=0, help="Tokens that chunks of a document share.")] = 0
-    context_tokens: Annotated[
-        int | None,
-        typer.Option(min=0, help="Maximum tokens of a document that are read together; 0: all."),
-        Written(lambda tokens: tokens or None, int, 0),
-    ] = None
-    singly: Annotated[
-        bool, typer.Option(help="Add the chunks of documents one by one too, which is slow where documents are long.")
-    ] = True
+    document_chunks: Annotated[int, typer.Option(min=0, help="Chunks of a document; 0: they are of none.")] = 0
     folder: Folder = None
     repeats: Repeats = field(default=3, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.document_chunks and self.chunks % self.document_chunks:
-            raise ConfigError(
-                f"{self.chunks} chunks are not a whole number of documents of {self.document_chunks}; give a multiple of that"
-            )
-        if self.overlap >= self.chunk_tokens or (self.overlap and not self.document_chunks):
-            raise ConfigError(
-                f"overlap={self.overlap} must be less than the {self.chunk_tokens} tokens of a chunk, and of a document's "
-                "(document_chunks)"
-            )
 
 
 @dataclass(frozen=True)
@@ -500,7 +475,9 @@ class IndexSetting(BenchSetting):
     bench: ClassVar[str] = "index:IndexBench"
     preparing: ClassVar[str] = "making the stores"
     entries: Annotated[
-        tuple[int, ...], typer.Option(help="Entries of each store, comma-separated."), Written(parse_counts)
+        tuple[int, ...],
+        typer.Option(help="Entries of each store, two a chunk, comma-separated."),
+        Written(parse_counts),
     ] = (10_000, 100_000, 1_000_000)
     lookups: Annotated[int, typer.Option(min=100, help="Lookups of 8 random ids that are timed.")] = 10_000
     folder: Annotated[
@@ -509,9 +486,9 @@ class IndexSetting(BenchSetting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.entries or min(self.entries) < IDS_AT_ONCE:
+        if not self.entries or min(self.entries) < 2 * IDS_AT_ONCE:
             raise ConfigError(
-                f"entries {list(self.entries)} must each be at least {IDS_AT_ONCE}, the ids of one lookup"
+                f"entries {list(self.entries)} must each be at least {2 * IDS_AT_ONCE}, those of the chunks of one lookup"
             )
         if self.folder is not None and self.folder.exists() and any(self.folder.iterdir()):
             raise ConfigError(f"folder {self.folder} is not empty; give a new one")

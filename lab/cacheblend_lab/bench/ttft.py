@@ -29,7 +29,6 @@ _FULL = "full"
 _READY = "ready"
 _PREFIX_CACHE = "prefix_cache"
 _REUSE = "reuse"
-_IN_DOCUMENT = "in_document"
 _GAPLESS = "gapless"
 
 
@@ -42,9 +41,8 @@ class TTFTRow:
     method : str
         "full": the model's own forward over the whole prompt. "prefix_cache": its own cache of the first chunk, copied, and its
         forward over the rest. "ready": its forward over the question, from a cache of all before it, which is not copied.
-        "reuse": stored KV of every chunk, encoded alone, nothing recomputed. "in_document": the same of chunks that are pieces of
-        one document. "gapless": the same after a fixed head, with separators. "blend": some tokens recomputed, of chunks
-        encoded alone.
+        "reuse": stored KV of every chunk, nothing recomputed. "gapless": the same after a fixed head, with separators. "blend":
+        some tokens recomputed.
     selector : str or None
         Who chose them.
     recompute_ratio : float or None
@@ -63,8 +61,8 @@ class TTFTRow:
         `ttft_s` over that of the same method from RAM in the same round; the median of the rounds. None
         where that was not measured.
     of_reuse : float or None
-        The speed of "reuse" that is left: its `ttft_s` from the same tier over that of "in_document" or "gapless", in the same
-        round; the median of the rounds.
+        The speed of "reuse" that "gapless" leaves: its `ttft_s` from the same tier over this, in the same round; the median of
+        the rounds.
     of_ready : float or None
         `ttft_s` over that of "ready", in the same round; the median of the rounds. None for what recomputes chunks.
     load_s, recompute_s : float or None
@@ -142,17 +140,11 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         chunks = words.chunks(setting.chunks, setting.chunk_tokens)
         question = words.text(setting.question_tokens)
         self.prompt = BlendPrompt(chunks=[str(chunk.id) for chunk in chunks], suffix=question)
-        pieces = [Chunk(chunk.text, f"piece {number}", document="document") for number, chunk in enumerate(chunks)]
-        self._prompts = {
-            _REUSE: self.prompt,
-            _IN_DOCUMENT: BlendPrompt(chunks=[str(piece.id) for piece in pieces], suffix=question),
-        }
+        self._prompts = {_REUSE: self.prompt}
         for tier, each in self._engines.items():
             # The disk tier's files are there already; in memory each engine has KV of its own.
             if not tier.startswith("disk"):
                 each.add(chunks)
-                if 0 in setting.ratios:
-                    each.add(pieces)
         self._gapless: dict[str, BlendEngine] = {}
         if 0 in setting.ratios and (setting.head_tokens or setting.separator_tokens):
             self._make_gapless(words, chunks, question)
@@ -168,7 +160,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
     def _make_gapless(self, words: RandomWords, chunks: Sequence[Chunk], question: str) -> None:
         """Make engines of another separator over the same stores, where each chunk's KV is followed by the separator's."""
         separator, head = words.text(self.setting.separator_tokens), words.text(self.setting.head_tokens)
-        pieces = [Chunk(chunk.text, f"spaced {number}", document="spaced") for number, chunk in enumerate(chunks)]
+        pieces = [Chunk(chunk.text, f"spaced {number}") for number, chunk in enumerate(chunks)]
         prompt = BlendPrompt(FixedText(head), [str(piece.id) for piece in pieces], question, separator)
         self._prompts[_GAPLESS] = prompt
         for tier, engine in self._engines.items():
@@ -228,9 +220,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         times = times_of[method.key]
         full = next(iter(times_of.values()))
         ram = times_of.get((method.name, method.selector, method.ratio, "ram"))
-        # Only chunks that were stored in a document are compared with those that were stored alone.
-        in_document = method.name in (_IN_DOCUMENT, _GAPLESS)
-        reuse = times_of.get((_REUSE, *method.key[1:])) if in_document else None
+        reuse = times_of.get((_REUSE, *method.key[1:])) if method.name == _GAPLESS else None
         ready = times_of[_READY, None, None, None] if method.tier and not method.ratio else None
         reports = [report for _, report in runs[method] if report is not None]
         if reports:

@@ -114,7 +114,8 @@ def plan(
         for router in ROUTERS:
             sized = Cluster(known, 1, room, router, queue_bound, bandwidth)
             wanted[router] = replicas_wanted(sized, workload, goal, most_replicas, requests, seed, status.update)
-    corpus_bytes = corpus * chunk_tokens * known.stored_bytes_per_token
+    # Every chunk has two KVs.
+    corpus_bytes = 2 * corpus * chunk_tokens * known.stored_bytes_per_token
     title = (
         f"{known.name}: {corpus:,} chunks of {chunk_tokens} tokens, {say_bytes(corpus_bytes)}; prompts of {chunks} chunks from "
         f"{documents} documents, Zipf {zipf:g}; a replica has {ram} of RAM and {disk} of disk"
@@ -295,8 +296,8 @@ def measure(
     words: Annotated[int, typer.Option(min=4, help="Words of a chunk.")] = 48,
     chunks: ChunksOption = 8,
     documents: DocumentsOption = 4,
-    in_ram: Annotated[int, typer.Option(min=2, help="Chunks that RAM holds.")] = 24,
-    on_disk: Annotated[int, typer.Option(min=4, help="Chunks that the disk holds.")] = 72,
+    in_ram: Annotated[int, typer.Option(min=2, help="KVs of chunks that RAM holds.")] = 24,
+    on_disk: Annotated[int, typer.Option(min=4, help="KVs of chunks that the disk holds.")] = 72,
     requests: Annotated[int, typer.Option(min=16, help="Requests of each scan.")] = 64,
 ) -> None:
     """Measure a replica's costs on this machine: start a server, and request chunks in RAM, on disk and in the remote tier."""
@@ -317,8 +318,8 @@ def measure(
 def compare(
     costs: CostsOption,
     urls: Annotated[str, typer.Option(help="Addresses of servers on this machine without /v1, comma-separated.")],
-    in_ram: Annotated[int, typer.Option(min=2, help="Chunks that the RAM of each holds.")],
-    on_disk: Annotated[int, typer.Option(min=0, help="Chunks that the disk of each holds.")],
+    in_ram: Annotated[int, typer.Option(min=2, help="KVs of chunks that the RAM of each holds.")],
+    on_disk: Annotated[int, typer.Option(min=0, help="KVs of chunks that the disk of each holds.")],
     corpus: CorpusOption = 480,
     document_chunks: DocumentChunksOption = 4,
     words: Annotated[int, typer.Option(min=4, help="Words of a chunk.")] = 48,

@@ -84,23 +84,20 @@ def _overview(
     metrics: Sequence[str], rows: Sequence[EvalRow], *, named: bool = True
 ) -> tuple[tuple[str, ...], list[list[str | None]]]:
     """Return columns and lines of the figures over all questions."""
-    documents = any(row.minus_documents for row in rows)
     names = ["method", "n"]
     for metric in metrics:
-        names += [metric, f"{metric} - full", *([f"{metric} - full documents"] if documents else [])]
+        names += [metric, f"{metric} - full"]
     losses = any(row.loss for row in rows)
     if losses:
         names += ["loss", "gap recovered", "first token's", "same first token"]
     columns = (*names, "- best other", "charged", "ratio", "same as full", "first token", "speedup", "output tokens")
-    return columns, [_cells(metrics, row, named, documents, losses) for row in rows]
+    return columns, [_cells(metrics, row, named, losses) for row in rows]
 
 
-def _cells(metrics: Sequence[str], row: EvalRow, named: bool, documents: bool, losses: bool) -> list[str | None]:
+def _cells(metrics: Sequence[str], row: EvalRow, named: bool, losses: bool) -> list[str | None]:
     cells: list[str | None] = [row.method, str(row.questions)]
     for metric in metrics:
         cells += [_interval(row.metrics.get(metric)), _interval(row.minus_full.get(metric), signed=True)]
-        if documents:
-            cells.append(_interval(row.minus_documents.get(metric), signed=True))
     if losses:
         cells += [_interval(each) for each in (row.loss, row.recovered, row.first_recovered)]
         cells.append(_number(row.same_first))

@@ -39,8 +39,7 @@ def _shared(
         str,
         typer.Option(
             help="Methods, comma-separated: full, prefix, reuse, map_reduce, map_rerank; a selector with a ratio "
-            '("hkvd 0.15"), with a charge ("hkvd @0.15"), with settings ("hkvd 0.15 check_layers=[1,2]"); "random = hkvd 0.15". '
-            'After each: alone, "behind other", "behind shuffled" (how chunks are encoded), documents (whole ones are read).'
+            '("hkvd 0.15"), with a charge ("hkvd @0.15"), with settings ("hkvd 0.15 companions=neutral"); "random = hkvd 0.15".'
         ),
     ] = _METHODS,
     selectors: Annotated[

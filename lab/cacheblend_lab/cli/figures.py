@@ -85,8 +85,7 @@ def figures(
     if task not in TASKS:
         raise ConfigError(f"task {task!r} is unknown; choose one of {', '.join(TASKS)}")
     started = time.perf_counter()
-    # The papers' chunks are encoded alone.
-    config = engine_settings(context="none")["config"]
+    config = engine_settings()["config"]
     with open_engine(model, config=config) as engine, progress_bar("looking") as progress:
         request = TaskRequest(questions, seed, chunk_tokens, top_k, embeddings, lambda: engine.tokenizer)
         made = TASKS[task](request, **_own(task, data))

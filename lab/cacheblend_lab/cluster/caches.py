@@ -1,4 +1,7 @@
-"""Contents of each tier of each replica: caches that are played through, chunk by chunk."""
+"""Contents of each tier of each replica: caches that are played through, chunk by chunk.
+
+A chunk has two KVs, one for the first place of a prompt and one for the places behind others; each is kept for itself.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Capacities:
             raise ConfigError(f"{self} has less room than none")
 
     def chunks(self, chunk_bytes: float) -> tuple[int, int, int | None]:
-        """Return how many chunks of one size fit into each."""
+        """Return how many KVs of chunks of one size fit into each."""
         remote = None if self.remote_bytes is None else int(self.remote_bytes / chunk_bytes)
         return int(self.ram_bytes / chunk_bytes), int(self.disk_bytes / chunk_bytes), remote
 
@@ -39,19 +42,19 @@ class Caches(Protocol):
 
 
 class _Lru:
-    """Chunks of one size, the least recently used dropped first."""
+    """KV of chunks of one size, the least recently used dropped first."""
 
     def __init__(self, room: int | None) -> None:
         self._room = room
-        self._held: OrderedDict[int, None] = OrderedDict()
+        self._held: OrderedDict[tuple[int, bool], None] = OrderedDict()
 
-    def use(self, chunk: int) -> bool:
-        """Return whether a chunk is held; it is from then on."""
-        if chunk in self._held:
-            self._held.move_to_end(chunk)
+    def use(self, kv: tuple[int, bool]) -> bool:
+        """Return whether KV is held; it is from then on."""
+        if kv in self._held:
+            self._held.move_to_end(kv)
             return True
         if self._room != 0:
-            self._held[chunk] = None
+            self._held[kv] = None
             if self._room is not None and len(self._held) > self._room:
                 self._held.popitem(last=False)
         return False
@@ -73,13 +76,14 @@ class LruCaches:
         """Return where the chunks are, and put them into the replica's tiers."""
         counts = [0, 0, 0, 0]
         ram, disk = self._ram[replica], self._disk[replica]
-        for chunk in chunks:
-            in_ram, on_disk = ram.use(chunk), disk.use(chunk)
+        for place, chunk in enumerate(chunks):
+            kv = chunk, place == 0
+            in_ram, on_disk = ram.use(kv), disk.use(kv)
             if in_ram:
                 counts[0] += 1
             elif on_disk:
                 counts[1] += 1
             else:
                 # Who has it near does not ask for it there, so that it is not used there.
-                counts[2 if self._remote is None or self._remote.use(chunk) else 3] += 1
+                counts[2 if self._remote is None or self._remote.use(kv) else 3] += 1
         return Reads(*counts)

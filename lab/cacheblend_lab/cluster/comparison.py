@@ -31,7 +31,7 @@ class Trial:
     workload : Workload
         The corpus and its prompts; how many tokens chunks, questions and answers have in truth is counted.
     in_ram, on_disk : int
-        Chunks that the RAM and the disk of each server hold.
+        KVs of chunks that the RAM and the disk of each server hold; a chunk has two.
     clients_per_replica, requests : int
         Clients, each asking when it is answered; and requests in all.
     router : {"affinity", "random"}

@@ -15,6 +15,9 @@ __all__ = ["CASES", "TIERS", "Costs", "Reads", "TierCost", "costs_of", "read_cos
 TIERS = ("ram", "disk", "remote")
 """Tiers that may hold KV, the nearest first; the first two are a replica's own."""
 
+# Most tokens of a companion, and those of its own document, that a chunk is read behind.
+_COMPANION_TOKENS, _ENDING_TOKENS = 256, 64
+
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0)]
 
@@ -116,10 +119,10 @@ class Costs:
     disk: TierCost = field(default_factory=TierCost)
     remote: TierCost = field(default_factory=TierCost)
 
-    def prefill_s(self, reads: Reads, chunk_tokens: int, question_tokens: int, miss_tokens: float) -> float:
+    def prefill_s(self, reads: Reads, chunk_tokens: int, question_tokens: int) -> float:
         """Return the seconds from when the replica takes a request up to its first token.
 
-        `miss_tokens` are computed for a missing chunk: its own and those before it in its document.
+        A missing chunk is read once more, behind a companion as long as itself and the end of its document.
         """
         chunk_bytes = chunk_tokens * self.stored_bytes_per_token
         load_s = (
@@ -129,6 +132,7 @@ class Costs:
         )
         compute_s = self.prefill_s_per_token * question_tokens + self.reuse_s_per_token * chunk_tokens * reads.chunks
         hidden_s = self.overlap * min(load_s, compute_s)
+        miss_tokens = chunk_tokens + min(chunk_tokens, _COMPANION_TOKENS) + _ENDING_TOKENS
         encode_s = self.prefill_s_per_token * miss_tokens * reads.missing
         return self.prefill_s_per_request + compute_s + load_s - hidden_s + encode_s
 

@@ -91,17 +91,18 @@ def scan_server(
     """Ask one server, which has the workload's corpus, again and again for chunks of which the tier is known.
 
     Chunks that are asked for in a circle are never in a tier that holds fewer: a circle that fits into RAM is read from RAM, one
-    that only fits on disk from there, and one that fits on neither from the remote tier. The CPU time of `process_ids`, the
-    server's and the remote tier's, counts.
+    that only fits on disk from there, and one that fits on neither from the remote tier. A tier with room for `in_ram` or
+    `on_disk` KVs is sure to fit half as many chunks. The CPU time of `process_ids`, the server's and the remote tier's, counts.
     """
     circles = {
         "ram": in_ram // 2,
-        "disk": min(on_disk * 3 // 4, workload.corpus_chunks),
+        "disk": min(on_disk // 2, workload.corpus_chunks),
         "remote": workload.corpus_chunks,
     }
     if not circles["ram"] > 0 or not in_ram < circles["disk"] or not on_disk < circles["remote"]:
         raise CacheBlendError(
-            f"{in_ram} chunks in RAM and {on_disk} on disk of {workload.corpus_chunks}: each tier must hold well over the last"
+            f"{in_ram} KVs in RAM and {on_disk} on disk, of {workload.corpus_chunks} chunks: each tier must hold well over twice "
+            "the last"
         )
     scans = []
     for tier, chunks in product(circles, (max(workload.chunks // 2, 1), workload.chunks)):

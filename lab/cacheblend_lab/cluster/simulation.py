@@ -186,7 +186,7 @@ class _Run:
         self._queues[where] += 1
         self._at_home += sum(home == where for home in homes)
         reads = self._caches.read(where, self._chunks[number], homes)
-        prefill_s = costs.prefill_s(reads, workload.chunk_tokens, workload.question_tokens, workload.miss_tokens)
+        prefill_s = costs.prefill_s(reads, workload.chunk_tokens, workload.question_tokens)
         request = Request(number, self._now, prefill_s, workload.output_tokens, reads)
         beside_s = costs.beside_s(reads)
         # On a device of its own a replica's other work is done by cores that it has enough of.

@@ -1,8 +1,8 @@
 """Contents of each tier in the long run, by Che's approximation, for corpora that cannot be played through.
 
-An LRU cache of C chunks holds a chunk that is asked for at rate r with probability ``1 - exp(-r T)``, where T, the time for
-which an unused chunk stays, is such that these probabilities sum up to C (Che, Tung and Wang, 2002). Here a chunk is asked for at
-its home at one rate, and at every other replica at a smaller one.
+An LRU cache of C KVs holds one that is asked for at rate r with probability ``1 - exp(-r T)``, where T, the time for which an
+unused one stays, is such that these probabilities sum up to C (Che, Tung and Wang, 2002). Here KV is asked for at its home at one
+rate, and at every other replica at a smaller one; a chunk has two, of its own rates each.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ class SteadyCaches:
         home_share: float,
         rng: np.random.Generator,
     ) -> None:
-        popularity, weights = workload.popularity, workload.chunk_weights
+        popularity, rates = workload.popularity, workload.kv_rates
         self._workload, self._rng = workload, rng
-        # Groups of documents by places in a document: as many chunks of each kind, and the rate of one.
-        counts = np.repeat(popularity.counts[:, None].astype(np.float64), len(weights), axis=1)
-        asked = 1 - (1 - popularity.shares) ** workload.documents
-        rates = asked[:, None] * weights[None, :]
+        # Groups of documents by the KVs of a document: as many of each kind, and the rate of one.
+        counts = np.repeat(popularity.counts[:, None].astype(np.float64), rates.shape[1], axis=1)
         away_share = (1 - home_share) / max(replicas - 1, 1)
         homes = np.full_like(rates, 1 / replicas)
         kinds = [(rates * home_share, counts * homes)]
@@ -79,8 +77,11 @@ class SteadyCaches:
         """Draw where the chunks are."""
         places = self._workload.chunks_per_document
         ram = disk = remote = missing = 0
-        for chunk, home in zip(chunks, homes, strict=True):
+        for number, (chunk, home) in enumerate(zip(chunks, homes, strict=True)):
             document, place = divmod(chunk, places)
+            if number == 0:
+                # KV of the first place in a prompt stands behind that of the others.
+                place += places
             group = bisect_right(self._edges, document) - 1
             in_ram, near = self._at[home != replica]
             chance = self._chance()
@@ -106,7 +107,7 @@ def _held(rates: NDArray[np.float64], stay: float) -> NDArray[np.float64]:
 
 
 def _stay(kinds: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], room: int) -> float:
-    """Return how long an unused chunk stays in a cache of `room` chunks, of kinds given by their rates and counts."""
+    """Return how long unused KV stays in a cache with room for so many, of kinds given by their rates and counts."""
     if room <= 0:
         return 0.0
     if sum(float(counts[rates > 0].sum()) for rates, counts in kinds) <= room:

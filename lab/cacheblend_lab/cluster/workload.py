@@ -83,24 +83,24 @@ class Workload:
         """Tokens of a prompt."""
         return self.chunks * self.chunk_tokens + self.question_tokens
 
-    @property
-    def miss_tokens(self) -> float:
-        """Tokens that are computed for a chunk without KV: its own, and half of its document's others on average."""
-        return self.chunk_tokens * (1 + (self.chunks_per_document - 1) / 2)
-
     @cached_property
     def popularity(self) -> Popularity:
         """Popularity of the documents."""
         return Popularity(self.corpus_documents, self.zipf)
 
     @cached_property
-    def chunk_weights(self) -> NDArray[np.float64]:
-        """Probability, for each place in a document, that a prompt with the document has that chunk."""
+    def kv_rates(self) -> NDArray[np.float64]:
+        """How often a request has each KV of one document of each group of `popularity`.
+
+        For each group, the KV of the document's chunks behind others, then their KV as a prompt's first chunk.
+        """
         starts = self.chunks_per_document - self.run_chunks + 1
-        weights = np.zeros(self.chunks_per_document)
-        for start in range(starts):
-            weights[start : start + self.run_chunks] += 1 / starts
-        return weights
+        begins = np.zeros(self.chunks_per_document)
+        begins[:starts] = 1 / starts
+        has = np.convolve(begins, np.ones(self.run_chunks))[: self.chunks_per_document]
+        shares = self.popularity.shares[:, None]
+        first = shares * begins
+        return np.hstack([(1 - (1 - shares) ** self.documents) * has - first, first])
 
     def draw(self, rng: np.random.Generator, count: int) -> Asked:
         """Return `count` requests."""

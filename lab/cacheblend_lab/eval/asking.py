@@ -73,13 +73,7 @@ class Asker:
             raise UnsupportedModelError(
                 f"{engine.unsupported_reason}; evaluate it by {', '.join(WHOLE_WAYS)} only, or choose another model"
             )
-        self._ways = {
-            method.name: (make_way(method, self._engine_for(method)), method.reads) for method in setting.methods
-        }
-        self._reads: dict[BlendEngine, set[str]] = {}
-        for method in setting.methods:
-            reads = self._reads.setdefault(self._engine_for(method), set())
-            reads.update({method.reads} - {""})
+        self._ways = {method.name: make_way(method, self._engine_for(method)) for method in setting.methods}
 
     def close(self) -> None:
         """Close the engines that were made for methods; the one that was given stays open."""
@@ -92,8 +86,9 @@ class Asker:
 
         A question whose prompt does not fit the model's window is skipped.
         """
+        engines = self._engines.values()
         with inquire(
-            self._task, context, self._retriever, self._reads, self._max_new_tokens, wanted, self._losses
+            self._task, context, self._retriever, engines, self._max_new_tokens, wanted, self._losses
         ) as inquiries:
             asked: dict[str, Inquiry] = {}
             for question, inquiry in inquiries:
@@ -116,8 +111,8 @@ class Asker:
 
     def _answers(self, asked: Mapping[str, Inquiry]) -> list[Asked]:
         answers: dict[str, dict[str, Answer | None]] = {question: {} for question in asked}
-        for name, (way, reads) in self._ways.items():
-            found = way.answer([inquiry.reading(reads) for inquiry in asked.values()], list(answers.values()))
+        for name, way in self._ways.items():
+            found = way.answer(list(asked.values()), list(answers.values()))
             for own, answer in zip(answers.values(), found, strict=True):
                 own[name] = answer
         return [Asked(question, own) for question, own in answers.items()]

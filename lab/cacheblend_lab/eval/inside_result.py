@@ -150,7 +150,7 @@ def look_inside(
     retriever = Retriever(engine.tokenizer, setting.retrieval)
     total, done = sum(len(context.questions) for context in task.contexts), 0
     for context in task.contexts:
-        with inquire(task, context, retriever, {engine: ()}) as inquiries:
+        with inquire(task, context, retriever, [engine]) as inquiries:
             for question, inquiry in inquiries:
                 reason = inquiry if isinstance(inquiry, str) else _why_not(engine, inquiry.prompt)
                 if reason is None and not isinstance(inquiry, str):

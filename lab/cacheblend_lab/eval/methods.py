@@ -13,11 +13,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import selector_names
 
 __all__ = [
-    "BEHIND_OTHER",
-    "BEHIND_SHUFFLED",
-    "DOCUMENTS",
     "FULL",
-    "FULL_DOCUMENTS",
     "NO_CONTEXT",
     "WHOLE_WAYS",
     "EvalMethod",
@@ -47,14 +43,6 @@ _NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 WHOLE_WAYS = tuple(way for way, settings in _NAMED.values() if not settings)
 """Ways to answer that blend nothing."""
 
-DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED = "documents", "behind other", "behind shuffled"
-"""Texts that a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded
-after the next document instead of their own; or encoded after what stands before them in their own, in another order."""
-
-FULL_DOCUMENTS = f"{FULL} {DOCUMENTS}"
-"""Full prefill of whole documents: the cost of the same knowledge without blending."""
-_READS = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
-_ALONE = "alone"
 _RANDOM = "random"
 
 
@@ -75,8 +63,6 @@ class EvalMethod:
         The `charged_ratio` that its ratio is to be found for, question by question.
     equal_to : str, optional
         The name of the method whose `charged_ratio` is its ratio, question by question.
-    reads : str
-        "documents", "behind other" or "behind shuffled": what it reads instead of the retrieved chunks; "" for these.
     """
 
     name: str
@@ -84,7 +70,6 @@ class EvalMethod:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     charge: float | None = None
     equal_to: str | None = None
-    reads: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Return the overrides, with what blending every prompt takes; empty for a method that blends nothing."""
@@ -105,8 +90,8 @@ def parse_method(text: str) -> EvalMethod:
     text : str
         "full", "no_context", "prefix", "reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
         ("hkvd 0.15"); a selector and a charge ("hkvd @0.15"); or "random = hkvd 0.15", which is random at the charge of the
-        method named after the sign. "documents", "alone" (chunks encoded alone), "behind other" and "behind shuffled" may
-        follow, and settings, as in ``hkvd 0.15 alone deviation=key check_layers=[1,2]``; values are read as JSON, else as text.
+        method named after the sign. Settings may follow, as in ``hkvd 0.15 companions=neutral check_layers=[1,2]``; values are
+        read as JSON, else as text.
 
     Raises
     ------
@@ -120,24 +105,18 @@ def parse_method(text: str) -> EvalMethod:
             raise ConfigError(
                 f"method {text!r} has no meaning: {target.name} blends nothing, so random has no such charge"
             )
-        context = {name: value for name, value in target.overrides.items() if name == "context"}
-        return EvalMethod(
-            f"{_RANDOM} = {target.name}",
-            overrides={"selector": _RANDOM} | context,
-            equal_to=target.name,
-            reads=target.reads,
-        )
+        settled = {name: value for name, value in target.overrides.items() if name == "companions"}
+        overrides = {"selector": _RANDOM} | settled
+        return EvalMethod(f"{_RANDOM} = {target.name}", overrides=overrides, equal_to=target.name)
     words = text.split(" ")
     settings = dict(_setting(word, text) for word in words if "=" in word)
-    plain, reads = _reads([word for word in words if "=" not in word])
+    plain = [word for word in words if "=" not in word]
     first = plain[0] if plain else ""
-    if reads == _ALONE:
-        settings, reads = {"context": "none"} | settings, ""
     if first in _NAMED and len(plain) == 1:
         way, overrides = _NAMED[first]
-        if way in WHOLE_WAYS and (settings or reads not in ("", DOCUMENTS)):
+        if way in WHOLE_WAYS and settings:
             raise ConfigError(f"method {text!r} has settings, but {first} blends nothing; leave them out")
-        return EvalMethod(text, way, overrides | settings, reads=reads)
+        return EvalMethod(text, way, overrides | settings)
     if first not in selector_names():
         raise ConfigError(
             f"method {text!r} is unknown; write {', '.join(_NAMED)}, or one of the selectors "
@@ -149,8 +128,8 @@ def parse_method(text: str) -> EvalMethod:
         )
     amount = _share(plain[1].removeprefix("@"), text)
     if plain[1].startswith("@"):
-        return EvalMethod(text, overrides={"selector": first} | settings, charge=amount, reads=reads)
-    return EvalMethod(text, overrides={"selector": first, "recompute_ratio": amount} | settings, reads=reads)
+        return EvalMethod(text, overrides={"selector": first} | settings, charge=amount)
+    return EvalMethod(text, overrides={"selector": first, "recompute_ratio": amount} | settings)
 
 
 def parse_methods(text: str) -> tuple[EvalMethod, ...]:
@@ -219,15 +198,6 @@ def order_methods(methods: Sequence[EvalMethod]) -> tuple[EvalMethod, ...]:
         waiting.remove(ready)
         ordered.append(ready)
     return tuple(ordered)
-
-
-def _reads(words: list[str]) -> tuple[list[str], str]:
-    """Take what a method reads, or that it has chunks encoded alone, from the end of its words."""
-    for name in (*_READS, _ALONE):
-        size = len(name.split())
-        if words[-size:] == name.split():
-            return words[:-size], name
-    return words, ""
 
 
 def _setting(word: str, text: str) -> tuple[str, Any]:

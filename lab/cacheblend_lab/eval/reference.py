@@ -9,7 +9,7 @@ from dataclasses import replace
 from cacheblend_lab.eval.metrics import best_exact_match, best_f1
 from cacheblend_lab.eval.retrieve import draw_corpora, found_chunks
 from cacheblend_lab.eval.task import EvalContext, EvalQuestion, EvalTask, at_least_one
-from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS, TRAINED_TOKENS, value_of
+from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
 from cacheblend_lab.training.corpus import (
     EVAL_STYLE,
     Document,
@@ -128,7 +128,6 @@ def reference_task(
         separator=form.separator,
         chunked=True,
         max_new_tokens=_MAX_NEW_TOKENS,
-        document_tokens=TRAINED_TOKENS,
         extract=value_of,
     )
 

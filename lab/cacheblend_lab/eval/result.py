@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from cacheblend_attachments.calibration.statistics import Bootstrap, Interval
 from cacheblend_lab.eval.asking import EvalSetting
 from cacheblend_lab.eval.journal import Answer, Asked
-from cacheblend_lab.eval.methods import FULL, FULL_DOCUMENTS, NO_CONTEXT, EvalMethod
+from cacheblend_lab.eval.methods import FULL, NO_CONTEXT, EvalMethod
 from cacheblend_lab.eval.task import EvalTask
 from cacheblend_rag.errors import ConfigError
 
@@ -42,8 +42,6 @@ class EvalRow:
         Mean of each metric with its 95 % interval; empty without figures.
     minus_full : dict of str to Interval
         Paired difference to full prefill, on the questions both answered.
-    minus_documents : dict of str to Interval
-        The same to full prefill of whole documents; empty where that is not among the methods.
     minus_best : Interval or None
         Paired difference of the first metric to the best of the other methods that blend.
     best : str or None
@@ -75,7 +73,6 @@ class EvalRow:
     unreached: int
     metrics: dict[str, Interval]
     minus_full: dict[str, Interval]
-    minus_documents: dict[str, Interval] = field(default_factory=dict)
     minus_best: Interval | None = None
     best: str | None = None
     recompute_ratio: float | None = None
@@ -198,7 +195,6 @@ def _rows(
     }
     means = {name: fmean(one.scores[first] for one in answered[name].values()) for name in complete}
     rivals = [method.name for method in methods if method.way == "blend" and method.name in complete]
-    whole = answered.get(FULL_DOCUMENTS)
     rows = []
     for method in methods:
         name = method.name
@@ -221,7 +217,6 @@ def _rows(
                 unreached=unreached,
                 metrics={m: bootstrap.interval([one.scores[m] for one in values], clusters) for m in metrics},
                 minus_full={m: _difference(own, answered[FULL], m, bootstrap) for m in metrics},
-                minus_documents={m: _difference(own, whole, m, bootstrap) for m in metrics if whole},
                 minus_best=None if best is None else _difference(own, answered[best], first, bootstrap),
                 best=best,
                 recompute_ratio=fmean(ratios) if ratios else None,

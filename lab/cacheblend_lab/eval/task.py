@@ -92,8 +92,6 @@ class EvalTask:
         Whether head and tail are written as the user's message of a chat, where the model's tokenizer has a chat template.
     max_new_tokens : int
         Most tokens of an answer.
-    document_tokens : int, optional
-        Most tokens of the documents, where a method reads whole ones: the length that the model was trained on, for example.
     extract : callable, optional
         Takes the value that is judged out of the model's answer; by default the answer is judged as it is, stripped.
     """
@@ -107,7 +105,6 @@ class EvalTask:
     chunked: bool = False
     chat: bool = False
     max_new_tokens: int = 32
-    document_tokens: int | None = None
     extract: Callable[[str], str] = field(default=str.strip)
 
     def written_for(self, tokenizer: Any) -> EvalTask:

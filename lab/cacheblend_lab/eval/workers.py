@@ -76,8 +76,8 @@ def evaluate(
     Raises
     ------
     ConfigError
-        If there are no questions, two have one id, all were skipped, a method has a setting without meaning or goes by documents
-        that the task does not know, or the file belongs to another evaluation.
+        If there are no questions, two have one id, all were skipped, a method has a setting without meaning, or the file belongs
+        to another evaluation.
     UnsupportedModelError
         If a method blends and the model cannot be blended.
     """
@@ -89,11 +89,6 @@ def evaluate(
     if len(set(ids)) < len(ids):
         twice = next(name for name in ids if ids.count(name) > 1)
         raise ConfigError(f"{task.name} has two questions with the id {twice!r}; give each its own")
-    pieces = [method.name for method in setting.methods if method.reads]
-    if pieces and task.chunked and not all(context.documents for context in task.contexts):
-        raise ConfigError(
-            f"{task.name} does not say which document a chunk is of, which the methods {', '.join(pieces)} go by; leave them out"
-        )
     with ExitStack() as stack:
         asker = Asker(engine, task, setting)
         stack.callback(asker.close)
@@ -182,7 +177,7 @@ def _header(engine: BlendEngine, model: str, task: EvalTask, setting: EvalSettin
     settings = engine.config.model_dump(mode="json", exclude={"remote"}) | engine.blend.model_dump(mode="json")
     settings |= {k: v for k, v in asdict(engine.tuning).items() if k not in ("profile_path", "load_threads")}
     contexts = [asdict(context) for context in task.contexts]
-    frame = [task.head, task.tail, task.separator, task.chunked, task.document_tokens]
+    frame = [task.head, task.tail, task.separator, task.chunked]
     return {
         "task": task.name,
         "contexts": hashlib.blake2b(json.dumps([frame, contexts]).encode(), digest_size=16).hexdigest(),

@@ -221,7 +221,7 @@ def _differing(some: Sequence[int], others: Sequence[int]) -> float:
 
 
 def _keys(engine: BlendEngine, names: Sequence[str]) -> list[str]:
-    return [record.key for record in engine.records(names) if record is not None]
+    return [key for record in engine.records(names) if record is not None for key in record.keys]
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

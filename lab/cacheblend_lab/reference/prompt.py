@@ -20,7 +20,6 @@ __all__ = [
     "PAD",
     "SPECIAL_TOKENS",
     "SYSTEM",
-    "TRAINED_TOKENS",
     "USER",
     "PromptFormat",
     "chat",
@@ -30,9 +29,6 @@ __all__ = [
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT)
-
-TRAINED_TOKENS = 2560
-"""The longest contexts that the reference model is trained on, in tokens."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"

@@ -83,10 +83,10 @@ def test_an_index(tmp_path: Path) -> None:
     make_index(folder, 520)
     store = open_store(folder, 0)
     stats = store.stats()
-    assert (stats.entries, stats.nodes, stats.disk_bytes) == (520, 520, 520 * 64)
+    assert (stats.entries, stats.nodes, stats.disk_bytes) == (520, 260, 520 * 64)
     store.close()
     with pytest.raises(ConfigError, match="is not empty"):
-        IndexSetting((10,), folder=tmp_path)
+        IndexSetting((20,), folder=tmp_path)
 
 
 @pytest.mark.parametrize("heading", [False, True])
@@ -193,7 +193,7 @@ def test_a_command_writes_its_rows(tmp_path: Path, command: str, column: str, wa
         (AutoSetting, {"tiers": ()}, "at least one tier"),
         (AutoSetting, {"prompts": ((0, 5),)}, "at least 1 of each"),
         (PMLSetting, {"argument_tokens": 600}, "argument_tokens=600 must be fewer"),
-        (IndexSetting, {"entries": (7,)}, "must each be at least 8"),
+        (IndexSetting, {"entries": (15,)}, "must each be at least 16"),
         (IndexSetting, {"lookups": 9}, "lookups=9 must be at least 100"),
         (FindSetting, {"chunks": 15}, "chunks=15 must be at least 16"),
         (CodecSetting, {"dtype": "int8"}, "dtype 'int8' is unknown; choose one of float32, float16, bfloat16"),

@@ -47,16 +47,12 @@ def test_the_rows_are_complete(bench: TTFTBench) -> None:
         ("prefix_cache", None, None),
         ("ready", None, None),
         ("reuse", "none", 0.0),
-        ("in_document", "none", 0.0),
         ("blend", "hkvd", 0.15),
         ("blend", "hkvd", 1.0),
     ]
-    assert calls[-1] == "measuring, 21 of 21"
-    full, prefix_cache, ready, reuse, in_document, blend, _ = rows
-    assert (in_document.charged_ratio, in_document.limit) == (reuse.charged_ratio, reuse.limit)
-    assert in_document.of_reuse is not None and in_document.of_reuse > 0
-    assert [row.of_reuse for row in rows].count(None) == 6
-    assert [row.method for row in rows if row.of_ready] == ["reuse", "in_document"]
+    assert calls[-1] == "measuring, 18 of 18"
+    full, prefix_cache, ready, reuse, blend, _ = rows
+    assert [row.method for row in rows if row.of_ready] == ["reuse"]
     assert (full.speedup, full.charged_ratio, full.limit) == (1.0, 1.0, 1.0)
     assert prefix_cache.charged_ratio == pytest.approx(2 / 3)
     assert prefix_cache.limit == pytest.approx(66 / 45)

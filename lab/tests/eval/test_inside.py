@@ -21,7 +21,7 @@ from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.command import run
-from tests.core.dense import _FixedRows, own_kv, stale_kv
+from tests.core.dense import _FixedRows, own_kv, read_behind, stale_kv
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(9 + number, number), f"n{number}") for number in range(4)]
@@ -53,7 +53,7 @@ def _naive(engine: BlendEngine, inside: PromptInside, rows: torch.Tensor) -> lis
     """Attention deviation with some rows recomputed, from dense matrices."""
     layout, model = inside.layout, engine.model
     ids, spans = list(layout.token_ids), [(span.start, span.stop) for span in layout.chunks]
-    stale = stale_kv(model, ids, spans, engine._assembler.preamble)
+    stale = stale_kv(model, ids, spans, read_behind(engine, PROMPT))
     blended = _attentions(model, ids, _FixedRows(stale, layout.context_rows, rows))
     full = _attentions(model, ids)
     question = slice(spans[-1][1], len(ids))
@@ -94,7 +94,7 @@ def test_kv_deviation_is_that_of_stored_and_true_kv(engine: BlendEngine) -> None
     inside = PromptInside(engine, PROMPT)
     layout, model = inside.layout, engine.model
     ids, spans = list(layout.token_ids), [(span.start, span.stop) for span in layout.chunks]
-    stale = stale_kv(model, ids, spans, engine._assembler.preamble)
+    stale = stale_kv(model, ids, spans, read_behind(engine, PROMPT))
     for layer, (old, true) in enumerate(zip(stale, own_kv(model, ids), strict=True)):
         if not layer:
             continue

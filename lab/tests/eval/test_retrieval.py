@@ -1,4 +1,4 @@
-"""``eval reference --retrieval``: what questions are answered from, how their chunks are encoded, and what that is worth."""
+"""``eval reference --retrieval``: what questions are answered from, and how their chunks are encoded."""
 
 import json
 from dataclasses import replace
@@ -8,17 +8,16 @@ import pytest
 
 from cacheblend_lab.eval import EvalContext, EvalSetting, EvalTask, evaluate, parse_methods, reference_task
 from cacheblend_lab.eval.inquiry import Inquiry, inquire
-from cacheblend_lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUMENTS
 from cacheblend_lab.eval.retrieve import RetrievalSetting, Retriever, found_chunks
 from cacheblend_lab.settings import engine_settings
 from cacheblend_lab.training.corpus import NOTES, Document, eval_examples
 from cacheblend_rag import BlendEngine
+from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.errors import ConfigError
 from tests.command import run
 
 READING = reference_task(60, style=NOTES)
-ROWS = "full documents, reuse, reuse alone, reuse behind other, reuse behind shuffled, hkvd 0.15, hkvd 0.15 alone"
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +73,23 @@ def test_ranked_chunks_are_the_nearest_of_a_corpus(ranked: EvalTask) -> None:
     assert all(len(row) == 2 for row in found)
 
 
-def test_every_row_reads_the_chunks_that_it_names(engine: BlendEngine) -> None:
+def test_a_prompt_has_the_chunks_asked_from_and_its_documents_are_stored_whole(engine: BlendEngine) -> None:
     task = reference_task(8, style=NOTES, retrieval="dropped")
     [context, *_] = task.contexts
-    retriever = Retriever(engine.tokenizer, RetrievalSetting())
-    reads = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
-    with inquire(task, context, retriever, {engine: reads}) as inquiries:
+    with inquire(task, context, Retriever(engine.tokenizer, RetrievalSetting()), [engine]) as inquiries:
         for question, inquiry in inquiries:
             assert isinstance(inquiry, Inquiry) and question.chunks is not None
-            given = engine.prompt_ids(inquiry.prompt)
             assert list(inquiry.texts) == [context.texts[chunk] for chunk in question.chunks]
-            for name in (BEHIND_OTHER, BEHIND_SHUFFLED):
-                assert engine.prompt_ids(inquiry.reading(name).prompt) == given
-                assert not set(inquiry.reading(name).ids) & set(inquiry.ids)
-            whole = inquiry.reading(DOCUMENTS)
-            assert set(inquiry.texts) <= set(whole.texts) <= set(context.texts)
-            assert engine.records(whole.ids) and set(inquiry.ids) <= set(whole.ids)
+            assert [record.text_hash for record in engine.records(inquiry.ids) if record] == list(
+                map(text_hash, inquiry.texts)
+            )
+        documents = engine.places(engine.ids())
+        counts = {documents.count(f"document {number}") for number in range(len(context.documents))}
+        assert len(documents) > 8 and counts <= {0, *context.documents}
     assert engine.ids() == []
 
 
-def test_documents_are_wanted_where_a_method_goes_by_them(engine: BlendEngine) -> None:
-    bare = replace(READING, contexts=tuple(replace(context, documents=()) for context in READING.contexts[:1]))
-    with pytest.raises(ConfigError, match=r"does not say which document .* full documents, reuse behind other"):
-        evaluate(engine, "", bare, EvalSetting(parse_methods("full documents, reuse alone, reuse behind other")))
+def test_what_cannot_be_retrieved_is_refused() -> None:
     for wrong in ({"retrieval": "sorted"}, {"documents": 0}, {"top_k": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             reference_task(4, style=NOTES, **wrong)  # type: ignore[arg-type]
@@ -112,35 +105,33 @@ def test_a_run_is_resumed_with_its_own_retrieval_and_encodings_only(model_folder
             code=code,
         ).output
 
-    resume("shuffled", "full documents", "reuse", "reuse alone")
+    resume("shuffled", "reuse", "reuse companions=neutral")
     whole = json.loads((tmp_path / "r.json").read_text())
     assert (whole["task"], whole["setting"]["retrieval"]) == ("reference (shuffled)", "shuffled")
-    rows = {row["method"]: row for row in whole["rows"] if row["kind"] == "all"}
-    assert rows["full documents"]["minus_documents"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    assert "| f1 - full documents |" in (tmp_path / "r.md").read_text()
-    assert "10 of them were taken from" in resume("shuffled", "full documents", "reuse", "reuse alone")
+    assert {row["method"] for row in whole["rows"]} == {"full", "reuse", "reuse companions=neutral"}
+    assert "10 of them were taken from" in resume("shuffled", "reuse", "reuse companions=neutral")
     for retrieval, methods, reason in (
-        ("dropped", ("full documents", "reuse", "reuse alone"), "task is"),
-        ("shuffled", ("full documents", "reuse", "reuse behind other"), "methods"),
+        ("dropped", ("reuse", "reuse companions=neutral"), "task is"),
+        ("shuffled", ("reuse", "reuse companions=similar"), "methods"),
     ):
         output = resume(retrieval, *methods, code=2)
         assert "answers of another evaluation" in " ".join(output.split()) and reason in output
 
 
 @pytest.mark.parametrize("questions", [20, pytest.param(200, marks=pytest.mark.full)])
-def test_chunks_that_remember_their_document_answer_better_than_full_prefill(questions: int) -> None:
+def test_small_chunks_know_what_their_document_said_before(questions: int) -> None:
     task = reference_task(questions, style=NOTES, retrieval="shuffled")
-    setting = EvalSetting(parse_methods(ROWS), resamples=200, together=True)
+    setting = EvalSetting(parse_methods("reuse, reuse companions=neutral"), resamples=200, together=True)
     with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
         result = evaluate(engine, "reference", task, setting)
         assert engine.ids() == []
     rows = {row.method: row for row in result.rows if row.kind == "all"}
     right = {name: row.metrics["exact_match"].mean for name, row in rows.items()}
-    assert right["full documents"] >= 0.85
-    assert right["reuse"] >= right["full"] + 0.15
-    assert right["reuse"] >= max(right[f"reuse {how}"] for how in ("alone", "behind other")) + 0.15
-    assert rows["reuse"].charged_ratio == rows["reuse behind shuffled"].charged_ratio == 0.0
+    assert right["reuse"] >= right["full"] + 0.1
+    assert right["reuse"] >= right["reuse companions=neutral"] + 0.1
+    assert right["reuse companions=neutral"] >= right["full"] - 0.1
+    assert rows["reuse"].charged_ratio == 0.0
     for row in rows.values():
-        difference = row.minus_documents["exact_match"]
-        assert difference.mean == pytest.approx(right[row.method] - right["full documents"])
+        difference = row.minus_full["exact_match"]
+        assert difference.mean == pytest.approx(right[row.method] - right["full"])
         assert difference.low <= difference.mean <= difference.high
