@@ -78,7 +78,8 @@ class BoundarySelector(Selector):
     """The first tokens of each chunk (LegoLink in EPIC, arXiv 2410.15332; a baseline of A3, section 5); costs nothing to choose.
 
     Encoded on its own, a chunk's first tokens take the attention that belongs to the beginning of the prompt; recomputed in
-    their place, they no longer do. With `ends` "both", a chunk's last tokens are taken as well.
+    their place, they no longer do. A prompt's first chunk is left as it is: nothing stands before it that its KV has not seen.
+    With `ends` "both", a chunk's last tokens are taken as well.
     """
 
     name = "boundary"
@@ -92,11 +93,12 @@ class BoundarySelector(Selector):
         """Return the tokens nearest to a border, as many of each chunk as the budget allows, nearer ones first."""
         layout = task.layout
         places = torch.full((len(layout),), len(layout))
-        for span in layout.chunks:
+        following = [span for span in layout.chunks if span.follows]
+        for span in following:
             forward = torch.arange(len(span))
             if self.ends == "both":
                 forward = torch.minimum(2 * forward, 2 * forward.flip(0) + 1)
             places[span.start : span.stop] = forward
-        rows = layout.context_rows
+        rows = torch.cat([torch.arange(0), *(torch.arange(span.start, span.stop) for span in following)])
         nearest = places[rows].argsort(stable=True)[: task.budget]
         return FixedSelection(rows[nearest.sort().values])

@@ -81,7 +81,7 @@ class Answering:
     end_ids: frozenset[int]
     processors: list[Any]
     criteria: list[Any]
-    # Where its engine keeps earlier prompts, and how much of its chunks is recomputed: nothing, or all (None).
+    # Where its engine keeps earlier prompts, and which share of its chunks is recomputed; None where all is computed as text.
     prefixes: PrefixCache
     ratio: float | None
     row_bytes: int
@@ -247,7 +247,7 @@ class Decoding:
         try:
             self._llama.put(layers, reader.start, begin, answering.sequence)
         except ValueError as error:
-            keys = [each.key for each in request.prompt.chunks if each.start == begin]
+            keys = [each.key for each in request.prompt.chunks if each.start <= begin < each.stop]
             if request.prompt.head is not None:
                 keys.append(request.prompt.head.key)
             raise ChunkReadError(keys[0], str(error)) from error

@@ -32,13 +32,14 @@ from cacheblend_rag.engine.many import options_of_each
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.engine.scheduler import Patience
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError
-from cacheblend_rag.fuse.plan import Plan
+from cacheblend_rag.fuse.plan import Plan, make_plan
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.selection import FixedSelection, make_selector
+from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store.base import part_of
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["GGUFEngine"]
@@ -52,8 +53,8 @@ _AT_ONCE = 16
 class GGUFEngine(ChunkLibrary):
     """An engine over a GGUF file: the methods of `Engine`, whose docstrings are in `BlendEngine`.
 
-    Prompts are blended without recomputing: selectors, attachments and all else that looks into a model are for models in
-    transformers.
+    What is recomputed are the first tokens of chunks (the selector "boundary"): other selectors, attachments and all else that
+    looks into a model are for models in transformers.
 
     Parameters
     ----------
@@ -213,13 +214,14 @@ class GGUFEngine(ChunkLibrary):
         return known
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
-        """Return the settings that a call uses; `ConfigError` if they would have some tokens recomputed."""
+        """Return the settings that a call uses; `ConfigError` if they would have single tokens recomputed."""
         blend = BlendConfig.of(blend).over(self.blend)
         selector = make_selector(blend.selector).name
-        if blend.enabled and 0 < blend.recompute_ratio < 1 and selector not in ("none", "full"):
+        chooses = blend.enabled and 0 < blend.recompute_ratio < 1 and selector not in ("none", "full")
+        if chooses and not (selector == "boundary" and make_selector(blend.selector) == make_selector("boundary")):
             raise ConfigError(
-                f"recompute_ratio={blend.recompute_ratio} recomputes the tokens that the selector {selector} chooses, which "
-                "llama.cpp cannot do; leave it at 0, give 1 for full prefill, or use the model with transformers"
+                f"the selector {selector} chooses single tokens to recompute, and llama.cpp computes runs of them; give "
+                'selector="boundary", which takes the first tokens of each chunk, or use the model with transformers'
             )
         return blend
 
@@ -357,7 +359,7 @@ class GGUFEngine(ChunkLibrary):
                     processors(request.options),
                     list(criteria),
                     self._prefixes,
-                    None if request.recomputed is None else 0.0,
+                    None if request.recomputed is None else request.plan.ratio,
                     self.kv_bytes_per_token,
                     logits_to_keep,
                 )
@@ -377,11 +379,19 @@ class GGUFEngine(ChunkLibrary):
             self._supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
             return head
         found = self._supply.open_all(request)
-        rows = torch.empty(0, dtype=torch.int64)
-        request.plan, request.recomputed = Plan(FixedSelection(rows), "none", 0.0), rows
+        num_layers, layout = len(self.llama.form.layers), request.prompt.layout
+        request.plan = make_plan(request.blend, layout, num_layers, request.blend.recompute_ratio)
+        assert request.plan.selection is not None
+        rows = request.recomputed = request.plan.selection.rows()
+        request.charge = float(rows.numel() * num_layers)
         readers = self._supply.readers(request, found)
         for chunk in request.waiting:
-            self._check_place(chunk.key, readers[chunk.start], chunk.first)
+            reader = readers.pop(chunk.start)
+            self._check_place(chunk.key, reader, chunk.first)
+            # Of its first tokens the stored rows are left out.
+            count = int(((rows >= chunk.start) & (rows < chunk.stop)).sum())
+            if count < len(chunk):
+                readers[chunk.start + count] = part_of(reader, count, len(chunk)) if count else reader
         return {**readers, **head}
 
     def _check_place(self, key: str, reader: KVReader, first: int) -> None:
