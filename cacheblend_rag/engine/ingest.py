@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -292,7 +292,7 @@ class Ingest:
             if record.place is not None and target.document is None and record.place.document not in self._categories:
                 self._categories.add(record.place.document)
                 logger.warning(CATEGORY, record.place.document, MOST_RECORDS)
-        targets = self._with_companions(targets, documents)
+        targets = self._with_companions(targets, documents, positions)
         texts = self._texts(targets, positions)
         lacking = {id(target) for text in texts for target in text.names}
         renewed = {target.document for target in targets if target.is_changed and target.document} if whole else set()
@@ -310,9 +310,9 @@ class Ingest:
         )
 
     def _with_companions(
-        self, targets: Sequence[NamedTarget], documents: Mapping[str, Sequence[Member]]
+        self, targets: Sequence[NamedTarget], documents: Mapping[str, Sequence[Member]], placed: Container[str] = ()
     ) -> list[NamedTarget]:
-        """Return targets with what they are read behind chosen, where it is still to be."""
+        """Return targets with what they are read behind chosen, where it is still to be, but for those with `placed` keys."""
         companions = self._assembler.companions
         if companions is None:
             return list(targets)
@@ -320,7 +320,9 @@ class Ingest:
         waiting = [
             number
             for number, each in enumerate(targets)
-            if each.record.later is None and not self._assembler.is_placed(each.record)
+            if each.record.later is None
+            and each.record.key not in placed
+            and not self._assembler.is_placed(each.record)
         ]
         chosen = companions.choose(
             [(targets[number].record, documents.get(targets[number].document or "", ())) for number in waiting]

@@ -351,6 +351,7 @@ class GGUFEngine(ChunkLibrary):
                 limit = min(
                     request.max_new_tokens or _DEFAULT_NEW_TOKENS, self.llama.window - len(request.prompt.layout)
                 )
+                assert request.plan is not None
                 answering = Answering(
                     request,
                     readers,

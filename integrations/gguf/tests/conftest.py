@@ -14,7 +14,7 @@ pytest.importorskip("llama_cpp")
 
 # Of tests on both models, those whose outcome depends on Gemma's sliding windows; the others are on Gemma at full counts.
 _ON_GEMMA = (
-    "test_a_document_behind_the_preamble_is_read_as_llama_cpp_reads_it",
+    "test_chunks_behind_the_preamble_that_have_met_are_read_as_llama_cpp_reads_them",
     "test_any_order_of_hits_and_misses",
     "test_answers_are_those_of_an_engine_without_sharing",
 )

@@ -27,12 +27,20 @@ def filled(engine: GGUFEngine) -> GGUFEngine:
     return engine
 
 
-def test_a_document_behind_the_preamble_is_read_as_llama_cpp_reads_it(filled: GGUFEngine) -> None:
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_chunks_behind_the_preamble_that_have_met_are_read_as_llama_cpp_reads_them(
+    filled: GGUFEngine, ratio: float
+) -> None:
+    # Of two, each is read behind the other. Whatever is recomputed of the second, it sees the first.
+    pair = [Chunk(text, f"p{number}", document="pair", start=200 * number) for number, text in enumerate(HARBOUR[:2])]
+    filled.add(pair)
     preamble = list(filled._assembler.preamble)
-    prompt = BlendPrompt(segments=[preamble, *(ChunkRef(f"h{number}") for number in range(len(HARBOUR))), QUESTION])
+    prompt = BlendPrompt(segments=[preamble, ChunkRef("p0"), ChunkRef("p1"), QUESTION])
     with last_scores(filled) as seen:
-        result = filled.generate(prompt, 24)
-    assert result.report.hits == len(HARBOUR)
+        result = filled.generate(prompt, 24, blend=BlendConfig(recompute_ratio=ratio, selector="boundary"))
+    assert result.report.hits == 2
+    second = result.report.chunks[1].tokens
+    assert result.report.recomputed_tokens == min(round(ratio * result.report.context_tokens), second)
     with last_scores(filled) as read:
         whole = filled.generate(prompt, 24, blend=BlendConfig(enabled=False))
     full, again = (read_in_full(filled, result.prompt_ids, batch) for batch in (512, 37))
@@ -44,6 +52,7 @@ def test_a_document_behind_the_preamble_is_read_as_llama_cpp_reads_it(filled: GG
         if ours != theirs:
             assert scores[theirs] - scores[ours] < noise
             break
+    filled.delete(["p0", "p1"])
 
 
 def test_misses_are_hits_the_next_time_and_answer_alike(filled: GGUFEngine) -> None:
@@ -110,8 +119,8 @@ def test_options(filled: GGUFEngine) -> None:
         filled.generate(ask("h2"), 8, num_beams=4)
     calm = filled.generate(ask("h2"), 24, repetition_penalty=1.3, no_repeat_ngram_size=2, eos_token_id=[]).token_ids
     assert len(set(pairwise(calm))) == len(calm) - 1
-    with pytest.raises(ConfigError, match="recompute_ratio"):
-        filled.generate(ask("h2"), 8, blend=BlendConfig(recompute_ratio=0.15))
+    with pytest.raises(ConfigError, match="boundary"):
+        filled.generate(ask("h2"), 8, blend=BlendConfig(recompute_ratio=0.15, selector="hkvd"))
     assert filled.generate(ask("h2"), 2, blend=BlendConfig(recompute_ratio=1.0)).report.selector == "full"
     with pytest.raises(ConfigError, match="SourceAttention needs a model in transformers"):
         filled.attach(SourceAttention())
@@ -148,6 +157,7 @@ def test_what_was_added_survives_and_what_was_deleted_is_gone(path: Path, tmp_pa
     with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path, config=EXACT) as engine:
         engine.add(harbour())
         answer = engine.generate(ask("h0", "h1", "h2"), 6)
+        assert len(set(tmp_path.rglob("*.safetensors"))) == 8
     with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path, config=EXACT) as engine:
         again = engine.generate(ask("h0", "h1", "h2"), 6)
         assert again.report.hits == 3
@@ -156,8 +166,12 @@ def test_what_was_added_survives_and_what_was_deleted_is_gone(path: Path, tmp_pa
         other = engine.for_tenant("other")
         assert not other.contains("h0")
         other.close()
+        seers = [
+            each.id for each in engine.records(engine.ids()) if each and each.later and "h3" in dict(each.later.seen)
+        ]
         engine.delete(["h3"])
-        assert len(set(tmp_path.rglob("*.safetensors"))) == len(before) - 1
+        # Its own two, and what had seen it.
+        assert len(set(tmp_path.rglob("*.safetensors"))) == len(before) - 2 - len(seers)
         with pytest.raises(UnknownChunkError):
             engine.generate(ask("h3"), 4)
 
