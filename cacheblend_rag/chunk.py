@@ -39,7 +39,7 @@ BLANK_LINE = "\n\n"
 _MOST_CHARACTERS = 2**62
 CATEGORY = (
     "%.200s is treated as a category, not a document: more than %d short texts have it, and none says where it begins. They are "
-    "encoded alone; if they are pieces of one document, say where each begins (start, or add_start_index=True of a splitter)"
+    "of no document; if they are pieces of one, say where each begins (start, or add_start_index=True of a splitter)"
 )
 """Warning of a name that `are_records` denies, with how many may bear it."""
 MOST_RECORDS = 32
@@ -81,7 +81,7 @@ def check_text(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of text whose KV is computed once and reused.
+    """A piece of text whose KV is computed when it is added, and reused.
 
     Parameters
     ----------
@@ -96,8 +96,8 @@ class Chunk:
         The position of each of `token_ids` in its prompts, ascending. By default they come right after the
         preamble, without gaps. If KV can be moved, only the gaps count; otherwise it is used only at these positions.
     document : str, optional
-        The name of the document that the chunk is a piece of. Its KV is then computed after the chunks that precede it in
-        that document, its context; a chunk of no document is encoded alone. Only a chunk with an id can belong to a document. A
+        The name of the document that the chunk is a piece of, for its KV behind other chunks of a prompt: that is read behind
+        another chunk of the document, and the end of what precedes it there. Only a chunk with an id can belong to a document. A
         blank name or NaN means no document.
     start : int, optional
         Where the chunk's body begins in the document, in characters. Chunks are ordered by it, and if two overlap, the first

@@ -24,7 +24,7 @@ from cacheblend_rag.store.base import Later, NodeRecord
 __all__ = ["Companions", "Nearness"]
 
 _MOST_TOKENS = 256
-"""Of a companion; the end of a longer one is taken."""
+"""Of a companion; the beginning of a longer one is taken, which is read for its own KV too."""
 
 _ENDING_TOKENS = 64
 """Of its own document, right before the chunk."""

@@ -290,9 +290,8 @@ class BlendConfig(SettingsBase):
     enabled : bool
         False prefills every prompt in full.
     recompute_ratio : float
-        Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill of the chunks). Chunks that remember their
-        documents need none: a recomputed token forgets its document and sees the prompt instead. For chunks that were encoded
-        alone CacheBlend (section 7) finds 0.15 enough.
+        Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). For chunks that have met no other, CacheBlend
+        (section 7) finds 0.15 enough.
     selector : str or Selector
         Which tokens to recompute: "hkvd", "query", "a3", "boundary", "random", "none", "full", or any registered selector, with
         options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.

@@ -1,4 +1,4 @@
-"""Encoding of chunks after the preamble and what precedes them in their documents."""
+"""Encoding of chunks after the preamble and what else they are read behind."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ class ChunkEncoder(ABC):
         """Compute the KV of chunks, in batches: the index of each target, and its KV on the CPU, as if it stood right after
         the preamble.
 
-        A document is read once, front to back: of targets that stand after each other what comes first is computed once,
-        and cut back where the next one begins before its end.
+        Of targets that begin alike, what they have in common is mostly computed once, and cut back to where the next one parts.
         """
 
     @abstractmethod

@@ -27,7 +27,7 @@ def chunk_key(
     they are encoded, by default right after what precedes them; `context` what `context_digest` makes of the tokens before
     them, beside the preamble. A head has the BOS among its tokens, and is encoded after nothing.
     """
-    # Keys of chunks that are encoded alone stay what they are in every store there is.
+    # Keys of what is read right behind the preamble stay what they are in every store there is.
     placed = b"" if places is None else b"|at|" + _packed(places)
     before = b"|head|" if is_head else b"" if not context else b"|behind|" + context.encode()
     return hashlib.blake2b(namespace.encode() + _packed(token_ids) + placed + before, digest_size=20).hexdigest()

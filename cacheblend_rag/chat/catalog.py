@@ -52,7 +52,7 @@ class ChunkCatalog:
 
         Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text
         that is stored in several documents, the chunk of the one that has most chunks here is taken; where two have as many,
-        none of theirs: it is one that is encoded alone, with or without an id. Past thoughts are not searched.
+        none of theirs: it is one of no document, with or without an id. Past thoughts are not searched.
         """
         said = text.split(MARK)
         marks, plain = list(accumulate(map(len, said[:-1]))), "".join(said)
@@ -202,7 +202,7 @@ def _with_question(segments: list[Segment], begin: int, asked: str, tokenizer: A
 
 
 def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:
-    """Return the id that serves each match, None to have it encoded alone."""
+    """Return the id that serves each match; None to have it as a text of no document."""
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
     try:
         keys = {record.id: record.keys for record in engine.records(every) if record is not None}

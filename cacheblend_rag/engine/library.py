@@ -264,7 +264,7 @@ class ChunkLibrary(ABC):
         return self._store.names.document(self.namespace, document)
 
     def places(self, ids: Sequence[str]) -> list[str | None]:
-        """Return the document that each chunk is a piece of; None if the chunk is encoded alone, or unknown."""
+        """Return the document that each chunk is a piece of; None if it is of none, or unknown."""
         self._check_open()
         return self._store.names.documents(self.namespace, id_list(ids))
 

@@ -50,7 +50,7 @@ def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int, ratio: 
     selector = make_selector(blend.selector)
     budget = min(round(ratio * layout.context_tokens), layout.context_rows.numel())
     if budget == 0:
-        # No selector is to spend anything on choosing nothing, nor to put fresh KV in the place of what chunks remember.
+        # No selector is to spend anything on choosing nothing.
         return Plan(FixedSelection(layout.context_rows[:0]), selector.name, ratio)
     return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)
 

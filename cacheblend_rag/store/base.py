@@ -32,7 +32,7 @@ class KVReader:
 
     `tier` says where the bytes are: "device", "ram", "disk", or what a remote tier calls itself. Most layers are packed there by
     `codec`, all of them in `packed_bytes`. The KV is of `token_ids`; the keys of the first are rotated to position `start`.
-    `context` is the digest of its context's tokens, without the preamble; empty if it was encoded alone.
+    `context` is the digest of the tokens that it was read behind, beside the preamble; empty if there were none.
     """
 
     tier: str

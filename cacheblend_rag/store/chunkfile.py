@@ -5,7 +5,7 @@ Layout, in file order::
     8 bytes           length of the header
     header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key,
                       the start position, one checksum (xxh3, 64 bits) a layer, how each layer is unpacked, and, where the
-                      chunk was encoded in its document, the digest of its context's tokens
+                      chunk was read behind others, the digest of their tokens
     token_ids         int32
     header_digest     16 bytes, blake2b of everything before it
     layer.0.keys, layer.0.values, layer.1.keys, ...
