@@ -109,6 +109,12 @@ class Names:
             alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
             remove_names(connection, namespace, others, drafts)
             drafts.put(records, expires_at)
+            # What has moved to another document has not been there for those that have seen it.
+            seers = "SELECT seen.seq FROM seen JOIN nodes ON nodes.seq = other WHERE namespace = ? AND id = ?"
+            connection.executemany(
+                f"UPDATE nodes SET later = NULL, behind = NULL WHERE seq IN ({seers})",
+                ((namespace, id) for id in drafts.left),
+            )
             write_names(connection, namespace, tenant, records, drafts.targets())
             drafts.save()
             alone += [record.id for record in records if record.place is None]
@@ -173,7 +179,7 @@ class Names:
             documents = {name: drafts.members(name) for name in drafts.names()}
         found = []
         gone = {old.id for record, old in zip(records, known, strict=True) if old is not None and old.key != record.key}
-        gone |= others.keys()
+        gone |= others.keys() | drafts.left
         for record, old in zip(records, known, strict=True):
             is_moved = record.id in drafts.left
             is_changed = bool(record.id) and (old != record or is_moved)

@@ -15,7 +15,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
-from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, span_layout, stale_kv
+from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, read_behind, span_layout, stale_kv
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
@@ -75,12 +75,12 @@ def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch)
         engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))])
         refs = [ChunkRef(f"n{number}") for number in range(3)]
         prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
-        ids = list(engine.prompt_ids(prompt))
+        ids, prefixes = list(engine.prompt_ids(prompt)), read_behind(engine, prompt)
         result = engine.generate(prompt, 2, do_sample=False, min_new_tokens=2)
     rows = [row for a, b in SPANS for row in range(a, b)]
     text = [row for row in range(LENGTH) if row not in rows]
     # The prefill without any recompute, and the first step behind it.
-    prefill = _Replacing(stale_kv(model, ids, SPANS, engine._assembler.preamble), text)
+    prefill = _Replacing(stale_kv(model, ids, SPANS, prefixes), text)
     first = int(model(input_ids=torch.tensor([ids]), past_key_values=prefill, use_cache=True).logits[0, -1].argmax())
     held = [(layer.keys, layer.values) for layer in prefill.layers]
     ids.append(first)

@@ -143,7 +143,8 @@ def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) 
         engine.attach(SnapKV(0.25))
         engine.add(CHUNKS)
         wanted = engine.generate(PROMPT, 8, do_sample=False)
-        damage(files_of(tmp_path)[0])
+        for file in files_of(tmp_path):
+            damage(file)
         again = engine.generate(PROMPT, 8, do_sample=False)
         assert again.token_ids == wanted.token_ids
         assert again.report.kv_bytes == wanted.report.kv_bytes

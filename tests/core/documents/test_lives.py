@@ -135,6 +135,14 @@ def assert_none_has_seen(engine: BlendEngine, id: str) -> None:
             assert max(distances(engine, record.id), default=0) < TOLERANCE
 
 
+def test_what_moves_to_another_document_is_seen_no_more(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(TEXT.chunks)
+    engine.add([replace(TEXT.chunk(1), document="other")])
+    assert_none_has_seen(engine, "d-1")
+    assert engine.document("other") == ["d-1"]
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_replacement(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     """Whoever looks meanwhile finds it as it was, and so does everybody where the replacement ends half-way."""
