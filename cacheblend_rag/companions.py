@@ -44,17 +44,16 @@ class Nearness:
     """
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        self._words = [np.unique(np.asarray(text, dtype=np.int64)) for text in texts]
-        lengths = np.array([len(words) for words in self._words])
+        each = [np.unique(np.asarray(text, dtype=np.int64)) for text in texts]
+        lengths = np.array(list(map(len, each)))
         owners = np.repeat(np.arange(len(texts)), lengths)
-        words = np.concatenate(self._words) if len(texts) else np.empty(0, dtype=np.int64)
+        words = np.concatenate(each) if each else np.empty(0, dtype=np.int64)
         order = words.argsort(kind="stable")
         # The owners of each word stand together, from its own start to the next one's.
         self._owners = owners[order]
         self._known, starts = np.unique(words[order], return_index=True)
         self._starts = np.append(starts, len(words))
-        self._scale = 1 / (0.25 + 0.75 * lengths / max(lengths.mean(), 1)) if len(texts) else np.empty(0)
-        self._count = len(texts)
+        self._scale = 1 / (0.25 + 0.75 * lengths / max(lengths.mean(), 1)) if each else np.empty(0)
 
     def nearest(self, text: Sequence[int], most: int = 32) -> list[int]:
         """Return the numbers of so many texts at most, the nearest first; those that are as near in their order."""

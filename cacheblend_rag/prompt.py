@@ -62,8 +62,8 @@ class PromptChunk(ChunkSpan):
     @property
     def target(self) -> Target:
         """What is encoded where its KV is missing."""
-        is_later = self.later is not None and self.key == self.later.key
-        return Target(self.kv_ids, self.later.behind if is_later and self.later else (), self.positions)
+        behind = self.later.behind if self.later is not None and self.key == self.later.key else ()
+        return Target(self.kv_ids, behind, self.positions)
 
 
 @dataclass(frozen=True, slots=True)
