@@ -105,7 +105,6 @@ class _Figures(Collector):
         yield _labelled(GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"]), by_tier)
         yield GaugeMetricFamily("cacheblend_store_entries", "Chunks whose KV is held.", now.entries)
         yield GaugeMetricFamily("cacheblend_store_names", "Chunk ids.", now.nodes)
-        yield GaugeMetricFamily("cacheblend_store_pinned_bytes", "Bytes of pinned KV.", now.pinned_bytes)
         yield GaugeMetricFamily(
             "cacheblend_store_waiting_bytes", "Bytes of misses waiting to be written.", now.waiting_bytes
         )

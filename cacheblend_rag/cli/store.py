@@ -23,10 +23,6 @@ store_app = typer.Typer(
 )
 
 _DEFAULT = Path(".cacheblend")
-_Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of chunks in the vector store.")]
-_Pinned = Annotated[
-    str | None, typer.Option("--tenant", help="Only chunks of this tenant; by default of every tenant.")
-]
 
 
 def kv_folder_of(store: Path | None) -> Path | None:
@@ -52,7 +48,6 @@ def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
         ("chunk ids", figures.nodes),
         ("chunks with KV", figures.entries),
         ("KV on disk", say_bytes(figures.disk_bytes)),
-        ("pinned KV", say_bytes(figures.pinned_bytes)),
     ]
     for tenant, share in shares.items():
         held = f"{share.nodes} ids, {share.entries} with KV, {say_bytes(share.disk_bytes)}"
@@ -64,7 +59,6 @@ def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
         "names": figures.nodes,
         "entries": figures.entries,
         "disk_bytes": figures.disk_bytes,
-        "pinned_bytes": figures.pinned_bytes,
         "tenants": {
             tenant: {"names": share.nodes, "entries": share.entries, "disk_bytes": share.disk_bytes}
             for tenant, share in shares.items()
@@ -119,30 +113,6 @@ def gc(
         f"{say_bytes(report.freed_bytes)}"
     )
     write_json(json_file, "store gc", [{"store": str(kv), **asdict(report)}])
-
-
-@store_app.command()
-def pin(ids: _Ids, store: StoreOption = _DEFAULT, tenant: _Pinned = None, json_file: JsonOption = None) -> None:
-    """Never evict the KV of these chunks, now held or computed later. The store may be in use."""
-    _pin(ids, store, tenant, True, json_file)
-
-
-@store_app.command()
-def unpin(ids: _Ids, store: StoreOption = _DEFAULT, tenant: _Pinned = None, json_file: JsonOption = None) -> None:
-    """Let the KV of these chunks be evicted again."""
-    _pin(ids, store, tenant, False, json_file)
-
-
-def _pin(ids: list[str], store: Path, tenant: str | None, pinned: bool, json_file: Path | None) -> None:
-    kv = _kv(store)
-    from cacheblend_rag.store import pin_chunks
-
-    ids = list(dict.fromkeys(ids))
-    pinned_bytes = pin_chunks(kv, ids, pinned=pinned, tenant=tenant)
-    verb = "pin" if pinned else "unpin"
-    typer.echo(f"{kv}: {verb}ned {len(ids)} chunks; {say_bytes(pinned_bytes)} of KV are pinned now")
-    row = {"store": str(kv), f"{verb}ned": len(ids), "pinned_bytes": pinned_bytes}
-    write_json(json_file, f"store {verb}", [row])
 
 
 @store_app.command()

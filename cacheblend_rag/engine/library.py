@@ -295,30 +295,6 @@ class ChunkLibrary(ABC):
         # As a prompt has them: the first right behind its head, and the others behind that.
         return self._prefetcher.begin(each.keys[-1] if number else each.key for number, each in enumerate(records))
 
-    def pin(self, ids: Iterable[str]) -> None:
-        """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
-
-        Raises
-        ------
-        UnknownChunkError
-            If an id is unknown; nothing is pinned then.
-        StoreFullError
-            If more would be pinned than `disk_bytes`.
-        """
-        self._check_open()
-        self._store.pin(self.namespace, id_list(ids))
-
-    def unpin(self, ids: Iterable[str]) -> None:
-        """Let the KV of these chunks be evicted again.
-
-        Raises
-        ------
-        UnknownChunkError
-            If an id is unknown; nothing is unpinned then.
-        """
-        self._check_open()
-        self._store.unpin(self.namespace, id_list(ids))
-
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
         return self.records([id]) != [None]

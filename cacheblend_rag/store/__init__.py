@@ -21,7 +21,7 @@ from cacheblend_rag.store.database import DamagedIndexError
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.memory import DeviceTier, RamTier
-from cacheblend_rag.store.names import Names, NamesSource, check_known
+from cacheblend_rag.store.names import Names, NamesSource
 from cacheblend_rag.store.remote import (
     RemoteSettings,
     RemoteTier,
@@ -49,7 +49,6 @@ __all__ = [
     "collect_garbage",
     "open_remote",
     "open_store",
-    "pin_chunks",
 ]
 
 
@@ -299,18 +298,3 @@ def collect_garbage(
                 report.freed_bytes += nbytes
         tier.index.tidy()
     return report
-
-
-def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True, tenant: str | None = None) -> int:
-    """Pin chunks of every model that knows their ids, or unpin them; return the bytes that are pinned now in the whole store.
-
-    Other processes may go on using it; one that opens it with a byte budget finds less room for what it adds. "" is the
-    tenant of what has none. `UnknownChunkError` if an id is unknown; nothing is changed then.
-    """
-    with existing_store(location) as tier:
-        names = Names(tier.index, tier.clock)
-        spaces = names.spaces_of(ids, tenant)
-        check_known(ids, {node for known in spaces.values() for node in known})
-        for namespace, known in spaces.items():
-            names.pin(namespace, known, pinned)
-        return tier.index.pinned_bytes()

@@ -181,8 +181,6 @@ class StoreStats:
     evictions, ram_evictions, device_evictions : int
         Entries dropped for room; copies dropped for room in RAM, and on devices. What is dropped from RAM without a folder is
         counted by both.
-    pinned_bytes : int
-        Bytes that may not be dropped for room.
     waiting, waiting_bytes : int
         Chunks that wait to be written, and bytes of their KV.
     unwritten : int
@@ -194,7 +192,6 @@ class StoreStats:
     ram_bytes: int
     disk_bytes: int
     evictions: int
-    pinned_bytes: int = 0
     waiting: int = 0
     waiting_bytes: int = 0
     unwritten: int = 0

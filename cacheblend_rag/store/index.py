@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store.base import Entry
 from cacheblend_rag.store.database import Database
 
-__all__ = ["Dropped", "Index", "claim", "drop_entries", "pinned_bytes"]
+__all__ = ["Dropped", "Index", "claim", "drop_entries"]
 
 # Expired entries dropped on the way by one addition, and as many without a name; `gc` drops the others.
 _OLD_A_TIME = 64
 
 _COLUMNS = "tenant, expires_at, bytes, added_at"
 _EXPIRED = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
-_UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pinned LIMIT ?"
+_UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? LIMIT ?"
 
 # entries: the chunks whose KV is on disk, whether a name leads to it, and whether it was found by its file. deletions: the keys
 # that lost their entry lately, for other processes' RAM.
@@ -33,13 +32,13 @@ _UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? AND NOT pin
 _SCHEMA = """
 CREATE TABLE entries (
     key TEXT PRIMARY KEY, bytes INTEGER NOT NULL, last_used INTEGER NOT NULL DEFAULT 0, tenant TEXT NOT NULL DEFAULT '',
-    added_at REAL NOT NULL, expires_at REAL, pinned INTEGER NOT NULL DEFAULT 0, named INTEGER NOT NULL DEFAULT 0,
+    added_at REAL NOT NULL, expires_at REAL, named INTEGER NOT NULL DEFAULT 0,
     found INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE nodes (
     seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, pinned INTEGER NOT NULL DEFAULT 0, source TEXT,
+    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, source TEXT,
     indexed INTEGER NOT NULL DEFAULT 0, UNIQUE (namespace, id)
 );
 CREATE TABLE documents (
@@ -59,17 +58,14 @@ CREATE TABLE shared (one INTEGER PRIMARY KEY CHECK (one = 1), birth TEXT NOT NUL
 INSERT INTO tenants VALUES ('', 0, 0, 0);
 INSERT INTO changes VALUES (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), 0);
 INSERT INTO deletions VALUES (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), '');
-CREATE INDEX entries_by_use ON entries (pinned, last_used);
+CREATE INDEX entries_by_use ON entries (last_used);
 CREATE INDEX entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
 CREATE INDEX entries_by_age ON entries (added_at) WHERE NOT named;
 CREATE INDEX nodes_by_key ON nodes (key);
-CREATE INDEX nodes_pinned ON nodes (key) WHERE pinned;
 CREATE INDEX nodes_by_later ON nodes (later) WHERE later IS NOT NULL;
 CREATE INDEX seen_by_other ON seen (other);
 CREATE INDEX members_by_document ON members (document, arrival);
 CREATE INDEX nodes_by_source ON nodes (source) WHERE source IS NOT NULL;
-CREATE VIEW pins AS
-    SELECT key FROM nodes WHERE pinned UNION ALL SELECT later AS key FROM nodes WHERE pinned AND later IS NOT NULL;
 CREATE TRIGGER entry_named AFTER INSERT ON nodes BEGIN
     UPDATE entries SET named = 1 WHERE key IN (new.key, new.later) AND NOT named;
 END;
@@ -128,13 +124,6 @@ END;
 CREATE TRIGGER changes_forgotten AFTER INSERT ON changes BEGIN
     DELETE FROM changes WHERE seq <= new.seq - 10000;
 END;
-CREATE TRIGGER node_pinned AFTER UPDATE OF key, later, pinned ON nodes WHEN old.pinned OR new.pinned BEGIN
-    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM pins WHERE pins.key = entries.key)
-    WHERE key IN (old.key, new.key, old.later, new.later);
-END;
-CREATE TRIGGER pinned_node_removed AFTER DELETE ON nodes WHEN old.pinned BEGIN
-    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM pins WHERE pins.key = entries.key) WHERE key IN (old.key, old.later);
-END;
 """
 
 
@@ -150,7 +139,7 @@ class Dropped:
 class Index(Database):
     """The entries in the database; each method is one transaction, and the files of what it drops go with that."""
 
-    version = 7
+    version = 8
     schema = _SCHEMA
 
     def entry(self, key: str) -> Entry | None:
@@ -169,13 +158,6 @@ class Index(Database):
         while found := self.rows(f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000", key):
             for key, *row in found:
                 yield key, Entry(*row)
-
-    def pinned_bytes(self, tenant: str | None = None) -> int:
-        with self.read() as connection:
-            return pinned_bytes(connection, tenant)
-
-    def pinned(self) -> set[str]:
-        return {key for (key,) in self.rows("SELECT key FROM pins")}
 
     def tenants(self) -> list[str]:
         """Return the tenants that have entries or names; "" stands for what has no tenant."""
@@ -210,8 +192,8 @@ class Index(Database):
                 drop_entries(connection, old, dropped)
             claim(connection, entry.tenant)
             connection.execute(
-                "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at, pinned, named) "
-                "VALUES (?1, ?2, ?3, ?4, ?5, ?6, EXISTS (SELECT 1 FROM pins WHERE key = ?1), "
+                "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at, named) "
+                "VALUES (?1, ?2, ?3, ?4, ?5, ?6, "
                 "EXISTS (SELECT 1 FROM nodes WHERE key = ?1 OR later = ?1))",
                 (key, entry.nbytes, time.time_ns(), entry.tenant, entry.added_at, entry.expires_at),
             )
@@ -244,10 +226,9 @@ class Index(Database):
         return [key for (key,) in self.rows(_UNNAMED, before, limit)]
 
     def oldest(self, nbytes: int, spared: Collection[str]) -> list[str]:
-        """Return the keys of entries to drop for room: what no name leads to first, then the least recently used, none pinned."""
+        """Return the keys of entries to drop for room: what no name leads to first, then the least recently used."""
         with self.read() as connection:
-            victims, nbytes = _oldest(connection, spared, nbytes, "AND NOT named")
-            return victims + _oldest(connection, spared, nbytes, "AND named")[0]
+            return _oldest(connection, spared, nbytes, "named, last_used")
 
     def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""
@@ -297,12 +278,6 @@ def claim(connection: sqlite3.Connection, tenant: str) -> None:
     connection.execute("INSERT OR IGNORE INTO tenants VALUES (?, 0, 0, 0)", (tenant,))
 
 
-def pinned_bytes(connection: sqlite3.Connection, tenant: str | None = None) -> int:
-    """Return the size of the files that may not be evicted, or of those of one tenant."""
-    query = "SELECT ifnull(sum(bytes), 0) FROM entries WHERE pinned = 1 AND (?1 IS NULL OR tenant = ?1)"
-    return int(connection.execute(query, (tenant,)).fetchone()[0])
-
-
 def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: Dropped) -> None:
     """Drop entries, and add them to `dropped`."""
     for key in keys:
@@ -313,27 +288,22 @@ def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: D
 
 
 def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropped: Dropped) -> None:
-    """Drop the least recently used entries, but none that is pinned nor `key`, until all together have at most `limit_bytes`."""
+    """Drop the least recently used entries, but not `key`, until all together have at most `limit_bytes`."""
     (held_bytes,) = connection.execute("SELECT sum(bytes) FROM tenants").fetchone()
-    victims, over = _oldest(connection, [key], held_bytes - limit_bytes)
-    if over > 0:
-        raise StoreFullError(
-            f"pinned KV leaves too little of the store's budget of {limit_bytes} bytes (disk_bytes); unpin some, or raise the "
-            "budget"
-        )
+    victims = _oldest(connection, [key], held_bytes - limit_bytes)
     drop_entries(connection, victims, dropped)
     dropped.for_room = bool(victims)
 
 
 def _oldest(
-    connection: sqlite3.Connection, spared: Collection[str], nbytes: int, condition: str = ""
-) -> tuple[list[str], int]:
-    """Return the keys of the least recently used entries of that many bytes that may be dropped, and the bytes still wanting."""
+    connection: sqlite3.Connection, spared: Collection[str], nbytes: int, order: str = "last_used"
+) -> list[str]:
+    """Return the keys of entries of that many bytes that may be dropped, by default those least recently used."""
     victims = []
-    oldest = connection.execute(f"SELECT key, bytes FROM entries WHERE pinned = 0 {condition} ORDER BY last_used")
+    oldest = connection.execute(f"SELECT key, bytes FROM entries ORDER BY {order}")
     while nbytes > 0 and (victim := oldest.fetchone()) is not None:
         if victim[0] not in spared:
             victims.append(victim[0])
             nbytes -= victim[1]
     oldest.close()
-    return victims, nbytes
+    return victims

@@ -271,17 +271,6 @@ class KVStore:
         self._drop_tied(namespace, found | set(ids), ended)
         return len(found)
 
-    def pin(self, namespace: str, ids: Sequence[str]) -> None:
-        """Never drop the KV of these names for room, now held or later; nothing is done if one is unknown or room is wanting."""
-        limit_bytes = None if self._tiers.disk is None else self._tiers.disk.limit_bytes
-        self._tiers.with_room(lambda: self._names.pin(namespace, ids, True, limit_bytes))
-        self._tiers.pin()
-
-    def unpin(self, namespace: str, ids: Sequence[str]) -> None:
-        """Let the KV of these names be dropped for room again; `UnknownChunkError` as for `pin`."""
-        self._tiers.with_room(lambda: self._names.pin(namespace, ids, False))
-        self._tiers.pin()
-
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
         self._waiting.cancel({key for key, miss, _ in self._waiting.items() if tenant in (None, miss.tenant)})
@@ -353,7 +342,6 @@ class KVStore:
         """Have every tier follow what a transaction has dropped."""
         self._waiting.cancel(dropped.keys)
         self._tiers.drop(dropped.keys)
-        self._tiers.pin()
         if self._offsite and dropped.keys:
             self._offsite.drop(dropped.keys)
 

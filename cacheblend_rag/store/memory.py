@@ -47,7 +47,6 @@ class LRUCache:
         self._reserved_bytes = 0
         # Reservations come back here, without the lock, since they may come back from a finalizer.
         self._returned: deque[int] = deque()
-        self._pinned: set[str] = set()
         # What was dropped lately for room, or because its time was over.
         self._dropped: deque[str] = deque(maxlen=_DROPPED_KEPT)
 
@@ -103,17 +102,6 @@ class LRUCache:
             for key in keys:
                 self._drop(key)
 
-    def pin(self, keys: set[str]) -> None:
-        """Never drop these for room, once they are held, and no others."""
-        with self._lock:
-            self._pinned = keys
-
-    def pinned_bytes(self, tenant: str | None = None) -> int:
-        """Return the bytes that are never dropped for room, or those of one tenant."""
-        with self._lock:
-            kept = [self._entries[key] for key in self._pinned if key in self._entries]
-        return sum(entry.nbytes for entry in kept if tenant in (None, entry.tenant))
-
     def evictions(self, tenant: str | None = None) -> int:
         """Return how many were dropped for room, or how many of one tenant's."""
         return count_of(self._evicted, tenant)
@@ -155,10 +143,10 @@ class LRUCache:
     def _make_room(self, nbytes: int) -> bool:
         while self._returned:
             self._reserved_bytes -= self._returned.popleft()
-        if self.pinned_bytes() + self._reserved_bytes + nbytes > self.limit_bytes:
+        if self._reserved_bytes + nbytes > self.limit_bytes:
             return False
         while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
-            oldest = next(key for key in self._entries if key not in self._pinned)
+            oldest = next(iter(self._entries))
             self._evicted[self._entries[oldest].tenant] += 1
             self._drop(oldest)
             self._dropped.append(oldest)
@@ -300,10 +288,7 @@ class DeviceReader(KVReader):
 
 
 class DeviceTier(LRUCache):
-    """Copies of chunk KV, unpacked, each layer on the device that computes it; the last of `devices` serves all further layers.
-
-    Pins do not reach it: what is pinned is never lost, but no device need keep it.
-    """
+    """Copies of chunk KV, unpacked, each layer on the device that computes it; the last device serves all further layers."""
 
     name = "device"
     kind = ResidentKV

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.reading import Member
 from cacheblend_rag.store.base import Later, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of, with_later
-from cacheblend_rag.store.index import Dropped, Index, claim, drop_entries, pinned_bytes
+from cacheblend_rag.store.index import Dropped, Index, claim, drop_entries
 
 __all__ = [
     "Names",
     "NamesSource",
-    "check_known",
     "drop_nameless",
     "end_sources",
     "has_name",
@@ -223,36 +222,6 @@ class Names:
         with self._drafting(namespace) as (_, drafts):
             return drafts.ids(document)
 
-    def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None = None) -> None:
-        """Pin names, at most `limit_bytes` of their KV, or unpin them."""
-        nodes = list(dict.fromkeys(ids))
-        with self._database.write() as connection:
-            keys = keys_of(connection, namespace, nodes)
-            check_known(nodes, keys)
-            connection.executemany(
-                "UPDATE nodes SET pinned = ?1 WHERE namespace = ?2 AND id = ?3 AND pinned != ?1",
-                ((pinned, namespace, node) for node in nodes),
-            )
-            # How much of it is another tenant's is not for this one to know.
-            if pinned and limit_bytes is not None and pinned_bytes(connection) > limit_bytes:
-                raise StoreFullError(
-                    f"pinned KV would take more than the store's budget of {limit_bytes} bytes (disk_bytes); pin fewer chunks, "
-                    "or raise the budget"
-                )
-
-    def spaces_of(self, ids: Iterable[str], tenant: str | None = None) -> dict[str, list[str]]:
-        """Return the ids that each namespace knows, or each of one tenant, of those that know any; looks through all names."""
-        query = (
-            "SELECT namespace, id FROM nodes LEFT JOIN namespaces USING (namespace) "
-            "WHERE ?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1"
-        )
-        wanted = set(ids)
-        spaces: dict[str, list[str]] = {}
-        for namespace, node in self._rows(query, tenant):
-            if node in wanted:
-                spaces.setdefault(namespace, []).append(node)
-        return spaces
-
     def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
         """Tell other machines, as a transaction ends, of the documents it drafted and of chunks that are, or were, of none."""
 
@@ -269,16 +238,6 @@ NamesSource = Callable[[Index, Callable[[], float], Path | None, Callable[[Dropp
 
 A package registers it as an entry point of the group ``cacheblend_rag.names``, by the scheme of its URL.
 """
-
-
-def check_known(ids: Sequence[str], known: Collection[str]) -> None:
-    """Raise `UnknownChunkError` unless all ids are known."""
-    unknown = [repr(node) for node in ids if node not in known]
-    if unknown:
-        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        raise UnknownChunkError(
-            f"no chunk has the id {shown}: it was never added for this model and tenant, or was deleted; nothing was changed"
-        )
 
 
 # In a transaction that has begun

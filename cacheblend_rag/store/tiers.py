@@ -45,7 +45,6 @@ class Tiers:
         self._closed = False
         # What the copies were last compared with: evictions from RAM, or deletions from the index.
         self._seen = 0 if disk is None else self.index.deletions()
-        self.pin()
 
     @property
     def path(self) -> Path | None:
@@ -55,16 +54,14 @@ class Tiers:
     def stats(self, tenant: str | None) -> StoreStats:
         """Return the figures of what is held, by one tenant or all."""
         entries, nbytes, names = self.index.share(tenant)
-        pinned_bytes = self.index.pinned_bytes(tenant)
         if self.disk is None:
-            entries, pinned_bytes = len(self.ram.keys(tenant)), self.ram.pinned_bytes(tenant)
+            entries = len(self.ram.keys(tenant))
         return StoreStats(
             nodes=names,
             entries=entries,
             ram_bytes=self.ram.nbytes(tenant),
             disk_bytes=nbytes,
             evictions=self.ram.evictions(tenant) if self.disk is None else count_of(self.disk.evicted, tenant),
-            pinned_bytes=pinned_bytes,
             device_bytes=self.device.nbytes(tenant),
             ram_evictions=self.ram.evictions(tenant),
             device_evictions=self.device.evictions(tenant),
@@ -112,9 +109,6 @@ class Tiers:
             nbytes, limit_bytes = pack_kv(entry.kv, self.ram.codec).nbytes, self.ram.limit_bytes
             raise StoreFullError(
                 f"a chunk of {nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (ram_bytes)"
-                if nbytes > limit_bytes
-                else f"pinned KV leaves less than {nbytes} bytes of the store's budget of {limit_bytes} bytes (ram_bytes); "
-                "unpin some, or raise the budget"
             )
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
@@ -166,12 +160,7 @@ class Tiers:
                 there = self.index.holds(copies, self.clock())
                 gone = [key for key, is_there in zip(copies, there, strict=True) if not is_there]
             self.drop(gone)
-            self.pin()
         self._seen = now
-
-    def pin(self) -> None:
-        """Never drop from RAM for room what pinned names lead to."""
-        self.ram.pin(self.index.pinned())
 
     def with_room(self, write: Callable[[], Result], spared: Collection[str] = ()) -> Result:
         """Return what `write` returns, where the disk is full once there is room; none of the `spared` keys goes for that."""

@@ -336,24 +336,6 @@ def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
     assert check_store(one).entries == 1
 
 
-def test_pin_and_unpin(tmp_path: Path) -> None:
-    folder, figures = tmp_path / "store", tmp_path / "figures.json"
-    store = open_store(folder, 0)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1), record("n2", 1)])
-    size = store.stats().disk_bytes
-    assert "pinned 2 chunks" in run("store", "pin", "n1", "n2", "--store", folder, "--json", figures).stdout
-    assert read_rows(figures) == [{"store": str(folder), "pinned": 2, "pinned_bytes": size}]
-    out = run("store", "unpin", "n1", "nobody", "--store", folder, code=2).stderr
-    assert "no chunk has the id 'nobody'" in out and "Traceback" not in out
-    assert "unpinned 1 chunks" in run("store", "unpin", "n1", "--store", folder).stdout
-    assert store.stats().pinned_bytes == size
-    assert "'n2'" in run("store", "pin", "n2", "--store", folder, "--tenant", "acme", code=2).stderr
-    run("store", "unpin", "n2", "--store", folder, "--json", figures)
-    assert read_rows(figures) == [{"store": str(folder), "unpinned": 1, "pinned_bytes": 0}]
-    store.close()
-
-
 def test_the_json_on_standard_output(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
     add(store, 1)

@@ -199,8 +199,6 @@ class Trial:
                 ask(engine, self.aware)
             # Something in the log, which says nothing new.
             engine.add([chunk(id, self.aware) for id in LIVE[:2]])
-            engine.pin(LIVE[:1])
-            engine.unpin(LIVE[:1])
         self.damage()
         after = self.files()
         damaged = sum(after.get(name) != data for name, data in before.items())

@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.errors import StoreError, StoreFullError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import check_store, collect_garbage
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import fill, small_disk
@@ -50,16 +50,14 @@ def test_what_was_used_last_stays(disk: Path, engine: BlendEngine, caplog: pytes
     engine.add([chunk(number) for number in range(4)])
     prompt = BlendPrompt(words(3, 10_000), ["0", "1", "2", "3"], words(5, 10_001))
     undisturbed = engine.prefill(prompt)
-    engine.pin(["0", "1"])
     with caplog.at_level(logging.WARNING):
         assert engine.add([chunk(number) for number in range(4, 150)]).encoded == 146
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "is full" in caplog.text
     stats = engine.store.stats()
     assert stats.nodes == 150 and 10 < stats.entries == 2 * 150 - stats.evictions
     held = engine.store.holds(engine.ids())
-    assert held[:2] == [True, True] and held[-1]
+    assert held[-1]
     again = engine.prefill(prompt)
-    assert again.report.hits >= 2
     torch.testing.assert_close(again.logits, undisturbed.logits, atol=1e-4, rtol=0)
     engine.flush()
     # Nothing was lost but KV, which is there again.
@@ -126,21 +124,6 @@ def test_garbage_is_collected_on_a_full_disk(disk: Path, engine: BlendEngine) ->
     held = len(list((disk / "store" / "kv").glob("*/*")))
     assert held > 1 and collect_garbage(disk / "store", 0.0).unnamed in (held - 1, held)
     assert not list((disk / "store" / "kv").glob("*/*"))
-
-
-def test_pinned_kv_is_not_dropped(disk: Path, engine: BlendEngine) -> None:
-    engine.add([chunk(number) for number in range(8)])
-    engine.pin(engine.ids())
-    other = fill(disk)
-    # The first may find room in the index's log.
-    with pytest.raises(StoreFullError, match="no space left"):  # noqa: PT012
-        for number in range(8, 60):
-            engine.add([chunk(number)])
-            engine.pin([str(number)])
-            fill(disk)
-    assert engine.store.stats().evictions == 0
-    other.unlink()
-    assert engine.add([chunk(60)]).encoded == 1
 
 
 def test_a_file_that_may_not_be_so_large_costs_no_other(disk: Path, engine: BlendEngine) -> None:

@@ -156,8 +156,6 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
     for number in (1, 2):
         raise_up(store, number)
     assert store.stats().device_bytes == 2 * KV_BYTES
-    # A pin keeps KV from being lost, not from leaving the device.
-    store.pin("ns", ["n1"])
     raise_up(store, 3)
     assert [tier_of(store, number) for number in (1, 3)] == ["ram", "device"]
 

@@ -247,7 +247,6 @@ def test_damaged_index_never_gives_wrong_kv(tmp_path: Path) -> None:
 def test_what_cannot_be_read_for_a_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     store = open_store(tmp_path, 0)
     add(store, 1)
-    store.pin("ns", ["n1"])
     own = getattr(os, call)
 
     def fail(*arguments: Any, **named: Any) -> Any:
@@ -285,7 +284,7 @@ def test_another_index(tmp_path: Path, version: int) -> None:
     connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     data = (folder / "index.sqlite").read_bytes()
-    said = f"format version {version}, but this cacheblend-rag reads version 7; remove the (store )?folder and warm it again"
+    said = f"format version {version}, but this cacheblend-rag reads version 8; remove the (store )?folder and warm it again"
     with pytest.raises(StoreFormatError, match=said):
         open_store(folder, 0)
     with pytest.raises(StoreFormatError, match=said):
@@ -371,26 +370,6 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
         store.flush()
         store.close()
         assert len(caplog.messages) == 1 and "in the memory of this process only" in caplog.text
-
-
-def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with mounted_disk(tmp_path / "disk", 2**20) as disk, caplog.at_level(logging.WARNING):
-        store = open_store(disk / "store", 10**6, 10**9, write_back_bytes=10**6)
-        add(store, 1)
-        store.pin("ns", ["n1"])
-        ballast = fill(disk)
-        for number in range(2, 40):
-            miss(store, number)
-            store.settle()
-            fill(disk)
-        assert all(is_held(store, number) for number in (1, 38, 39))
-        assert caplog.text.count("of a miss was not stored") == 1
-        with pytest.raises(StoreError, match="no space left"):
-            store.flush()
-        ballast.unlink()
-        miss(store, 40)
-        store.flush()
-        assert store.holds([key_of(40)]) == [True]
 
 
 @pytest.mark.parametrize("disk_bytes", [None, 15_000])

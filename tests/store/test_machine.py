@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cacheblend_rag.errors import StoreFullError, UnknownChunkError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import NodeRecord, check_store, collect_garbage
 from tests.store.elsewhere import LocalStore, Opened, RemoteStore
@@ -35,16 +34,12 @@ class Model:
     """What a store should hold."""
 
     names: dict[str, dict[str, int]] = field(default_factory=lambda: {"x": {}, "y": {}})
-    pinned: set[tuple[str, str]] = field(default_factory=set)
     # When what is held expires.
     held: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def drop_nameless(self, space: str, number: int) -> None:
         if number not in self.names[space].values():
             self.held.pop((space, number), None)
-
-    def is_pinned(self, space: str, number: int) -> bool:
-        return any(number == self.names[space].get(node) for where, node in self.pinned if where == space)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -75,12 +70,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(second=st.booleans(), space=SPACES, number=NUMBERS, ttl_s=LIVES)
     def put(self, second: bool, space: str, number: int, ttl_s: float | None) -> None:
-        try:
-            self.stores[second].call("put", key(space, number), make_kv(number), tenant=TENANTS[space], ttl_s=ttl_s)
-        except StoreFullError:
-            assert self.disk_bytes is not None
-            assert self.model.pinned
-            return
+        self.stores[second].call("put", key(space, number), make_kv(number), tenant=TENANTS[space], ttl_s=ttl_s)
         self.hold(space, number, ttl_s)
         assert self.stores[not second].call("holds", [key(space, number)]) == [True]
 
@@ -94,14 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert store.call("put_later", key(space, number), make_kv(number), space, records, known, **options)
         if gone:
             assert store.call("forget", space, [node]) == 1
-        try:
-            store.call("flush")
-        except StoreFullError:
-            assert self.disk_bytes is not None
-            assert self.model.pinned
-            if gone:
-                self.forgotten(space, node)
-            return
+        store.call("flush")
         if before is None and not gone:
             self.model.names[space][node] = number
         if self.model.names[space].get(node) == number and not gone:
@@ -142,24 +125,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def forgotten(self, space: str, node: str) -> None:
         number = self.model.names[space].pop(node, None)
-        self.model.pinned.discard((space, node))
         if number is not None:
             self.model.drop_nameless(space, number)
-
-    @rule(second=st.booleans(), space=SPACES, nodes=st.lists(NODES, max_size=2), pinned=st.booleans())
-    def pin(self, second: bool, space: str, nodes: list[str], pinned: bool) -> None:
-        known = {node for node in nodes if node in self.model.names[space]}
-        try:
-            self.stores[second].call("pin" if pinned else "unpin", space, nodes)
-        except UnknownChunkError:
-            assert known != set(nodes)
-            return
-        except StoreFullError:
-            assert self.disk_bytes is not None
-            return
-        assert known == set(nodes)
-        for node in known:
-            (self.model.pinned.add if pinned else self.model.pinned.discard)((space, node))
 
     @rule(second=st.booleans(), space=SPACES, number=NUMBERS)
     def discard(self, second: bool, space: str, number: int) -> None:
@@ -200,7 +167,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.stores[second].call("clear", None if space is None else TENANTS[space])
         for each in TENANTS if space is None else [space]:
             self.model.names[each] = {}
-            self.model.pinned = {(where, node) for where, node in self.model.pinned if where != each}
             self.model.held = {what: until for what, until in self.model.held.items() if what[0] != each}
 
     @precondition(lambda self: self.stores)
@@ -223,9 +189,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert sorted(store.call("names.ids", space)) == sorted(nodes)
                 records = [record_of(space, node, nodes[node]) if node in nodes else None for node in ("a", "b", "c")]
                 assert store.call("names.lookup", space, ["a", "b", "c"]) == records
-        lost = expected - there
-        assert not any(self.model.is_pinned(*each) for each in lost)
-        for each in lost:
+        for each in expected - there:
             del self.model.held[each]
 
     def teardown(self) -> None:

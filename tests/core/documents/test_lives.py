@@ -195,27 +195,3 @@ def test_a_name_that_leaves_is_not_stored(make_engine: MakeEngine, monkeypatch: 
     engine.prefill(BlendPrompt("t5", ["d-1", "d-2"], "t6 t7"))
     engine.flush()
     assert engine._store.holds(list(record.keys)) == [False, False]
-
-
-@pytest.mark.parametrize("disk", [True, False])
-def test_a_pin_holds_both_and_what_is_chosen_anew(make_engine: MakeEngine, tmp_path: Path, disk: bool) -> None:
-    store = open_store(tmp_path / "pins", 2 * 10**5, 2 * 10**5) if disk else open_store(None, 2 * 10**5)
-    engine = make_engine(store)
-    engine.add(TEXT.chunks[:3])
-    engine.pin(["d-2"])
-    [before] = engine.records(["d-2"])
-    assert before is not None and before.later is not None
-    engine.delete([id for id, _ in before.later.seen])
-    engine.add([TEXT.chunk(3)])
-    engine.add([TEXT.chunk(2)])
-    many = [Text.of(f"e{number}", [9, 9], [0], number) for number in range(20)]
-    for text in many:
-        engine.add(text.chunks)
-    assert engine.store.stats().evictions
-    [after] = engine.records(["d-2"])
-    assert after is not None and after.later is not None and after.later.key != before.later.key
-    worst = distances(engine, "d-2")
-    assert len(worst) == 2 and max(worst) < TOLERANCE
-    assert engine._store.stats().pinned_bytes > 0
-    engine.unpin(["d-2"])
-    assert engine._store.stats().pinned_bytes == 0

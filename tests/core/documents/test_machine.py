@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store import KVStore, check_store, open_store
 from cacheblend_rag.store.index import Index
 from tests.core.documents.naive import Ids, Library, Reading, Rows, later_of, small_model
@@ -97,7 +96,6 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         self.options = {"ram_bytes": ram_bytes, "disk_bytes": disk_bytes, "write_back_bytes": write_back_bytes}
         self.engines = [self.open(False), self.open(True)]
         self.library = Library(self.engines[0]._assembler.separator)
-        self.pinned: set[str] = set()
         # Until when KV may be there, by its context and its tokens.
         self.lives: dict[tuple[Ids, Ids], float] = {}
 
@@ -150,17 +148,9 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         return future
 
     def change(self, call: Callable[[], object]) -> None:
-        """Do what may find no room because of what is pinned; then nothing is known of what was done."""
-        try:
-            call()
-            for engine in self.engines:
-                engine.flush()
-        except StoreFullError:
-            assert self.pinned
-            for engine in self.engines:
-                engine.delete(IDS)
-            self.library.remove(IDS)
-            self.pinned.clear()
+        call()
+        for engine in self.engines:
+            engine.flush()
 
     # What is asked of an engine.
 
@@ -169,7 +159,6 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         future = self.with_more(given, ttl_s, whole)
         if future.has_circle():
             return
-        self.pinned -= self.library.others(given) if whole else set()
         self.library = future
         self.change(lambda: self.engines[second].add(given, ttl_s=ttl_s, background=background, whole=whole))
         self.live_on()
@@ -192,7 +181,6 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         known = set(self.readings()).intersection(ids)
         assert self.engines[second].delete(ids) == len(known)
         self.library.remove(ids)
-        self.pinned -= known
         # What stood behind them is a miss, unless the same stands somewhere else.
         self.live_on()
 
@@ -201,7 +189,6 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         ids = [piece.id for piece in self.library.order(document)]
         assert self.engines[second].delete_document(document) == len(ids)
         self.library.remove(ids)
-        self.pinned.difference_update(ids)
         self.live_on()
 
     @stateful.rule(second=st.booleans(), ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=4))
@@ -222,15 +209,6 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         if record is not None:
             for key in record.keys:
                 self.engines[second]._store.discard(key)
-
-    @stateful.rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
-    def pin(self, second: bool, ids: list[str], pinned: bool) -> None:
-        known = [id for id in ids if id in self.readings()]
-        try:
-            (self.engines[second].pin if pinned else self.engines[second].unpin)(known)
-        except StoreFullError:
-            return
-        (self.pinned.update if pinned else self.pinned.difference_update)(known)
 
     @stateful.rule(seconds=st.sampled_from([1.0, 49.0, 60.0]))
     def time_passes(self, seconds: float) -> None:
@@ -273,16 +251,13 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
             stats = engine._store.stats()
             assert stats.nodes == len(readings)
             assert stats.entries <= len(keys)
-            pinned = {key for record in records if record.id in self.pinned for key in record.keys}
-            self.check_index(self.folder_of(bool(second)), set(keys.values()), pinned)
+            self.check_index(self.folder_of(bool(second)), set(keys.values()))
 
-    def check_index(self, folder: Path, named: set[str], pinned: set[str]) -> None:
-        """Assert that there is no entry but what names lead to, and no pin but theirs."""
+    def check_index(self, folder: Path, named: set[str]) -> None:
+        """Assert that there is no entry but what names lead to."""
         index = sqlite3.connect(folder / "index.sqlite")
         try:
-            entries = dict(index.execute("SELECT key, pinned FROM entries"))
-            assert set(entries) <= named
-            assert {key for key, is_pinned in entries.items() if is_pinned} == pinned & set(entries)
+            assert {key for (key,) in index.execute("SELECT key FROM entries")} <= named
             pieces = index.execute("SELECT count(*) FROM members").fetchone()[0]
             assert pieces == sum(map(len, self.library.pieces.values()))
             assert index.execute("SELECT count(*) FROM documents").fetchone()[0] == len(self.library.pieces)

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 import redis
-from hypothesis import strategies as st
-from hypothesis.stateful import rule
 
 from cacheblend_rag.store import KVStore, open_store
-from tests.core.documents.test_machine import SOME_IDS, DocumentMachine, run_machine
+from tests.core.documents.test_machine import DocumentMachine, run_machine
 from tests.store.kit import record
 from tests.store.remote.conftest import RedisServer
 
@@ -55,11 +53,6 @@ def machine_at(url: str) -> type[DocumentMachine]:
 
         def store_of(self, second: bool) -> KVStore:
             return open_store(self.folder_of(second), clock=lambda: self.now, names=url, **self.options)  # type: ignore[arg-type]
-
-        # Each machine has pins of its own, which this one does not tell apart.
-        @rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
-        def pin(self, second: bool, ids: list[str], pinned: bool) -> None:
-            pass
 
     return SharedMachine
 
