@@ -13,13 +13,7 @@ _MARK = "\u2021content\u2021"
 _DATE = re.compile(r"""strftime_now\(\s*["'](.+?)["']\s*\)""")
 _ANY_DAY = datetime(2026, 1, 1)
 
-_INSTRUCTION = "Use the following context to answer.\n\n"
-
-_PASSAGE = (
-    "The weather was mild that spring, and the road over the hills was dry by the end of March. In the mornings there was fog "
-    "on the meadows, and the first carts came into town with their lamps still lit. Most of them brought vegetables and eggs; "
-    "one had baskets, another only firewood.\n\n"
-)
+_INSTRUCTION = "Use the following pieces of context to answer the question at the end.\n\n"
 
 
 def default_preamble(tokenizer: Any) -> str:
@@ -28,11 +22,10 @@ def default_preamble(tokenizer: Any) -> str:
     A chunk's first tokens read as the beginning of a text when nothing stands before them: they become attention sinks, in
     every chunk of a prompt anew, and what follows is computed for a prompt of another kind than it is used in. So chunks
     are encoded after what a prompt most likely begins with: what the tokenizer's chat template writes before a user's
-    words, if it has one, an instruction, and then a passage that has nothing to do with any question. APE (section 4)
-    shares a prefix for the first of these reasons. docs/encoding.md has the figures. The text is the same on every day and
-    every machine, since it is part of every key.
+    words, if it has one, and an instruction. APE (section 4) shares a prefix for the first of these reasons. docs/encoding.md
+    has the figures. The text is the same on every day and every machine, since it is part of every key.
     """
-    return f"{_opening(tokenizer)}{_INSTRUCTION}{_PASSAGE}"
+    return f"{_opening(tokenizer)}{_INSTRUCTION}"
 
 
 def _opening(tokenizer: Any) -> str:
