@@ -16,7 +16,6 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import Member
 from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
-from cacheblend_rag.store.database import DamagedIndexError
 
 __all__ = ["AnsweringStore", "ChunkCollection", "TenantStore"]
 
@@ -87,9 +86,6 @@ class AnsweringStore:
         try:
             found: Result = call(*arguments, **options)
         except StoreError as error:
-            if isinstance(error, DamagedIndexError) and error.is_renewed:
-                # It was said already, and works again.
-                return nothing
             with self._lock:
                 is_first = not self._failing
                 self._failing.add(what)

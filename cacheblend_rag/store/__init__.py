@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import entry_points
@@ -17,7 +16,6 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.background import Offsite
 from cacheblend_rag.store.base import Fate, KVReader, Later, NameChanges, NamedTarget, NodeRecord, StoreStats
-from cacheblend_rag.store.database import DamagedIndexError
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.memory import DeviceTier, RamTier
@@ -235,17 +233,11 @@ class CheckReport:
 
 
 def check_store(location: str | Path, repair: bool = False) -> CheckReport:
-    """Read and verify everything in a store folder, which others may use; with `repair` drop what is damaged, index included."""
+    """Read and verify everything in a store folder, which others may use; with `repair` drop KV that is damaged."""
     report = CheckReport()
-    try:
-        _examine(location, report)
-    except DamagedIndexError as error:
-        report.problems.append(str(error))
+    _examine(location, report)
     if repair and report.problems:
-        # Opening it sets aside an index that cannot be opened.
         with existing_store(location) as tier:
-            with suppress(DamagedIndexError):
-                tier.index.check()
             for key, _ in tier.index.entries():
                 if tier.flaw(key, every_byte=True) is not None:
                     tier.discard(key)

@@ -1,4 +1,4 @@
-"""The SQLite database of a store: its connections, its transactions, and what is done when it is damaged or gone."""
+"""The SQLite database of a store: its connections and its transactions."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ _TIDY_PAGES = 256
 _READ_CACHE_BYTES = 16 * 1024**2
 # How long answers wait for who writes, and how long they do not once that was in vain.
 _BRIEFLY_S, _BUSY_S = 0.5, 5.0
-_ATTEMPTS = 4
-_WHAT_NOW = "KV files are found again when their documents are added or used"
 # What SQLite raises: it quotes a damaged schema in its message, which then is not text.
 _ERRORS = (sqlite3.Error, UnicodeError)
 # What it says of a damaged file, or one that has lost a part of it.
@@ -41,21 +39,14 @@ _DAMAGE = ("malformed", "not a database", "no such table", "no such column", "di
 
 
 class DamagedIndexError(StoreError):
-    """The index is damaged; it was set aside, with a warning, and is begun anew, unless the folder can only be read."""
-
-    def __init__(self, message: str, is_renewed: bool) -> None:
-        super().__init__(message)
-        self.is_renewed = is_renewed
+    """The index is damaged."""
 
 
 class Database:
     """One connection that reads and one that writes, so that no look-up waits for a commit; in memory without a folder.
 
-    A damaged index is set aside, by whichever process finds it so, and a new one takes its place, as one does for an index that
-    is lost. Every transaction looks whether the file is still the one that was opened.
-
-    `on_new` is called in the transaction that makes the tables of a new index; `on_drop`, in any that is about to end, with the
-    keys whose entries it deleted. A transaction waits for another one that writes for `lock_timeout_s`.
+    Every transaction looks whether the file is still the one that was opened. `on_drop` is called in any that is about to end,
+    with the keys whose entries it deleted. A transaction waits for another one that writes for `lock_timeout_s`.
     """
 
     version: ClassVar[int]
@@ -67,7 +58,6 @@ class Database:
     ) -> None:
         self.folder = folder
         self.read_only = read_only
-        self.on_new: Callable[[sqlite3.Connection], None] = lambda connection: None
         self.on_drop: Callable[[sqlite3.Connection, list[str]], None] = lambda connection, keys: None
         self._path = None if folder is None else folder.index_path
         self._lock_timeout_s = lock_timeout_s
@@ -78,8 +68,8 @@ class Database:
         # In memory there is but one connection.
         self._write_lock = threading.Lock() if folder else self._read_lock
         self._connections: dict[str, sqlite3.Connection] = {}
-        # Which files they have open.
-        self._opened: dict[str, Any] = {}
+        # Which file they have open.
+        self._opened: Any = None
         # The keys whose entries the transaction under way has deleted.
         self._dropped: list[str] = []
         self._finalizer = weakref.finalize(self, _disconnect, self._connections)
@@ -95,7 +85,7 @@ class Database:
             try:
                 yield self._current("reader")
             except _ERRORS as error:
-                raise self._translated(error, "reader") from error
+                raise self._translated(error) from error
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
@@ -127,7 +117,9 @@ class Database:
         try:
             connection = self._current("writer")
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            connection = self._begin(started + timeout_s)
+            left_s = max(started + timeout_s - time.monotonic(), 0.0)
+            connection.execute(f"PRAGMA busy_timeout={int(left_s * 1000)}")
+            connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
                 if self._dropped:
@@ -138,7 +130,7 @@ class Database:
                     connection.execute("ROLLBACK")
                 self._dropped.clear()
         except _ERRORS as error:
-            raise self._translated(error, "writer") from error
+            raise self._translated(error) from error
         finally:
             self._write_lock.release()
 
@@ -185,7 +177,7 @@ class Database:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             except _ERRORS as error:
                 if not any(word in str(error) for word in ("locked", "busy", "full")):
-                    raise self._translated(error, "writer") from error
+                    raise self._translated(error) from error
         return before - _size(log)
 
     def close(self) -> None:
@@ -201,54 +193,45 @@ class Database:
                 self._finalizer()
 
     def _current(self, kind: str) -> sqlite3.Connection:
-        """Return the reading or the writing connection, to what is in the index's place now."""
-        if self._path is not None and (
-            kind not in self._connections or self._opened[kind] != _identity(self._path, self.read_only)
-        ):
-            self._open(kind)
+        """Return the reading or the writing connection, to the index that was opened first."""
+        if self._path is not None:
+            now = _identity(self._path, self.read_only)
+            # Where it can only be read, another process may have changed it.
+            if self._opened and not self.read_only and now != self._opened:
+                raise StoreError(
+                    f"index {self._path} was removed or replaced while it was in use; open the store again, and add "
+                    "the documents whose KV is to be there"
+                )
+            if kind not in self._connections or now != self._opened:
+                self._open(kind)
         return self._connections[kind]
-
-    def _begin(self, until: float) -> sqlite3.Connection:
-        for _ in range(_ATTEMPTS):
-            connection = self._current("writer")
-            connection.execute(f"PRAGMA busy_timeout={int(max(until - time.monotonic(), 0.0) * 1000)}")
-            connection.execute("BEGIN IMMEDIATE")
-            if self._path is None or self._opened["writer"] == _identity(self._path, self.read_only):
-                return connection
-            connection.execute("ROLLBACK")
-        raise StoreError(
-            f"index {self._path} was replaced before each of {_ATTEMPTS} writes; stop the process that replaces it"
-        )
 
     def _open(self, kind: str) -> None:
         assert self.folder is not None and self._path is not None
         if kind in self._connections:
             self._connections.pop(kind).close()
         if self.read_only:
-            self._opened[kind] = _identity(self._path, True)
+            self._opened = _identity(self._path, True)
             self._connections[kind] = self._connect_read_only(self._path)
             return
-        with self._alone():
-            if self._opened and not self._path.exists():
-                _log.warning("index %s is gone, so a new one is created; %s", self._path, _WHAT_NOW)
+        path, until = self.folder.path, time.monotonic() + self._lock_timeout_s
+        with storing(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        otherwise = (
+            f"another process has been opening the store in {path} for more than {self._lock_timeout_s:g} s; end it"
+        )
+        with locked(path / "store.lock", until, otherwise):
             self.folder.prepare()
-            for is_last in (False, True):
-                connection = _connect(str(self._path))
-                try:
-                    for setting in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
-                        # What is deleted is overwritten: token ids are text.
-                        connection.execute(f"PRAGMA {setting}")
-                    self._set_up(connection)
-                    break
-                except _ERRORS as error:
-                    connection.close()
-                    if is_last or not self._is_damage(error):
-                        raise
-                    self._set_aside(error)
-                except BaseException:
-                    connection.close()
-                    raise
-            self._opened[kind] = _identity(self._path, False)
+            connection = _connect(str(self._path))
+            try:
+                for setting in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
+                    # What is deleted is overwritten: token ids are text.
+                    connection.execute(f"PRAGMA {setting}")
+                self._set_up(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._opened = _identity(self._path, False)
         self._connections[kind] = connection
 
     def _set_up(self, connection: sqlite3.Connection) -> None:
@@ -262,7 +245,6 @@ class Database:
                 for statement in re.split(r"\n(?=CREATE|INSERT)", self.schema.strip()):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {self.version}")
-                self.on_new(connection)
             connection.execute("COMMIT")
         connection.execute(f"PRAGMA busy_timeout={int(_READ_TIMEOUT_S * 1000)}")
         # Every table is asked now, so that an index without one is not found out later.
@@ -305,48 +287,14 @@ class Database:
                 ) from None
             return attempt("immutable=1")
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other processes and threads from opening the index, or setting it aside."""
-        assert self.folder is not None
-        path = self.folder.path
-        with storing(path):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        otherwise = (
-            f"another process has been opening the store in {path} for more than {self._lock_timeout_s:g} s; end it"
-        )
-        with locked(path / "store.lock", time.monotonic() + self._lock_timeout_s, otherwise):
-            yield
-
-    def _set_aside(self, error: Exception) -> None:
-        """Give the index another name; the caller is alone."""
-        assert self.folder is not None and self._path is not None
-        # In this order: what is left of a log would be taken for that of the new one.
-        for ending in ("-wal", "-shm"):
-            self._path.with_name(self._path.name + ending).unlink(missing_ok=True)
-        aside = self._path.with_name(f"{self._path.stem}.damaged{self._path.suffix}")
-        self._path.replace(aside)
-        self.folder.prepare()
-        _log.warning(
-            "index %s is damaged (%s), so it is set aside as %s and a new one is created; %s",
-            self._path,
-            _told(error),
-            aside.name,
-            _WHAT_NOW,
-        )
-
-    def _is_damage(self, error: Exception) -> bool:
-        text = _told(error)
-        return any(sign in text for sign in _DAMAGE) and not ("disk I/O" in text and self._is_full())
-
     def _is_full(self) -> bool:
         if self._path is None:
             return False
         room = os.statvfs(self._path.parent)
         return room.f_bavail * room.f_frsize < 64 * 1024
 
-    def _translated(self, error: Exception, kind: str) -> Exception:
-        """Return the store's error for one of SQLite's; an index that is damaged is set aside."""
+    def _translated(self, error: Exception) -> Exception:
+        """Return the store's error for one of SQLite's."""
         where = "in memory" if self._path is None else str(self._path)
         if isinstance(error, UnicodeEncodeError):
             return StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as an id or a name")
@@ -360,17 +308,11 @@ class Database:
             return StoreError(f"index {where} is locked: another process has been writing to it for too long")
         if "readonly" in text:
             return StoreReadOnlyError(f"index {where} is not writable; the store can only be read")
-        if not self._is_damage(error):
-            return StoreError(f"index {where}: {text}")
-        is_renewed = self._path is not None and not self.read_only
-        if self._path is not None and is_renewed:
-            with self._alone():
-                # Another process may have been quicker.
-                if self._opened.get(kind) == _identity(self._path, False):
-                    self._set_aside(error)
-        return DamagedIndexError(
-            f"index {where} is damaged ({text}); add the documents again, which finds their KV files again", is_renewed
-        )
+        if any(sign in text for sign in _DAMAGE):
+            return DamagedIndexError(
+                f"index {where} is damaged ({text}); remove the store folder and add the documents again: a store is a cache"
+            )
+        return StoreError(f"index {where}: {text}")
 
 
 def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:

@@ -18,7 +18,6 @@ from cacheblend_rag.codec import Codec, make_codec, pack_kv
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.base import Entry, Fate
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
-from cacheblend_rag.store.database import DamagedIndexError
 from cacheblend_rag.store.folder import RESERVE_BYTES, StoreFolder, is_out_of_room, storing, valid_key
 from cacheblend_rag.store.index import Dropped, Index, drop_entries
 
@@ -45,7 +44,7 @@ class DiskTier:
 
     A file is called by its key. It is written and synced outside its place, and brought there in the transaction that gives it
     its entry; it is removed in the one that drops the entry. So whatever a killed process leaves is a miss, or replaced by the
-    next file of that key. A new index begins with entries of the files that it finds, which no name leads to yet.
+    next file of that key.
     """
 
     def __init__(
@@ -75,13 +74,8 @@ class DiskTier:
         # Those found damaged, until they are written again.
         self._damaged: set[str] = set()
         self.index = Index(self.folder, self.read_only, lock_timeout_s)
-        self.index.on_new = self._take_in
         self.index.on_drop = self._remove_files
-        try:
-            self.with_room(self.index.share)
-        except DamagedIndexError as error:
-            if not error.is_renewed:
-                raise
+        self.with_room(self.index.share)
         if not self.read_only:
             self.folder.remove_leftovers()
             self._has_reserve = self.folder.keep_reserve()
@@ -227,12 +221,6 @@ class DiskTier:
             self._told.add(message)
         if is_first:
             _log.warning(message, *values)
-
-    def _take_in(self, connection: sqlite3.Connection) -> None:
-        """Give the files that a new index finds their entries; the first to go for room, as no user of them is known."""
-        now = self.clock()
-        query = "INSERT INTO entries (key, bytes, added_at, found) VALUES (?, ?, ?, 1)"
-        connection.executemany(query, ((key, nbytes, now) for key, nbytes in self.folder.files()))
 
     def _remove_files(self, connection: sqlite3.Connection, keys: list[str]) -> None:
         query = "SELECT 1 FROM entries WHERE key = ?"

@@ -21,8 +21,8 @@ _COLUMNS = "tenant, expires_at, bytes, added_at"
 _EXPIRED = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
 _UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? LIMIT ?"
 
-# entries: the chunks whose KV is on disk, whether a name leads to it, and whether it was found by its file. deletions: the keys
-# that lost their entry lately, for other processes' RAM.
+# entries: the chunks whose KV is on disk, and whether a name leads to it. deletions: the keys that lost their entry lately, for
+# other processes' RAM.
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that no call counts a million rows.
 # seen: the chunks whose text is in what a chunk's later KV was read behind, by their numbers; what has seen one goes with it.
@@ -32,8 +32,7 @@ _UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? LIMIT ?"
 _SCHEMA = """
 CREATE TABLE entries (
     key TEXT PRIMARY KEY, bytes INTEGER NOT NULL, last_used INTEGER NOT NULL DEFAULT 0, tenant TEXT NOT NULL DEFAULT '',
-    added_at REAL NOT NULL, expires_at REAL, named INTEGER NOT NULL DEFAULT 0,
-    found INTEGER NOT NULL DEFAULT 0
+    added_at REAL NOT NULL, expires_at REAL, named INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE nodes (
@@ -202,14 +201,14 @@ class Index(Database):
         return dropped
 
     def prolong(self, keys: Sequence[str], expires_at: float | None, now: float) -> None:
-        """Let live entries live until `expires_at` at least, None is for ever; those found by their files until then exactly."""
+        """Let live entries live until `expires_at` at least, None is for ever."""
         until = math.inf if expires_at is None else expires_at
-        is_shorter = "key = ? AND (found OR expires_at > ? AND expires_at < ?)"
+        is_shorter = "key = ? AND expires_at > ? AND expires_at < ?"
         query = f"SELECT 1 FROM entries WHERE {is_shorter}"
         others = [key for key in keys if self.rows(query, key, now, until)]
         if others:
             with self.write() as connection:
-                query = f"UPDATE entries SET expires_at = ?, found = 0 WHERE {is_shorter}"
+                query = f"UPDATE entries SET expires_at = ? WHERE {is_shorter}"
                 connection.executemany(query, ((expires_at, key, now, until) for key in others))
 
     def drop(self, keys: Sequence[str], wait: bool = True) -> Dropped:

@@ -1,16 +1,12 @@
-"""Random damage to a store's index, chunk files and folder, under a live engine and before opening.
+"""Random damage to a store's chunk files and folder, under a live engine and before opening.
 
 Each trial begins with a copy of a sound store, from which two documents had been deleted, and damages it from outside, as a
 failing disk or a careless administrator would. Every question must be answered, with the token ids that the sound store gave; a
 chunk whose file is undamaged must be a hit; what was deleted must not come back. Then the store is opened again, and must be
 clean after one `check_store(repair=True)`.
 
-Where the index may have lost names, chunks are given with their text, and are of no document, so that KV computed anew is the
-same; they must be hits once they have been added again, and their undamaged files must be found. A folder that by design is not
-opened (the mark of another version, or of something else) counts as answered if it is refused as that, with nothing changed, and
-an engine without it answers the same. Bits that flip in a value of the index are SQLite's to find, which it does not.
-
-What processes share of SQLite's memory (``-shm``) is not damaged: that is no file on a disk.
+A folder that by design is not opened (the mark of another version, or of something else) counts as answered if it is refused as
+that, with nothing changed, and an engine without it answers the same.
 """
 
 import random
@@ -90,14 +86,14 @@ def elsewhere(script: str, *arguments: object) -> None:
 
 
 class Trial:
-    """One damaged store: whether names may be `lost`, and whether it is to be `refused`."""
+    """One damaged store, and whether it is to be `refused`."""
 
     def __init__(self, number: int, home: Path) -> None:
         self.chance = random.Random(number)
         self.aware = number % 2 == 0
         self.is_live = self.chance.random() < 0.5
         self.deeds: list[str] = []
-        self.lost = self.refused = False
+        self.refused = False
         source, self.answers, self.gone = sound(self.aware)
         self.source = source
         self.folder = home / "store"
@@ -106,21 +102,10 @@ class Trial:
     def damage(self) -> None:
         """Do one or two things to it."""
         ways: list[Callable[[], None]] = [self.chunks, self.chunks, self.part, self.mark, self.foreign]
-        ways += [] if self.aware else [self.index, self.index, self.index, self.half, self.everything]
         for way in self.chance.sample(ways, self.chance.choice((1, 1, 2))):
             way()
             if self.refused:
                 return
-
-    def index(self) -> None:
-        log = self.folder / "index.sqlite-wal"
-        if not self.is_live and self.chance.random() < 0.1:
-            elsewhere(WRITE, self.folder / "index.sqlite", 60, "00000007")
-            self.deeds.append("another version of index.sqlite")
-            self.refused = True
-            return
-        self.spoil(log if log.exists() and self.chance.random() < 0.3 else self.folder / "index.sqlite")
-        self.lost = True
 
     def chunks(self) -> None:
         for path in self.chance.sample(sorted(self.folder.glob("kv/*/*.safetensors")), self.chance.randint(1, 3)):
@@ -153,24 +138,12 @@ class Trial:
         shutil.copy(stray, self.folder / "kv" / "00" / f"{'0' * 40}.safetensors")
         self.deeds.append("foreign files")
 
-    def half(self) -> None:
-        files = [path for path in self.folder.rglob("*") if path.is_file() and not path.name.endswith("-shm")]
-        for path in self.chance.sample(sorted(files), len(files) // 2):
-            path.unlink()
-        self.deeds.append("half a folder")
-        self.lost = True
-
-    def everything(self) -> None:
-        shutil.rmtree(self.folder)
-        self.deeds.append("rm -r of all")
-        self.lost = True
-
     def spoil(self, path: Path) -> None:
         """Overwrite, cut or delete a file, or flip bits of a chunk's."""
         if not path.exists():
             return
-        size, is_index = path.stat().st_size, "sqlite" in path.name
-        way = self.chance.choice(["zero", "cut", "delete", "foreign" if is_index else "flip"]) if size else "delete"
+        size = path.stat().st_size
+        way = self.chance.choice(["zero", "cut", "delete", "flip"]) if size else "delete"
         page = self.chance.randrange(size // 4096 + 1) * 4096
         if way == "flip":
             for _ in range(self.chance.randint(1, 12)):
@@ -182,8 +155,6 @@ class Trial:
             elsewhere(CUT, path, self.chance.randrange(size))
         else:
             path.unlink()
-            if way == "foreign":
-                path.write_bytes(b"not a database " * 1000)
         self.deeds.append(f"{way} {path.name[-24:]}")
 
     def files(self) -> dict[str, bytes]:
@@ -209,18 +180,13 @@ class Trial:
         answers, misses = ask(engine, self.aware)
         wrong += self.differences(answers, "at once")
         # Each file is one chunk, of at most all questions; once computed it is a hit.
-        if not self.lost and misses > damaged:
+        if misses > damaged:
             wrong.append(f"{misses} misses, but {damaged} files damaged")
         engine.close()
         if any("store.json" in deed for deed in self.deeds):
             # A live engine does not look at it any more; another is told.
             shutil.copy(self.source / "store.json", self.folder)
         with opened(self.folder) as engine:
-            if self.lost:
-                keys = [name.partition(".")[0] for name, data in after.items() if before.get(name) == data]
-                if not all(engine._store.holds(keys)):
-                    wrong.append("undamaged files are not found again")
-                engine.add([chunk(id, self.aware) for id in LIVE])
             answers, misses = ask(engine, self.aware)
             wrong += self.differences(answers, "when opened again")
             if misses:
