@@ -24,7 +24,7 @@ PROMPT = BlendPrompt(words(3, 10), CHUNKS, words(5, 11))
 
 
 @pytest.mark.parametrize("seconds", [1.2, pytest.param(20.0, marks=[pytest.mark.full, pytest.mark.timeout(300)])])
-@pytest.mark.parametrize("fault", ["full", "read-only", "lock", "removed", "stopped", "killed"])
+@pytest.mark.parametrize("fault", ["full", "read-only", "lock", "stopped", "killed"])
 def test_every_question_is_answered(fault: str, seconds: float) -> None:
     if fault in ("stopped", "killed"):
         needs_redis()
