@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -79,15 +78,9 @@ class BoundarySelector(Selector):
 
     Encoded on its own, a chunk's first tokens take the attention that belongs to the beginning of the prompt; recomputed in
     their place, they no longer do. A prompt's first chunk is left as it is: nothing stands before it that its KV has not seen.
-    With `ends` "both", a chunk's last tokens are taken as well.
     """
 
     name = "boundary"
-    ends: Literal["first", "both"] = "first"
-
-    def __post_init__(self) -> None:
-        if self.ends not in ("first", "both"):
-            raise self.refusal("ends", 'must be "first" or "both"')
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return the tokens nearest to a border, as many of each chunk as the budget allows, nearer ones first."""
@@ -95,10 +88,7 @@ class BoundarySelector(Selector):
         places = torch.full((len(layout),), len(layout))
         following = [span for span in layout.chunks if span.follows]
         for span in following:
-            forward = torch.arange(len(span))
-            if self.ends == "both":
-                forward = torch.minimum(2 * forward, 2 * forward.flip(0) + 1)
-            places[span.start : span.stop] = forward
+            places[span.start : span.stop] = torch.arange(len(span))
         rows = torch.cat([torch.arange(0), *(torch.arange(span.start, span.stop) for span in following)])
         nearest = places[rows].argsort(stable=True)[: task.budget]
         return FixedSelection(rows[nearest.sort().values])

@@ -225,21 +225,20 @@ def test_whole_segments_are_picked_by_their_mean_score(layout: PromptLayout, mos
     assert picked == sorted(int(rows[index]) for index in wanted)
 
 
-@given(layouts(), st.floats(0, 1), st.sampled_from(["first", "both"]))
-def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio: float, ends: str) -> None:
+@given(layouts(), st.floats(0, 1))
+def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio: float) -> None:
     # Nothing stands before the first chunk.
     spans = [replace(span, follows=number > 0) for number, span in enumerate(layout.chunks)]
     layout = replace(layout, chunks=tuple(spans))
     candidates = [row for span in spans[1:] for row in range(span.start, span.stop)]
     budget = round(ratio * layout.context_rows.numel())
-    selector = BoundarySelector(ends=ends)  # type: ignore[arg-type]
-    rows = selector.begin(SelectionTask(layout, 4, budget)).rows().tolist()
+    rows = BoundarySelector().begin(SelectionTask(layout, 4, budget)).rows().tolist()
     assert rows == sorted(set(rows)) and len(rows) == min(budget, len(candidates))
     assert set(rows) <= set(candidates)
 
     def distance(row: int) -> int:
         span = next(span for span in layout.chunks if span.start <= row < span.stop)
-        return row - span.start if ends == "first" else min(2 * (row - span.start), 2 * (span.stop - 1 - row) + 1)
+        return row - span.start
 
     left = [distance(row) for row in candidates if row not in rows]
     assert not rows or not left or max(map(distance, rows)) <= min(left)

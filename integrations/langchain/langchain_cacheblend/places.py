@@ -62,30 +62,26 @@ class DocumentPlaces:
     """Makes chunks of a store's texts, which say what document they are a piece of.
 
     A document is what has the same values of `keys` and of `boundary`, read in the order of ``start_index``, as splitters write
-    it with ``add_start_index=True``, or else in the order in which its pieces are added; texts without the first of `keys`, and
-    all with `context` "none", stand alone. Where ``start_index`` does not rise within a call, another text of that source
+    it with ``add_start_index=True``, or else in the order in which its pieces are added; texts without the first of `keys` stand
+    alone. Where ``start_index`` does not rise within a call, another text of that source
     begins, which is a document of its own; it is named after how it begins, so that it is the same one when it is added again.
     `store` is a name of the store: texts of other stores are pieces of other documents.
     """
 
-    def __init__(self, engine: Engine, store: str, keys: Sequence[str], boundary: Sequence[str], context: str) -> None:
-        if context not in ("document", "none"):
-            raise ConfigError(
-                f'context={context!r} must be "document", or "none" for texts that must know nothing of each other'
-            )
+    def __init__(self, engine: Engine, store: str, keys: Sequence[str], boundary: Sequence[str]) -> None:
         for name, given in (("document_keys", keys), ("boundary", boundary)):
             if isinstance(given, str) or not all(isinstance(key, str) for key in given):
                 raise ConfigError(f'{name}={given!r} must be a list of metadata keys, as in {name}=["source"]')
-        if engine.config.companions == "similar" and (context == "none" or boundary):
+        if engine.config.companions == "similar" and boundary:
             raise ConfigError(
-                'context="none" and boundary say which texts may know of each other, but with companions="similar" the engine '
-                'reads every chunk behind any other; give it companions="own"'
+                'boundary says which texts may know of each other, but with companions="similar" the engine reads every chunk '
+                'behind any other; give it companions="own"'
             )
         self._engine = engine
         self._store = store
         self._keys = tuple(keys)
         self._boundary = tuple(boundary)
-        self._reads = context == "document" and bool(keys) and engine.config.companions != "neutral"
+        self._reads = bool(keys) and engine.config.companions != "neutral"
         self._sources: dict[str, _Source] = {}
 
     @property

@@ -91,8 +91,8 @@ class SearchesInner(VectorStore):
                 "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of other chunks, "
                 "so an answer from those that a reader may see can reveal something of one that the filter hides from that "
                 "reader. If that is what the filter is for, make the store with boundary=[...] naming the metadata key (no chunk "
-                'is then read behind one with another value) or with context="none", and add or warm the documents again; '
-                "otherwise nothing needs to be done (this warning appears once for each key)",
+                'is then read behind one with another value) or its engine with companions="neutral", and add or warm the '
+                "documents again; otherwise nothing needs to be done (this warning appears once for each key)",
                 key,
             )
 

@@ -52,9 +52,6 @@ class BlendVectorStore(SearchesInner):
     show_progress : bool
         Whether to show a progress bar while texts are encoded, unless in the background. The log has a line every five seconds
         at level INFO in any case.
-    context : {"document", "none"}
-        "document" has a text read behind another one of its document and the end of what precedes it there; "none" behind a
-        neutral passage, so that no chunk knows of another, if some readers may see only some texts of a document.
     boundary : sequence of str
         Metadata keys whose change divides a document: no chunk is read behind one with another value.
     document_keys : sequence of str
@@ -72,9 +69,8 @@ class BlendVectorStore(SearchesInner):
     Raises
     ------
     ConfigError
-        If `inner` is a `BlendVectorStore` already, `engine` is not a `BlendEngine`, or `context`, `boundary` or
-        `document_keys` are invalid, as `context` "none" and `boundary` are where the engine reads chunks behind any others
-        (`companions` "similar").
+        If `inner` is a `BlendVectorStore` already, `engine` is not a `BlendEngine`, or `boundary` or
+        `document_keys` are invalid, as `boundary` is where the engine reads chunks behind any others (`companions` "similar").
     """
 
     def __init__(
@@ -85,7 +81,6 @@ class BlendVectorStore(SearchesInner):
         server: str | None = None,
         background: bool = False,
         show_progress: bool = False,
-        context: str = "document",
         boundary: Sequence[str] = (),
         document_keys: Sequence[str] = DOCUMENT_KEYS,
         name: str | None = None,
@@ -99,7 +94,7 @@ class BlendVectorStore(SearchesInner):
         self.show_progress = show_progress
         self._inventory = Inventory(inner)
         self._siblings = Siblings(inner, engine, name)
-        self.places = DocumentPlaces(engine, self._siblings.name, document_keys, boundary, context)
+        self.places = DocumentPlaces(engine, self._siblings.name, document_keys, boundary)
         self._collection = engine.collection(self._inventory.present)
         super().__init__(inner, self.places.divides)
 

@@ -201,13 +201,10 @@ def test_a_boundary_divides_documents(inner: VectorStore, engine: BlendEngine) -
     assert read(store, ids) == [texts_of(pieces[:1]), texts_of(pieces[1::2]), texts_of(pieces[2::2])]
 
 
-@pytest.mark.parametrize("where", ["store", "engine"])
-def test_without_context_all_alone(where: str, embedding: Embeddings, tiny: LlamaForCausalLM, tokenizer: Any) -> None:
-    options: dict[str, Any] = {"context": "none"} if where == "store" else {}
-    settings = engine_settings(SETTINGS, companions="neutral") if where == "engine" else SETTINGS
-    with BlendEngine(tiny, tokenizer, **settings) as engine:
+def test_with_neutral_companions_all_alone(embedding: Embeddings, tiny: LlamaForCausalLM, tokenizer: Any) -> None:
+    with BlendEngine(tiny, tokenizer, **engine_settings(SETTINGS, companions="neutral")) as engine:
         pieces = split(of(TEXT))
-        store = BlendVectorStore.from_documents(pieces, embedding, inner=InMemoryVectorStore, engine=engine, **options)
+        store = BlendVectorStore.from_documents(pieces, embedding, inner=InMemoryVectorStore, engine=engine)
         assert engine.places(engine.ids()) == [None] * len(pieces)
         store.similarity_search("goat", filter=lambda document: True)
 
@@ -351,19 +348,15 @@ def test_a_filter_is_warned_of_once(inner: VectorStore, engine: BlendEngine, cap
     retriever = store.as_retriever(search_kwargs={"filter": {"reader": "x"}, "k": 2})
     assert retriever.invoke("goat") and retriever.invoke("archive")
     (said,) = warnings()
-    assert "filters by reader" in said and "boundary=[...]" in said and 'context="none"' in said
+    assert "filters by reader" in said and "boundary=[...]" in said and 'companions="neutral"' in said
     store.similarity_search_with_score("goat", 2, {"$or": [{"reader": "x"}, {"year": {"$gt": 1}}]})
     (said,) = warnings()
     assert "filters by year" in said
-    alone = BlendVectorStore(inner, engine=engine, context="none")
-    alone.similarity_search("goat", filter={"reader": "x"})
-    assert warnings() == []
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"context": "some"}, "context='some' must be \"document\""),
         ({"boundary": "team"}, r"boundary='team' must be a list"),
         ({"document_keys": [1]}, r"document_keys=\[1\] must be a list"),
     ],

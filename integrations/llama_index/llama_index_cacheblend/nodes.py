@@ -162,7 +162,8 @@ class Boundary:
             logger.warning(
                 "a query is filtered by %r: a chunk's KV carries traces of other chunks of its document, even of such as this "
                 "filter hides from the reader. Use BlendVectorStore(boundary=[%r]), which divides documents where it changes, or "
-                "context='none', which keeps each chunk to itself, and add the documents again. If it is the same throughout "
+                "EngineConfig(companions='neutral'), which keeps each chunk to itself, and add the documents again. If it is the "
+                "same throughout "
                 "each document, there are no such traces, and naming it costs nothing (this warning appears once for each key)",
                 key,
                 key,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
@@ -60,8 +60,6 @@ class BlendVectorStore(BasePydanticVectorStore):
     parents : BaseDocumentStore, optional
         Where `AutoMergingRetriever` finds the nodes that it merges others into. The parents of nodes that are added are then
         encoded with them, and forgotten with their document.
-    context : {"document", "none"}
-        "none" takes every node for one without a document, where some readers may see only some nodes of one.
     boundary : sequence of str
         Metadata keys; nodes of one document with different values are treated as different documents. If filters on metadata
         tell readers apart, name their keys here.
@@ -70,7 +68,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     ------
     ConfigError
         If `inner` is not a vector store of LlamaIndex or wraps one already, there is no engine, or an option cannot be used:
-        `context` "none" and `boundary` can't where the engine reads nodes behind any others (`companions` "similar").
+        `boundary` can't where the engine reads nodes behind any others (`companions` "similar").
     """
 
     stores_text: bool = True
@@ -93,7 +91,6 @@ class BlendVectorStore(BasePydanticVectorStore):
         background: bool = False,
         text_of: TextOf | None = None,
         parents: BaseDocumentStore | None = None,
-        context: Literal["document", "none"] = "document",
         boundary: Sequence[str] = (),
     ) -> None:
         if not isinstance(inner, BasePydanticVectorStore):
@@ -107,15 +104,13 @@ class BlendVectorStore(BasePydanticVectorStore):
         if not isinstance(parents, BaseDocumentStore | None):
             raise ConfigError(f"parents is a {type(parents).__name__}; give a docstore, as storage_context.docstore")
         found = find_engine(engine, server)
-        if context not in ("document", "none"):
-            raise ConfigError(f'unknown context={context!r}; give "document" or "none"')
         divided = Boundary(boundary)
-        if found.config.companions == "similar" and (context == "none" or boundary):
+        if found.config.companions == "similar" and boundary:
             raise ConfigError(
-                'context="none" and boundary say which nodes may know of each other, but with companions="similar" the engine '
-                'reads every node behind any other; give it companions="own"'
+                'boundary says which nodes may know of each other, but with companions="similar" the engine reads every node '
+                'behind any other; give it companions="own"'
             )
-        alone = context == "none" or found.config.companions == "neutral"
+        alone = found.config.companions == "neutral"
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)
         self._inner = inner
         self._show_progress = show_progress

@@ -243,7 +243,7 @@ def two_readers(secret: str) -> list[BaseNode]:
     return nodes
 
 
-@pytest.mark.parametrize("options", [{}, {"boundary": ["reader"]}, {"context": "none"}])
+@pytest.mark.parametrize("options", [{}, {"boundary": ["reader"]}])
 def test_no_traces_are_left_across_a_boundary(make_engine: MakeEngine, options: dict[str, Any]) -> None:
     seen = []
     for secret in ("Mara sleeps.", "Mara dreams."):
@@ -252,7 +252,7 @@ def test_no_traces_are_left_across_a_boundary(make_engine: MakeEngine, options: 
         open_to_all = [node for node in nodes if node.metadata["reader"] == "all"]
         seen.append(keys(engine, open_to_all))
         behind = [place for place in engine.places([node.node_id for node in open_to_all]) if place is not None]
-        assert len(behind) == (0 if "context" in options else len(open_to_all))
+        assert len(behind) == len(open_to_all)
     assert (seen[0] == seen[1]) == bool(options)
 
 
@@ -270,25 +270,19 @@ async def test_other_filters(make_engine: MakeEngine, caplog: pytest.LogCaptureF
     store.add(two_readers("Mara sleeps."))
     assert await asked(store, "reader", "ref_doc_id", "document_id") == []
     [first] = await asked(store, "reader", "page")
-    assert "filtered by 'page'" in first and "boundary=['page']" in first and "context='none'" in first
+    assert "filtered by 'page'" in first and "boundary=['page']" in first and "companions='neutral'" in first
     assert len(await asked(store, "page", "year")) == 1
-    for other in (
-        BlendVectorStore(SimpleVectorStore(), engine=engine, context="none"),
-        BlendVectorStore(SimpleVectorStore(), engine=make_engine(companions="neutral")),
-    ):
-        assert await asked(other, "page") == []
+    other = BlendVectorStore(SimpleVectorStore(), engine=make_engine(companions="neutral"))
+    assert await asked(other, "page") == []
 
 
 def test_options_that_mean_nothing(make_engine: MakeEngine) -> None:
-    with pytest.raises(ConfigError, match="context='off'"):
-        BlendVectorStore(SimpleVectorStore(), engine=make_engine(), context="off")  # type: ignore[arg-type]
     for boundary in ("reader", [""], [3]):
         with pytest.raises(ConfigError, match="boundary="):
             BlendVectorStore(SimpleVectorStore(), engine=make_engine(), boundary=boundary)  # type: ignore[arg-type]
     # Nodes are read behind whatever is like them.
-    for options in ({"boundary": ["reader"]}, {"context": "none"}):
-        with pytest.raises(ConfigError, match="similar"):
-            BlendVectorStore(SimpleVectorStore(), engine=make_engine(companions="similar"), **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="similar"):
+        BlendVectorStore(SimpleVectorStore(), engine=make_engine(companions="similar"), boundary=["reader"])
 
 
 # What stands between chunks.
