@@ -206,9 +206,12 @@ class Ingest:
         if not targets:
             return WarmEstimate(0, tokens)
         supply, encoder = self._supply, self._supply.encoder
-        plan = encoder.plan(targets)
-        # Batches are ordered by length, so that texts of the usual length are in the middle.
-        usual = [targets[index] for index in plan[len(plan) // 2]]
+        plan = [[text.target for text in batch] for batch in self._planned(todo.texts)]
+        counts = [encoder.num_tokens(batch) for batch in plan]
+        # One whose texts are of about the usual length.
+        usual = sorted(plan, key=lambda batch: sum(len(target.token_ids) for target in batch) / len(batch))[
+            len(plan) // 2
+        ]
         tried_s, token_s, encoded = 0.0, 0.0, list[ChunkKV]()
         while len(encoded) < len(usual) and tried_s < _TRIAL_S:
             trial = usual[: max(1, 4 * len(encoded))]
@@ -218,7 +221,7 @@ class Ingest:
             tried_s += elapsed
             # That of the most texts counts: a token takes less time among many, and more where much stands before it.
             token_s = elapsed / encoder.num_tokens(trial)
-        computing_s = token_s * encoder.num_tokens(targets)
+        computing_s = token_s * sum(counts)
         written = encoded[-_WRITTEN:]
         started = time.perf_counter()
         # A full disk, most likely.
