@@ -28,8 +28,6 @@ PUBLIC["cacheblend_lab.reference"] = {"demo_documents", "demo_questions"}
 
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("integrations/*/README.md")]
 ROOTS = {name.partition(".")[0] for name in PUBLIC}
-# The pages of the laboratory, which is not public and says so.
-LAB_PAGES = {"evaluation.md", "datasets.md", "generated-tasks.md"}
 API = ROOT / "docs" / "api.md"
 
 
@@ -53,8 +51,6 @@ def test_pages_and_examples_import_public_names_only() -> None:
         *_cells(),
     ]:
         for module, name in _imports(source):
-            if module.startswith("cacheblend_lab") and file.name in LAB_PAGES:
-                continue
             if module.partition(".")[0] in ROOTS and name not in PUBLIC.get(module, ()):
                 private.append(f"{file.relative_to(ROOT)}: {module}.{name}")
     assert private == []

@@ -80,7 +80,6 @@ def _ttft(shape: str, chunks: int, minutes: float) -> Piece:
     )
 
 
-_EVAL = 'cacheblend-rag eval reference --retrieval shuffled --together --ratios ""'
 _8B = "--shape llama-3.1-8b"
 
 PIECES = (
@@ -93,18 +92,6 @@ PIECES = (
     _ttft("qwen2.5-7b", 20, 4),
     _ttft("llama-3.1-8b", 20, 5),
     _ttft("llama-3.2-3b", 20, 4),
-    Piece(
-        "eval-shuffled",
-        "right answers of the reference model, chunks as found",
-        f'{_EVAL} --questions 500 --methods "full,reuse,reuse companions=neutral,hkvd 0.15,query 0.15,random 0.15"',
-        8,
-    ),
-    Piece(
-        "eval-codecs",
-        "right answers of the reference model, KV packed",
-        f"{_EVAL} --questions 300 --methods full,reuse --codecs native,int8,int4",
-        6,
-    ),
     Piece(
         "encode",
         "adding chunks of documents",
@@ -140,7 +127,6 @@ _COLUMNS = {
         "auto_ttft_s",
         "regret",
     ),
-    "eval reference": ("method", "codec", "questions", "exact_match", "same_as_full", "ttft_s"),
     _TESTS: ("passed", "skipped", "seconds"),
 }
 
@@ -184,11 +170,7 @@ def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[str]:
     shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
     lines = ["| " + " | ".join(name.removesuffix("_s") + " ms" if _is_ms(name) else name for name in shown) + " |"]
     lines.append("|---" * len(shown) + "|")
-    for row in rows:
-        # Of the kinds of question, all together.
-        if row.get("kind", "all") == "all":
-            lines.append("| " + " | ".join(_cell(name, row.get(name)) for name in shown) + " |")
-    return lines
+    return lines + ["| " + " | ".join(_cell(name, row.get(name)) for name in shown) + " |" for row in rows]
 
 
 def _is_ms(name: str) -> bool:

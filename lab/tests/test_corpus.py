@@ -1,21 +1,16 @@
 """The generated corpus: determinism, disjoint halves, and questions that can be answered from their support."""
 
-import json
 import random
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_lab.eval.datasets import load_task
 from cacheblend_lab.reference.corpus import CORPUS_FILE
 from cacheblend_lab.reference.prompt import BOS, FORMATS, chat, value_of
 from cacheblend_lab.training.corpus import NOTES, Example, demo_corpus, eval_examples, make_example
-from cacheblend_lab.training.longbench import MADE_SUBTASKS, main
 from cacheblend_lab.training.paragraphs import ORDERS, Paragraphs
 from cacheblend_lab.training.questions import KINDS, NOT_STATED
 from cacheblend_lab.training.templates import ATTRIBUTES, COMPARISONS, question_templates, statement_templates
@@ -47,28 +42,6 @@ def test_templates_of_the_two_halves_are_disjoint() -> None:
     for asked in (*ATTRIBUTES.values(), *COMPARISONS):
         train, held_out = (question_templates(asked.questions, split) for split in ("train", "held_out"))
         assert held_out and set(held_out).isdisjoint(train)
-
-
-def test_records_are_read_as_the_subtasks_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["longbench", "--out", str(tmp_path), "--questions", "11", "--seed", "3"])
-    main()
-    examples = eval_examples(11, 3, style=NOTES)
-    asked = [(example, question) for example in examples for question in example.questions]
-    assert len(asked) == 11 and len(examples) > 1
-    for subtask, metric in zip(MADE_SUBTASKS, ("f1", "rouge_l"), strict=True):
-        task = load_task("longbench", tmp_path, subtask=subtask, whole=True)
-        assert next(iter(task.metrics)) == metric
-        read = [(context, question) for context in task.contexts for question in context.questions]
-        assert len(read) == len(asked)
-        for (example, wanted), (context, question) in zip(asked, read, strict=True):
-            assert question.text == wanted.text
-            assert question.answers == ((wanted.answer,) if subtask == "hotpotqa" else (wanted.sentence,))
-            if subtask == "hotpotqa":
-                assert [text.partition("\n")[2] for text in context.texts] == list(example.chunks)
-            else:
-                assert context.texts == ("\n".join(example.chunks),)
-        first = json.loads((tmp_path / f"{subtask}.jsonl").read_text().splitlines()[0])
-        assert first["length"] == len(first["context"].split())
 
 
 TOKENIZER = build_tokenizer()

@@ -77,7 +77,6 @@ SMALL = {
     "bench prefetch": "--shape tiny --device cpu --dtype float32 --chunk-tokens 8 --reranker-ms 1",
     "bench batch": "--prompts 2 --chunks 1 --chunk-tokens 16 --output-tokens 2",
     "bench auto": "--shape tiny --device cpu --dtype float32 --prompts 1x8 --ratios 0.5 --profile-seconds 0.2",
-    "eval reference": "--questions 4 --workers 1",
 }
 
 

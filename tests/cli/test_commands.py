@@ -30,7 +30,7 @@ def test_every_command_explains_itself(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "package"),
-    [("bench", "rag-lab"), ("demo", "rag-lab"), ("eval", "rag-lab"), ("serve", "serve"), ("warm-ray", "ray")],
+    [("bench", "rag-lab"), ("demo", "rag-lab"), ("serve", "serve"), ("warm-ray", "ray")],
 )
 def test_a_command_of_another_package_names_it(command: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group = get_command(app)
@@ -66,13 +66,6 @@ def test_the_version() -> None:
         ("bench tpot --shape tiny --capacities 0.25,some", "'some' in '0.25,some' is not a number"),
         ("bench ttft --shape tiny --ratios 0,nan", "ratio nan must be a finite number"),
         ("bench ttft --shape tiny --ratios 0,,1", "'' in '0,,1' is not a number"),
-        ("eval reference --ratios inf", "ratio inf must be a finite number"),
-        ("eval reference --charges 2", "ratio 2 must be a finite number"),
-        ("eval reference --methods best", "method 'best' is unknown"),
-        ("eval reference --selectors best", "method 'best 0.15' is unknown"),
-        ("eval reference --format haiku", "format 'haiku' is unknown"),
-        ("eval musique letter.txt", "letter.txt"),
-        ("eval figures --out x --task round", "task 'round' is unknown"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
@@ -114,8 +107,6 @@ def test_a_wrong_call_shows_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ("bench", "ttft", "--shape"),
             ("bench", "load", "--shape", "tiny", "--threads"),
             ("bench", "auto", "--prompts"),
-            ("eval", "reference", "--ratios"),
-            ("eval", "reference", "--selectors"),
             ("calibrate", "--questions", "letter.txt", "--ratios"),
         ]
     ),

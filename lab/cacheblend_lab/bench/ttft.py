@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend_lab.bench.runner import RoundsBench, median_ratio, say_range, wait_for_device
 from cacheblend_lab.bench.settings import DEVICE, NO_LIMIT, TTFTSetting, device_rate
 from cacheblend_lab.bench.shapes import RandomWords, make_model
 from cacheblend_lab.bench.tiers import SlowStore
-from cacheblend_lab.eval.prefix import PrefixCache
 from cacheblend_lab.settings import EngineSettings, engine_settings, settings_of
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText
 from cacheblend_rag.cli.output import say_seconds
@@ -105,6 +106,29 @@ class _Method:
 _Runs = Sequence[tuple[float, BlendReport | None]]
 
 
+class _PrefixCache:
+    """The exact KV of a prompt's first tokens, computed once; every use gets a copy, unless it takes none."""
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel, token_ids: Sequence[int]) -> None:
+        self._model = model
+        self.token_ids = tuple(token_ids)
+        self._cache = DynamicCache(config=model.config)
+        ids = torch.tensor([self.token_ids], device=model.device)
+        model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+    @torch.no_grad()
+    def logits(self, rest: torch.Tensor, copies: bool = True) -> torch.Tensor:
+        """Return the logits after the prefix and `rest`, ``(vocab,)``; without a copy, the cache is cut back to the prefix."""
+        cache = copy.deepcopy(self._cache) if copies else self._cache
+        logits: torch.Tensor = self._model(
+            input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        if not copies:
+            cache.crop(-rest.shape[1])
+        return logits[0, -1]
+
+
 class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | None]", TTFTRow]):
     """A model of random weights with its chunks' KV stored."""
 
@@ -152,10 +176,10 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         self._ids = torch.tensor([self.token_ids], device=setting.device)
         # The BOS and the first chunk.
         self._cached_tokens = 1 + setting.chunk_tokens
-        self._cached = PrefixCache(model, self.token_ids[: self._cached_tokens])
+        self._cached = _PrefixCache(model, self.token_ids[: self._cached_tokens])
         # Of the prompt without gaps where there is one.
         ready = next(iter(self._gapless.values()), self.engine).prompt_ids(self._prompts.get(_GAPLESS, self.prompt))
-        self._ready = PrefixCache(model, ready[: -setting.question_tokens])
+        self._ready = _PrefixCache(model, ready[: -setting.question_tokens])
 
     def _make_gapless(self, words: RandomWords, chunks: Sequence[Chunk], question: str) -> None:
         """Make engines of another separator over the same stores, where each chunk's KV is followed by the separator's."""

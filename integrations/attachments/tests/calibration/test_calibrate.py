@@ -167,6 +167,6 @@ def test_chunks_of_a_sentence_keep_what_full_prefill_knows_of_them(smollm2: Blen
         without = calibrate(bare, prompts, answers=answers, ratios=(0.0,))
     print(found, without, sep="\n")
     assert found.full_loss < 0.6 * found.bare_loss
-    # On 120 such questions it is 0.94, and 0.83 behind a BOS (docs/evaluation.md).
+    # On 120 such questions it is 0.94, and 0.83 behind a BOS.
     assert found.rows[0].recovered > 0.87
     assert found.rows[0].recovered > without.rows[0].recovered + 0.04
