@@ -23,6 +23,7 @@ from xml.etree import ElementTree
 
 import torch
 
+from cacheblend_lab.bench.runner import cell, shown
 from cacheblend_lab.settings import environment_without_settings
 from cacheblend_rag.cli.output import write_json
 
@@ -104,31 +105,9 @@ PIECES = (
         f"cacheblend-rag bench encode {_8B} --chunks 32 --document-chunks 16 {_CUDA}",
         5,
     ),
-    Piece("tpot", "time per token of the answer, KV evicted", f"cacheblend-rag bench tpot {_8B} {_CUDA}", 4),
     Piece("prefetch", "reading KV while a reranker works", f"cacheblend-rag bench prefetch {_8B} {_CUDA}", 4),
-    Piece("batch", "answers at once through LangChain, reference model", "cacheblend-rag bench batch", 3),
-    Piece("auto", "what the loading controller chooses", f"cacheblend-rag bench auto --tiers ram,disk {_CUDA}", 6),
 )
 """Every piece, in the order in which they are run."""
-
-_COLUMNS = {
-    "bench ttft": ("method", "tier", "recompute_ratio", "ttft_s", "speedup", "over_ram", "of_reuse", "load_s"),
-    "bench encode": ("method", "tokens", "seconds", "tokens_per_s", "of_forward", "of_once", "bytes_of_once"),
-    "bench tpot": ("method", "kv_capacity", "tpot_s", "tpot_speedup", "ttft_s"),
-    "bench prefetch": ("method", "ttft_s", "of_disk", "load_s"),
-    "bench batch": ("method", "elapsed_s", "tokens_per_s", "speedup", "equal_answers"),
-    "bench auto": (
-        "tier",
-        "chunks",
-        "chunk_tokens",
-        "best_method",
-        "best_ttft_s",
-        "auto_choice",
-        "auto_ttft_s",
-        "regret",
-    ),
-    _TESTS: ("passed", "skipped", "seconds"),
-}
 
 _HEAD = """# On a GPU
 
@@ -159,30 +138,17 @@ def page(folder: Path, pieces: Sequence[Piece] = PIECES) -> str:
         machine, versions = result["machine"], result["versions"]
         where = f"{machine['gpu']}, CUDA {machine['cuda']}, torch {versions['torch']}, {result['date'][:10]}"
         parts.append(f"\n## {piece.what[0].upper()}{piece.what[1:]}\n\n`{piece.command}`\n\n{where}.\n")
-        parts.append("\n" + "\n".join(_table(result["rows"], _COLUMNS[result["command"]])) + "\n")
+        parts.append("\n" + "\n".join(_table(result["rows"])) + "\n")
     lacking = [piece.name for piece in pieces if found[piece] is None]
     if lacking:
         parts.append(f"\nNot measured yet: {', '.join(lacking)}.\n")
     return "".join(parts)
 
 
-def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[str]:
-    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    lines = ["| " + " | ".join(name.removesuffix("_s") + " ms" if _is_ms(name) else name for name in shown) + " |"]
-    lines.append("|---" * len(shown) + "|")
-    return lines + ["| " + " | ".join(_cell(name, row.get(name)) for name in shown) + " |" for row in rows]
-
-
-def _is_ms(name: str) -> bool:
-    return name.endswith("_s") and not name.endswith("per_s")
-
-
-def _cell(name: str, value: Any) -> str:
-    if _is_ms(name) and value is not None:
-        return f"{value * 1000:.1f}"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return "" if value is None else str(value)
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    columns = shown(rows)
+    lines = ["| " + " | ".join(name.removesuffix("_s") for name in columns) + " |", "|---" * len(columns) + "|"]
+    return lines + ["| " + " | ".join(cell(name, row.get(name)) or "" for name in columns) + " |" for row in rows]
 
 
 def _file(folder: Path, piece: Piece) -> Path:

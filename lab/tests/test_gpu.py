@@ -14,10 +14,11 @@ from cacheblend_lab.gpu import PIECES, Piece, main, page, run_pieces
 from tests.command import run
 
 ROOT = Path(__file__).parents[2]
-GOOD = Piece("good", "packing", "cacheblend-rag bench codecs --shape tiny --chunk-tokens 8 --repeats 1", 1)
-BAD = Piece("bad", "a shape that is not there", "cacheblend-rag bench codecs --shape none", 1)
-SLOW = Piece("slow", "what does not end", "cacheblend-rag bench codecs --shape tiny --repeats 1000000", 0.05)
-LONG = Piece("long", "what is not begun", "cacheblend-rag bench codecs --shape tiny", 60)
+_TINY = "cacheblend-rag bench encode --shape tiny --chunks 1 --chunk-tokens 8 --repeats"
+GOOD = Piece("good", "adding", f"{_TINY} 1", 1)
+BAD = Piece("bad", "a shape that is not there", "cacheblend-rag bench encode --shape none", 1)
+SLOW = Piece("slow", "what does not end", f"{_TINY} 1000000", 0.05)
+LONG = Piece("long", "what is not begun", f"{_TINY} 1", 60)
 TESTS = Piece("tests", "a test", "pytest -q -p no:cacheprovider tests/chat/test_tools.py", 1)
 
 
@@ -28,8 +29,8 @@ def test_what_fails_or_is_too_slow_does_not_keep_the_others_from_being_measured(
     assert "shape 'none' is unknown" in (tmp_path / "gpu-bad.log").read_text()
     assert re.search(r"1 of 3, bad: failed: exit status 2; see .*gpu-bad\.log\n", "\n".join(lines))
     figures = json.loads((tmp_path / "gpu-good.json").read_text())
-    assert figures["command"] == "bench codecs"
-    assert figures["arguments"][:4] == ["bench", "codecs", "--shape", "tiny"]
+    assert figures["command"] == "bench encode"
+    assert figures["arguments"][:4] == ["bench", "encode", "--shape", "tiny"]
     assert set(figures["machine"]) >= {"gpu", "cuda"}
     tests = json.loads((tmp_path / "gpu-tests.json").read_text())
     assert tests["command"] == "pytest" and tests["arguments"] == shlex.split(TESTS.command)
@@ -70,13 +71,9 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(tmp_path: Path, capsys: py
 
 # On the CPU in seconds: the last of an option that is given twice counts.
 SMALL = {
-    "bench": "--repeats 1",
     "bench ttft": "--shape tiny --device cpu --dtype float32 --chunks 2 --chunk-tokens 8 --head-tokens 3",
     "bench encode": "--shape tiny --device cpu --dtype float32 --chunks 4 --document-chunks 2 --chunk-tokens 8",
-    "bench tpot": "--shape tiny --device cpu --dtype float32 --chunks 2 --chunk-tokens 8 --output-tokens 2",
     "bench prefetch": "--shape tiny --device cpu --dtype float32 --chunk-tokens 8 --reranker-ms 1",
-    "bench batch": "--prompts 2 --chunks 1 --chunk-tokens 16 --output-tokens 2",
-    "bench auto": "--shape tiny --device cpu --dtype float32 --prompts 1x8 --ratios 0.5 --profile-seconds 0.2",
 }
 
 
@@ -86,15 +83,21 @@ def test_every_piece_runs_and_the_page_shows_what_it_measured(tmp_path: Path, mo
             continue
         _, *arguments = shlex.split(piece.command)
         kind = " ".join(arguments[:2])
-        small = shlex.split(SMALL[kind]) + (shlex.split(SMALL["bench"]) if kind.startswith("bench") else [])
-        command = [*arguments, *small, "--json", str(tmp_path / f"gpu-{piece.name}.json")]
+        command = [
+            *arguments,
+            *shlex.split(SMALL[kind]),
+            "--repeats",
+            "1",
+            "--json",
+            str(tmp_path / f"gpu-{piece.name}.json"),
+        ]
         monkeypatch.setattr(sys, "argv", ["cacheblend-rag", *command])
         run(*command)
     text = page(tmp_path)
     for piece in PIECES:
         assert (f"`{piece.command}`" in text) != piece.is_tests
     assert text.endswith("\nNot measured yet: tests.\n")
-    rows = re.findall(r"^\| (reuse|gapless) \| (device|ram|disk) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| (reuse|gapless) \| none \| 0 \| (device|ram|disk) \|", text, re.MULTILINE)
     shapes = sum(piece.name.startswith("ttft") for piece in PIECES)
     assert set(rows) == set(product(("gapless", "reuse"), ("device", "disk", "ram")))
     assert len(rows) == 6 * shapes

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from cacheblend_lab.bench.runner import Figures, Row, in_rounds, median_ratio, percentile
 from cacheblend_lab.demo.manual import pages
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.cli.output import make_quiet, show_table
+from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.output import make_quiet
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 
@@ -30,38 +34,49 @@ def main(
     model: Annotated[str, typer.Argument(help="A GGUF file, or a folder of transformers.")],
     tokens: Annotated[str, typer.Option(help="Lengths of prompts.")] = "1400,2900",
     answer_tokens: Annotated[int, typer.Option(help="Length of answers.")] = 48,
+    callers: Annotated[
+        int, typer.Option(help="How many ask at once, with prompts of the first length; 1: nobody.")
+    ] = 1,
     rounds: Annotated[int, typer.Option(help="Measurements, of which medians are shown.")] = 7,
+    json_file: JsonOption = None,
 ) -> None:
     """Time first tokens and answers: the model alone, from stored KV, and the same plain prompt a second time."""
     make_quiet()
-    rows = []
     with BlendEngine.from_pretrained(model, config=EngineConfig(prefix_bytes=0)) as engine:
         alone, again = _alone(engine)
         text = "\n\n".join(text for _, text in sorted(pages().items()))
         ids = engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        rows: list[Row] = []
+        prompts: list[BlendPrompt] = []
         for length in map(int, tokens.split(",")):
             numbers = range(max(length // _CHUNK_TOKENS, 1))
             parts = [ids[_CHUNK_TOKENS * number : _CHUNK_TOKENS * (number + 1)] for number in numbers]
             engine.add(Chunk(engine.tokenizer.decode(part), f"{length}-{n}") for n, part in enumerate(parts))
-            prompt = BlendPrompt(segments=["Read this.\n\n", *(ChunkRef(f"{length}-{n}") for n in numbers), _QUESTION])
+            chunks = [ChunkRef(f"{length}-{n}") for n in numbers]
+            prompt = BlendPrompt(segments=["Read this.\n\n", *chunks, _QUESTION])
+            # Of each caller, in another order.
+            prompts = prompts or [
+                BlendPrompt(
+                    segments=["Read this.\n\n", *chunks[n % len(chunks) :], *chunks[: n % len(chunks)], _QUESTION]
+                )
+                for n in range(callers)
+            ]
             whole = engine.prompt_ids(prompt)
             timed = [_round(engine, alone, prompt, whole, answer_tokens) for _ in range(rounds)]
-            first, answer, our_first, our_answer = (median(each) for each in zip(*timed, strict=True))
+            first, answer, our_first, our_answer = zip(*timed, strict=True)
             rows.append(
-                [
-                    f"{len(whole):,}",
-                    *(f"{each:.2f} s" for each in (first, our_first)),
-                    f"{first / our_first:.1f}x",
-                    *(f"{each:.2f} s" for each in (answer, our_answer)),
-                    f"{answer / our_answer:.1f}x",
-                ]
+                {
+                    "tokens": len(whole),
+                    "first_alone_s": median(first),
+                    "first_stored_s": median(our_first),
+                    "first_speedup": median_ratio(first, our_first),
+                    "answer_alone_s": median(answer),
+                    "answer_stored_s": median(our_answer),
+                    "answer_speedup": median_ratio(answer, our_answer),
+                }
             )
-        show_table(
-            f"{engine.model_name}, {_dtype(engine)}, {torch.get_num_threads()} threads, answers of {answer_tokens} tokens, "
-            f"medians of {rounds}",
-            ["tokens", "first: alone", "stored KV", "", "answer: alone", "stored KV", ""],
-            rows,
-        )
+        if callers > 1:
+            rows.append(_together(engine, prompts, answer_tokens, rounds))
         with engine_of(engine) as sharing:
             plain = BlendPrompt(segments=[tuple(whole)])
             sharing.generate(plain, 2)
@@ -71,7 +86,37 @@ def main(
                 again(whole, 2)
                 twice.append((_timed(again, whole, 1), _timed(sharing.generate, plain, 1)))
         theirs, ours = (median(each) for each in zip(*twice, strict=True))
-        typer.echo(f"The same {len(whole):,} tokens again, as plain text: alone {theirs:.3f} s, ours {ours:.3f} s")
+        rows.append({"tokens": len(whole), "again_alone_s": theirs, "again_stored_s": ours})
+        title = (
+            f"{engine.model_name}, {_dtype(engine)}, {torch.get_num_threads()} threads, answers of {answer_tokens} tokens, "
+            f"medians of {rounds}"
+        )
+    figures = Figures(title, rows, {"model": Path(model).name})
+    figures.show()
+    figures.write(json_file, "bench real", {"answer_tokens": answer_tokens, "rounds": rounds, "callers": callers})
+
+
+def _together(engine: BlendEngine, prompts: Sequence[BlendPrompt], answer_tokens: int, rounds: int) -> Row:
+    """Return how fast callers are answered that ask at once, beside one after the other."""
+
+    def ask(prompt: BlendPrompt) -> float:
+        return float(_ours(engine, prompt, answer_tokens).report.ttft_s)
+
+    def run(method: str) -> tuple[float, list[float]]:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts) if method == "together" else 1) as pool:
+            first = list(pool.map(ask, prompts))
+        return time.perf_counter() - began, first
+
+    runs = in_rounds(("one by one", "together"), run, rounds, say=lambda _: None)
+    one, many = ([seconds for seconds, _ in runs[name]] for name in ("one by one", "together"))
+    return {
+        "tokens": len(engine.prompt_ids(prompts[0])),
+        "callers": len(prompts),
+        "callers_tokens_per_s": len(prompts) * answer_tokens / median(many),
+        "callers_speedup": median_ratio(one, many),
+        "callers_first_p95_s": percentile([each for _, first in runs["together"] for each in first], 95),
+    }
 
 
 def engine_of(engine: BlendEngine) -> BlendEngine:
@@ -81,13 +126,15 @@ def engine_of(engine: BlendEngine) -> BlendEngine:
     return BlendEngine(engine.model, engine.tokenizer, config=EngineConfig())
 
 
+def _ours(engine: BlendEngine, prompt: BlendPrompt, count: int) -> Any:
+    return engine.generate(prompt, count, eos_token_id=[] if hasattr(engine, "llama") else None, do_sample=False)
+
+
 def _round(
     engine: BlendEngine, alone: Answer, prompt: BlendPrompt, whole: Sequence[int], answer_tokens: int
 ) -> tuple[float, ...]:
-    def ours(_: Sequence[int], count: int) -> None:
-        engine.generate(prompt, count, eos_token_id=[] if hasattr(engine, "llama") else None, do_sample=False)
-
-    return tuple(_timed(each, whole, count) for each in (alone, ours) for count in (1, answer_tokens))
+    first, answer = (_timed(alone, whole, count) for count in (1, answer_tokens))
+    return first, answer, *(_timed(_ours, engine, prompt, count) for count in (1, answer_tokens))
 
 
 def _timed(work: Callable[..., object], *given: Any) -> float:

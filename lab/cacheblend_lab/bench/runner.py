@@ -1,160 +1,69 @@
-"""The one runner of all benches: set-up, methods in alternating rounds, times, rows, and what is told of them."""
+"""The one runner of all benches: methods in alternating rounds, ratios taken round by round, a table and a file of figures."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, TypeVar
 
-import torch
+from cacheblend_rag.cli.output import say_bytes, say_seconds, show_table, write_json
 
-from cacheblend_lab.bench.settings import BenchSetting, ModelSetting, RoundsSetting
-from cacheblend_lab.bench.tiers import ColdFolder
-from cacheblend_lab.cli.options import plain_values
-from cacheblend_rag.cli.output import say_seconds
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-__all__ = [
-    "Bench",
-    "RoundsBench",
-    "Say",
-    "in_rounds",
-    "median_ratio",
-    "percentiles",
-    "say_nothing",
-    "say_range",
-    "seconds_of",
-    "wait_for_device",
-]
+__all__ = ["Figures", "Say", "cell", "in_rounds", "median_ratio", "percentile", "seconds_of", "shown", "spread"]
 
 Say = Callable[[str], object]
 """Takes what is done now."""
 
-SettingT = TypeVar("SettingT", bound=BenchSetting)
-RoundsT = TypeVar("RoundsT", bound=RoundsSetting)
-Row = TypeVar("Row", bound="DataclassInstance")
+Row = dict[str, Any]
 Method = TypeVar("Method")
 Result = TypeVar("Result")
-Own = TypeVar("Own", bound="Bench[Any, Any]")
 
 
-def say_nothing(what: str) -> None:
-    """Say nothing."""
+@dataclass(frozen=True)
+class Figures:
+    """What a bench measured: the title of its table, a row for each method, and what else its file says."""
+
+    title: str
+    rows: Sequence[Row]
+    facts: Row = field(default_factory=dict)
+
+    def show(self) -> None:
+        """Print the table."""
+        columns = shown(self.rows)
+        lines = [[cell(name, row.get(name)) for name in columns] for row in self.rows]
+        show_table(self.title, [name.removesuffix("_s") for name in columns], lines)
+
+    def write(self, path: Path | None, command: str, setting: Row) -> None:
+        """Write the file, if one was asked for."""
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in setting.items()}
+        write_json(path, command, self.rows, setting=plain, **self.facts)
 
 
-class Bench(ABC, Generic[SettingT, Row]):
-    """Measurement of one command, with its table and its JSON file; a context manager that closes what was opened for it.
-
-    Attributes
-    ----------
-    closing : ExitStack
-        Closes what was opened.
-    disk : ColdFolder or None
-        The folder of a store that is measured from disk.
-    """
-
-    text_columns: ClassVar[int] = 1
-    """Number of the table's first columns that are text."""
-
-    def __init__(self, setting: SettingT) -> None:
-        self.setting = setting
-        self.closing = ExitStack()
-        self.disk: ColdFolder | None = None
-
-    def __enter__(self: Own) -> Own:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closing.close()
-
-    @abstractmethod
-    def measure(self, say: Say = say_nothing) -> list[Row]:
-        """Return the figures, saying meanwhile what is measured."""
-
-    @abstractmethod
-    def title(self, rows: Sequence[Row]) -> str:
-        """Return what stands above the table."""
-
-    @abstractmethod
-    def cells(self, row: Row) -> dict[str, Any]:
-        """Return a row's line of the table, by the names of the columns."""
-
-    def table(self, rows: Sequence[Row]) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """Return the columns and the lines of the table."""
-        lines = [self.cells(row) for row in rows]
-        return list(lines[0]), [list(line.values()) for line in lines]
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the JSON file says beside the settings."""
-        return {}
-
-    def shared(self) -> dict[str, Any]:
-        """Return what the JSON file says in every row."""
-        setting = self.setting
-        if not isinstance(setting, ModelSetting):
-            return {}
-        return {"shape": setting.shape, "device": setting.device, "dtype": setting.dtype}
-
-    def about(self) -> dict[str, Any]:
-        """Return what the JSON file says beside the settings and the rows."""
-        setting = self.setting
-        return {"model": f"random weights, {setting.shape}"} if isinstance(setting, ModelSetting) else {}
-
-    def figures(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return what the JSON file of this bench holds, its rows included."""
-        return {
-            **self.about(),
-            "setting": plain_values(asdict(self.setting)) | self.facts(),
-            "rows": [asdict(row) | self.shared() for row in rows],
-        }
-
-    def use_disk(self, parent: Path | None) -> ColdFolder:
-        """Make the folder of a store that is measured from disk, for the time of the measurement."""
-        self.disk = ColdFolder(parent)
-        self.closing.callback(self.disk.remove)
-        return self.disk
-
-    def cached_share_after_drop(self) -> float | None:
-        """Return which share of the disk tier's files is in memory once they were dropped; None without such files."""
-        return None if self.disk is None else self.disk.cached_share_after_drop()
+def shown(rows: Sequence[Row]) -> list[str]:
+    """Return the columns of a table: not the extremes of the rounds, which only the file has, nor what no row has."""
+    names = [
+        name for name in dict.fromkeys(name for row in rows for name in row) if not name.endswith(("_min_s", "_max_s"))
+    ]
+    return [name for name in names if any(row.get(name) is not None for row in rows)]
 
 
-class RoundsBench(Bench[RoundsT, Row], Generic[RoundsT, Method, Result, Row]):
-    """Runs methods in rounds and makes a row of each one's runs, beside those of the method that it is compared with."""
-
-    def measure(self, say: Say = say_nothing) -> list[Row]:
-        """Run every method once unmeasured, then in as many rounds as the setting says, each beginning with another method."""
-        methods = self.methods()
-        runs = in_rounds(methods, self.run, self.setting.repeats, say=say)
-        return [self.row(method, runs) for method in methods]
-
-    @abstractmethod
-    def methods(self) -> Sequence[Method]:
-        """Return what is compared, in the order of the rows."""
-
-    @abstractmethod
-    def run(self, method: Method) -> Result:
-        """Run a method once."""
-
-    @abstractmethod
-    def row(self, method: Method, runs: Mapping[Method, Sequence[Result]]) -> Row:
-        """Return a method's figures."""
+def cell(name: str, value: Any) -> str | None:
+    """Return a value as people read it, by the ending of its name."""
+    if value is None or isinstance(value, str):
+        return value
+    if name.endswith("_bytes"):
+        return say_bytes(value)
+    if name.endswith("_s") and not name.endswith("per_s"):
+        return say_seconds(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def in_rounds(
-    methods: Sequence[Method],
-    run: Callable[[Method], Result],
-    rounds: int,
-    *,
-    unmeasured: int = 1,
-    say: Say = say_nothing,
+    methods: Sequence[Method], run: Callable[[Method], Result], rounds: int, *, unmeasured: int = 1, say: Say
 ) -> dict[Method, list[Result]]:
     """Run methods in alternation, so that what disturbs the machine for a while disturbs all of them.
 
@@ -162,15 +71,13 @@ def in_rounds(
     `rounds` that are measured, which follow `unmeasured` ones.
     """
     results: dict[Method, list[Result]] = {method: [] for method in methods}
-    done = 0
     for number in range(rounds + unmeasured):
+        say(f"measuring, round {number + 1} of {rounds + unmeasured}")
         first = number % len(methods)
         for method in [*methods[first:], *methods[:first]]:
             result = run(method)
             if number >= unmeasured:
                 results[method].append(result)
-            done += 1
-            say(f"measuring, {done} of {len(methods) * (rounds + unmeasured)}")
     return results
 
 
@@ -181,12 +88,6 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def wait_for_device(device: str) -> None:
-    """Wait until a device has done all it was asked to; the CPU always has."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """Return the median over the rounds of one method's time over another's in the same round.
 
@@ -195,12 +96,12 @@ def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     return median(own / other for own, other in zip(times, others, strict=True))
 
 
-def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, the 99th percentile and the greatest of at least one time."""
+def spread(name: str, times: Sequence[float]) -> Row:
+    """Return the median and the extremes of times: ``{"ttft_s": ..., "ttft_min_s": ..., "ttft_max_s": ...}``."""
+    return {f"{name}_s": median(times), f"{name}_min_s": min(times), f"{name}_max_s": max(times)}
+
+
+def percentile(times: Sequence[float], share: int) -> float:
+    """Return the time within which so many of a hundred were."""
     ranked = sorted(times)
-    return ranked[len(ranked) // 2], ranked[len(ranked) * 99 // 100], ranked[-1]
-
-
-def say_range(least_s: float, most_s: float) -> str:
-    """Return the times between which all rounds were: ``"12 ms to 15 ms"``."""
-    return f"{say_seconds(least_s)} to {say_seconds(most_s)}"
+    return ranked[min(len(ranked) * share // 100, len(ranked) - 1)]

@@ -1,271 +1,178 @@
 """A server under load: Poisson arrivals of prompts whose chunks are drawn by Zipf's law (CacheBlend, Figure 14).
 
 It is asked over HTTP, as OpenAI's clients ask, so that any server can be measured: with the texts in the prompt, or, one of this
-package, with the names of documents that it was given before.
+project, with the names of chunks that it was given before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from statistics import quantiles
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import httpx
 
-from cacheblend_lab.bench.runner import Bench, Say, say_nothing
-from cacheblend_lab.bench.settings import ServeSetting
-from cacheblend_lab.cluster.asking import chunk_id, store_texts
-from cacheblend_lab.training.fillers import notes
-from cacheblend_rag.chunk import BLANK_LINE
-from cacheblend_rag.cli.output import say_seconds
+from cacheblend_lab.bench.runner import Figures, Row, Say, percentile
+from cacheblend_lab.cli.options import parse_numbers
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Arrival", "ServeBench", "ServeRow", "arrivals", "zipf_sample"]
+__all__ = ["measure", "prompts_of"]
 
-_CHUNKS_OF_A_DOCUMENT = 5
-_UNLOADED = 12
-# Before all others, not counted: kernels are compiled, and what is asked for most comes into the RAM of the server. This is given
-# no more than a minute, since models that take longer gain little.
-_WARM_UP = 100
-_WARM_UP_S = 60.0
+# Asked one after the other, the first for warming up: kernels are compiled, and what is asked for most comes into RAM.
+_WARM_UP, _UNLOADED = 30, 12
 _TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request to be: when it is sent, in seconds, and the chunks of its prompt, in order."""
+class _Reply(NamedTuple):
+    """What came of a request; without a first token it failed."""
 
-    at_s: float
-    chunks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """Outcome of a request; `ttft_s` is None if it failed."""
-
-    ttft_s: float | None
+    ttft_s: float | None = None
     tpot_s: float | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ServeRow:
-    """Figures of the server at one rate.
-
-    Attributes
-    ----------
-    rate : float or None
-        Requests per second on average; None for one after the other.
-    requests, failed : int
-        How many were sent, and how many of them had no answer.
-    prompt_tokens : float
-        Of a prompt, on average, as the server counts.
-    ttft_p50_s, ttft_p90_s, ttft_p99_s : float
-        Time to the first token, from sending the request.
-    tpot_p50_s, tpot_p90_s : float
-        Time per further token.
-    output_rate : float
-        Tokens of answers per second, from the first request to the end of the last answer.
-    goodput : float
-        Share of the requests whose first token came within twice the unloaded median.
-    """
-
-    rate: float | None
-    requests: int
-    failed: int
-    prompt_tokens: float
-    ttft_p50_s: float
-    ttft_p90_s: float
-    ttft_p99_s: float
-    tpot_p50_s: float
-    tpot_p90_s: float
-    output_rate: float
-    goodput: float
-
-
-def zipf_sample(rng: random.Random, size: int, count: int, exponent: float) -> tuple[int, ...]:
-    """Draw different numbers below `size`; the n-th, counted from 1, is as likely as ``1 / n ** exponent``."""
-    weights = list(accumulate((number + 1) ** -exponent for number in range(size)))
-    drawn: dict[int, None] = {}
-    while len(drawn) < count:
-        drawn[rng.choices(range(size), cum_weights=weights)[0]] = None
-    return tuple(drawn)
-
-
-def arrivals(setting: ServeSetting, rate: float | None, count: int = _UNLOADED) -> list[Arrival]:
-    """Return what arrives at a rate in the setting's time, at least one request; always the same.
-
-    At None it is `count` requests, to be sent one after the other.
-    """
-    rng = random.Random(f"{setting.seed}:{rate}")
-    # The likeliest chunks are of different documents.
-    places = random.Random(setting.seed).sample(range(setting.corpus), setting.corpus)
-    found: list[Arrival] = []
-    at_s = 0.0
-    while not found or (len(found) < count if rate is None else at_s < setting.seconds):
-        drawn = zipf_sample(rng, setting.corpus, setting.chunks, setting.zipf)
-        found.append(Arrival(at_s, tuple(places[number] for number in drawn)))
-        at_s += 0.0 if rate is None else rng.expovariate(rate)
-    return found
-
-
-class ServeBench(Bench[ServeSetting, ServeRow]):
-    """Asks a server at rising rates."""
-
-    text_columns = 0
-
-    def __init__(self, setting: ServeSetting) -> None:
-        super().__init__(setting)
-        # As OpenAI's own client finds it; a setting is written into the file of figures.
-        key = os.environ.get("OPENAI_API_KEY")
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._chunks = notes(random.Random(f"texts:{setting.seed}"), setting.corpus, setting.chunk_words)
-        with self._client() as client:
-            self._model = setting.model or self._named(client)
-            if setting.prompts == "documents":
-                store_texts(client, self._chunks, _CHUNKS_OF_A_DOCUMENT)
-
-    def measure(self, say: Say = say_nothing) -> list[ServeRow]:
-        """Return the row of requests one after the other, then one for each rate."""
-        rows: list[ServeRow] = []
-        say("warming up")
-        # Not the prompts that are measured, which a server may keep whole.
-        asyncio.run(self._one_by_one(arrivals(self.setting, None, _UNLOADED + _WARM_UP)[_UNLOADED:], _WARM_UP_S))
-        for rate in (None, *self.setting.rates):
-            say("asking one after the other" if rate is None else f"asking {rate:g} times a second")
-            sent = arrivals(self.setting, rate)
-            began = time.perf_counter()
-            replies = asyncio.run(self._one_by_one(sent) if rate is None else self._at_their_times(sent))
-            took = time.perf_counter() - began
-            limit = 2 * rows[0].ttft_p50_s if rows else float("inf")
-            rows.append(_row(rate, replies, took, limit))
-        return rows
-
-    def title(self, rows: Sequence[ServeRow]) -> str:
-        setting = self.setting
-        return (
-            f"{self._model} at {setting.url}: {setting.chunks} chunks of {setting.chunk_words} words from {setting.corpus}, as "
-            f"{setting.prompts}, {rows[0].prompt_tokens:,.0f} tokens; answers of {setting.output_tokens}"
+def measure(
+    *,
+    url: str,
+    prompts: str,
+    rates: str,
+    seconds: float,
+    corpus: int,
+    chunks: int,
+    chunk_words: int,
+    zipf: float,
+    output_tokens: int,
+    say: Say,
+) -> Figures:
+    """Return the figures of requests one after the other, then at each rate."""
+    asked = parse_numbers(rates)
+    if prompts not in ("documents", "text") or chunks > corpus or min(asked) <= 0:
+        raise ConfigError(
+            f"prompts={prompts!r} must be documents or text, chunks={chunks} at most corpus={corpus}, and rates={rates} above 0"
         )
+    chance = random.Random(0)
+    texts = [_text(chance, chunk_words) for _ in range(corpus)]
+    # As OpenAI's own client finds it.
+    key = os.environ.get("OPENAI_API_KEY")
+    client: dict[str, Any] = {"base_url": url, "timeout": _TIMEOUT_S}
+    client["headers"] = {} if key is None else {"Authorization": f"Bearer {key}"}
+    say("handing the corpus over")
+    body: Row = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body |= {
+        "model": _prepare(client, texts if prompts == "documents" else ()),
+        "stream_options": {"include_usage": True},
+    }
 
-    def cells(self, row: ServeRow) -> dict[str, Any]:
-        return {
-            "a second": "one by one" if row.rate is None else f"{row.rate:g}",
-            "requests": row.requests,
-            "failed": row.failed,
-            "TTFT p50": say_seconds(row.ttft_p50_s),
-            "p90": say_seconds(row.ttft_p90_s),
-            "p99": say_seconds(row.ttft_p99_s),
-            "TPOT p50": say_seconds(row.tpot_p50_s),
-            "TPOT p90": say_seconds(row.tpot_p90_s),
-            "tokens a second": f"{row.output_rate:.1f}",
-            "in time": f"{row.goodput:.0%}",
-        }
+    def bodies(numbers: Iterator[tuple[int, ...]], count: int) -> list[Row]:
+        return [body | _prompt(next(numbers), texts, prompts) for _ in range(count)]
 
-    def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.setting.url, headers=self._headers, timeout=_TIMEOUT_S)
+    drawn = prompts_of(chance, corpus, chunks, zipf)
+    say("warming up")
+    asyncio.run(_ask_all(client, bodies(drawn, _WARM_UP), None))
+    rows: list[Row] = []
+    for rate in (None, *asked):
+        say("asking one after the other" if rate is None else f"asking {rate:g} times a second")
+        count = _UNLOADED if rate is None else max(1, round(rate * seconds))
+        gaps = None if rate is None else [chance.expovariate(rate) for _ in range(count)]
+        began = time.perf_counter()
+        replies = asyncio.run(_ask_all(client, bodies(drawn, count), gaps))
+        took_s = time.perf_counter() - began
+        rows.append(_row(rate, replies, took_s, 2 * rows[0]["ttft_p50_s"] if rows else float("inf")))
+    title = f"{body['model']} at {url}: {chunks} chunks of {chunk_words} words from {corpus}, as {prompts}"
+    return Figures(title, rows, {"model": body["model"]})
 
-    def _async_client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(base_url=self.setting.url, headers=self._headers, timeout=_TIMEOUT_S, limits=limits)
 
-    def _named(self, client: httpx.Client) -> str:
+def prompts_of(chance: random.Random, corpus: int, count: int, exponent: float) -> Iterator[tuple[int, ...]]:
+    """Yield the different chunks of each prompt; the n-th likeliest, counted from 1, is as likely as ``1 / n ** exponent``."""
+    # The likeliest chunks are not neighbours.
+    places = chance.sample(range(corpus), corpus)
+    weights = [(number + 1) ** -exponent for number in range(corpus)]
+    while True:
+        drawn: dict[int, None] = {}
+        while len(drawn) < count:
+            drawn[chance.choices(places, weights)[0]] = None
+        yield tuple(drawn)
+
+
+def _text(chance: random.Random, words: int) -> str:
+    syllables = ("ba", "den", "fo", "gri", "hal", "ju", "kem", "lo", "mi", "nor", "pa", "ris", "su", "tel", "vo", "wen")
+    return " ".join("".join(chance.choices(syllables, k=chance.randint(1, 3))) for _ in range(words))
+
+
+def _prompt(numbers: tuple[int, ...], texts: Sequence[str], prompts: str) -> Row:
+    question = f"Question {sum(numbers)}: what happens on {' '.join(map(str, numbers[:3]))}?\nAnswer:"
+    if prompts == "documents":
+        return {"prompt": question, "documents": [{"id": f"bench-{number}"} for number in numbers]}
+    return {"prompt": "\n\n".join([*(texts[number] for number in numbers), question])}
+
+
+def _prepare(client: dict[str, Any], texts: Sequence[str]) -> str:
+    """Hand texts over as chunks; return the server's model."""
+    given = [{"id": f"bench-{number}", "text": text} for number, text in enumerate(texts)]
+    with httpx.Client(**client | {"timeout": None}) as asking:
         try:
-            reply = client.get("/v1/models")
-            reply.raise_for_status()
-            return str(reply.json()["data"][0]["id"])
+            models = asking.get("/v1/models").raise_for_status().json()
+            for first in range(0, len(given), 20):
+                asking.post("/v1/chunks", json={"chunks": given[first : first + 20]}).raise_for_status()
+            return str(models["data"][0]["id"])
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise ConfigError(
-                f"{self.setting.url} does not say which model it has ({type(error).__name__}: {error}); give the address of an "
-                "OpenAI-compatible server without /v1, and a key if it wants one"
+                f"{client['base_url']} does not say which model it has, or takes no chunks ({error}); give the address of an "
+                "OpenAI-compatible server without /v1, a key if it wants one, and --prompts text for one of others"
             ) from error
 
-    async def _one_by_one(self, sent: Sequence[Arrival], seconds: float = math.inf) -> list[_Reply]:
-        """Send each when the one before it is answered, and none once `seconds` have passed."""
-        until = time.perf_counter() + seconds
-        async with self._async_client() as client:
-            return [await self._ask(client, each) for each in sent if time.perf_counter() < until]
 
-    async def _at_their_times(self, sent: Sequence[Arrival]) -> list[_Reply]:
-        async with self._async_client() as client:
-            began = time.perf_counter()
-
-            async def later(arrival: Arrival) -> _Reply:
-                await asyncio.sleep(max(0.0, began + arrival.at_s - time.perf_counter()))
-                return await self._ask(client, arrival)
-
-            return await asyncio.gather(*(later(each) for each in sent))
-
-    async def _ask(self, client: httpx.AsyncClient, arrival: Arrival) -> _Reply:
-        body = self._body(arrival)
-        began, first, last, usage = time.perf_counter(), 0.0, 0.0, dict[str, int]()
-        try:
-            async with client.stream("POST", "/v1/completions", json=body) as reply:
-                reply.raise_for_status()
-                async for line in reply.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == line or data == "[DONE]":
-                        continue
-                    event = json.loads(data)
-                    if event.get("choices"):
-                        last = time.perf_counter()
-                        first = first or last
-                    usage = event.get("usage") or usage
-        except (httpx.HTTPError, ValueError):
-            return _Reply(None)
-        written = usage.get("completion_tokens", 0)
-        tpot_s = (last - first) / (written - 1) if written > 1 else None
-        return _Reply(first - began if first else None, tpot_s, usage.get("prompt_tokens", 0), written)
-
-    def _body(self, arrival: Arrival) -> dict[str, Any]:
-        setting = self.setting
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": f"Question {sum(arrival.chunks)}: what happens on {' '.join(map(str, arrival.chunks[:3]))}?\nAnswer:",
-            "max_tokens": setting.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if setting.prompts == "documents":
-            body["documents"] = [{"id": chunk_id(number)} for number in arrival.chunks]
-        else:
-            texts = [self._chunks[number] for number in arrival.chunks]
-            body["prompt"] = BLANK_LINE.join([*texts, body["prompt"]])
-        return body
+async def _ask_all(client: dict[str, Any], bodies: Sequence[Row], gaps: Sequence[float] | None) -> list[_Reply]:
+    """Send requests with gaps between them, or each when the one before it is answered."""
+    async with httpx.AsyncClient(**client, limits=httpx.Limits(max_connections=None)) as asking:
+        if gaps is None:
+            return [await _ask(asking, body) for body in bodies]
+        sent = []
+        for body, gap in zip(bodies, gaps, strict=True):
+            sent.append(asyncio.create_task(_ask(asking, body)))
+            await asyncio.sleep(gap)
+        return await asyncio.gather(*sent)
 
 
-def _row(rate: float | None, replies: Sequence[_Reply], took_s: float, limit_s: float) -> ServeRow:
-    first = sorted(each.ttft_s for each in replies if each.ttft_s is not None)
-    further = sorted(each.tpot_s for each in replies if each.tpot_s is not None)
-    whole = [each for each in replies if each.ttft_s is not None]
-    return ServeRow(
-        rate=rate,
-        requests=len(replies),
-        failed=len(replies) - len(whole),
-        prompt_tokens=sum(each.prompt_tokens for each in whole) / max(1, len(whole)),
-        ttft_p50_s=_share(first, 50),
-        ttft_p90_s=_share(first, 90),
-        ttft_p99_s=_share(first, 99),
-        tpot_p50_s=_share(further, 50),
-        tpot_p90_s=_share(further, 90),
-        output_rate=sum(each.output_tokens for each in whole) / took_s,
-        goodput=sum(each <= limit_s for each in first) / len(replies),
-    )
+async def _ask(client: httpx.AsyncClient, body: Row) -> _Reply:
+    began, first, last, usage = time.perf_counter(), 0.0, 0.0, dict[str, int]()
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as reply:
+            reply.raise_for_status()
+            async for line in reply.aiter_lines():
+                data = line.removeprefix("data: ")
+                if data == line or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if event.get("choices"):
+                    last = time.perf_counter()
+                    first = first or last
+                usage = event.get("usage") or usage
+    except (httpx.HTTPError, ValueError):
+        return _Reply()
+    written = usage.get("completion_tokens", 0)
+    tpot_s = (last - first) / (written - 1) if written > 1 else None
+    return _Reply(first - began if first else None, tpot_s, usage.get("prompt_tokens", 0), written)
 
 
-def _share(times: Sequence[float], part: int) -> float:
-    """Return a percentile; NaN of nothing."""
-    if len(times) < 2:
-        return times[0] if times else float("nan")
-    return quantiles(times, n=100, method="inclusive")[part - 1]
+def _row(rate: float | None, replies: Sequence[_Reply], took_s: float, limit_s: float) -> Row:
+    first = [each.ttft_s for each in replies if each.ttft_s is not None]
+    further = [each.tpot_s for each in replies if each.tpot_s is not None]
+    if not first:
+        raise ConfigError("the server answered none of the requests")
+    return {
+        "rate": "one by one" if rate is None else f"{rate:g}",
+        "requests": len(replies),
+        "failed": len(replies) - len(first),
+        "prompt_tokens": sum(each.prompt_tokens for each in replies) / len(first),
+        **{f"ttft_p{share}_s": percentile(first, share) for share in (50, 90, 99)},
+        **{f"tpot_p{share}_s": percentile(further, share) if further else None for share in (50, 90)},
+        "tokens_per_s": sum(each.output_tokens for each in replies) / took_s,
+        # Of those whose first token came within twice the unloaded median.
+        "goodput": sum(each <= limit_s for each in first) / len(replies),
+    }

@@ -1,12 +1,10 @@
-"""Models of well-known shapes with random weights, a tokenizer for them, and texts without meaning.
+"""Models of well-known shapes with random weights, and texts without meaning.
 
 How long a prefill takes depends on the shapes alone, so nothing has to be downloaded to measure it.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,22 +21,14 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from cacheblend_lab.bench.settings import ModelSetting
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = [
-    "SHAPES",
-    "RandomWords",
-    "made_up_word",
-    "make_model",
-    "random_model",
-    "shape_config",
-    "text_of",
-    "word_tokenizer",
-]
+__all__ = ["SHAPES", "RandomModel", "shape_config"]
 
-_SYLLABLES = ("ba", "den", "fo", "gri", "hal", "ju", "kem", "lo", "mi", "nor", "pa", "ris", "su", "tel", "vo", "wen")
+_NO_LIMIT = 2**63 - 1
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
@@ -74,8 +64,6 @@ _PHI3_ROPE = _rope(10000.0) | {"partial_rotary_factor": 1.0}
 # fmt: off
 _SHAPES: dict[str, _Shape] = {
     "tiny": (LlamaConfig, (512, 64, 128, 4, 4, 2, 4096), None, {}),
-    # The shipped model's.
-    "reference": (LlamaConfig, (1908, 128, 320, 16, 4, 4, 4096), None, {}),
     "smollm2-360m": (LlamaConfig, (49152, 960, 2560, 32, 15, 5, 8192), _rope(100000.0), _TIED),
     "qwen2-0.5b": (Qwen2Config, (151936, 896, 4864, 24, 14, 2, 131072), _rope(1000000.0), _TIED),
     "gemma-3-1b": (Gemma3TextConfig, (262144, 1152, 6912, 26, 4, 1, 32768), None, _GEMMA3 | _TIED),
@@ -103,66 +91,84 @@ def shape_config(name: str) -> PretrainedConfig:
     return kind(bos_token_id=0, eos_token_id=None, pad_token_id=None, **values)
 
 
-def random_model(config: PretrainedConfig, *, device: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """Return a model with random weights, made in place at its final dtype, in evaluation mode, with sdpa attention."""
-    with torch.device(device), no_init_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.tie_weights()
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.02, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    model.eval()
-    return model
+class RandomModel:
+    """A model of random weights with a tokenizer that has a word for each id, and random texts of these words.
+
+    Parameters
+    ----------
+    shape, device, dtype
+        Which model, where, and of which weights; "" is float32 on the CPU and bfloat16 elsewhere.
+    seed
+        The seed of weights and texts.
+    """
+
+    def __init__(self, shape: str, device: str, dtype: str, seed: int = 0) -> None:
+        config = shape_config(shape)
+        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+        if dtype not in ("float32", "float16", "bfloat16"):
+            raise ConfigError(f"dtype {dtype!r} is unknown; choose one of float32, float16, bfloat16")
+        self.facts = {"shape": shape, "device": device, "dtype": dtype}
+        self.label = f"{shape}, {dtype} on {device}"
+        try:
+            self._generator = torch.Generator(device).manual_seed(seed)
+        except RuntimeError as error:
+            raise ConfigError(f"device {device!r} cannot be used: {str(error).partition(chr(10))[0]}") from error
+        self.model = self._model(config, getattr(torch, dtype))
+        self._vocabulary = int(config.get_text_config().vocab_size)
+        self.tokenizer = _word_tokenizer(self._vocabulary)
+
+    def _model(self, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        # In place at its final dtype, since the largest would not fit twice.
+        with torch.device(self._generator.device), no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model.tie_weights()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.02, generator=self._generator)
+                else:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        model.eval()
+        return model
+
+    def engine(self, store: Any = None, **settings: Any) -> BlendEngine:
+        """Return an engine under which every prompt is blended or refused, also where the environment says otherwise:
+        without limits of RAM and disk, with KV as it was computed, and with no check of the model by itself.
+        """
+        named: dict[str, Any] = {
+            "enabled": True,
+            # KV in RAM comes from RAM: on a CUDA device, what was used once would else stay there.
+            "device_bytes": 0,
+            "ram_bytes": _NO_LIMIT,
+            "disk_bytes": _NO_LIMIT,
+            "disk_codec": "native",
+            "self_check": False,
+            "strict": True,
+        }
+        return BlendEngine(self.model, self.tokenizer, store=store, **engine_settings(**(named | settings)))
+
+    def ids(self, count: int) -> list[int]:
+        """Return so many random token ids, the BOS left out."""
+        device = self._generator.device
+        return torch.randint(1, self._vocabulary, (count,), generator=self._generator, device=device).tolist()
+
+    def text(self, count: int) -> str:
+        """Return a text of so many tokens."""
+        return " ".join(f"t{token}" for token in self.ids(count))
+
+    def chunks(self, count: int, tokens: int) -> list[Chunk]:
+        """Return so many chunks of so many tokens each."""
+        return [Chunk(self.text(tokens), f"chunk {number}") for number in range(count)]
+
+    def wait(self) -> None:
+        """Wait until the device has done all it was asked to; the CPU always has."""
+        if self._generator.device.type == "cuda":
+            torch.cuda.synchronize(self._generator.device)
 
 
-def make_model(setting: ModelSetting) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return the model that a bench measures, and a tokenizer with a word for each id of its vocabulary."""
-    shape = shape_config(setting.shape)
-    model = random_model(shape, device=setting.device, dtype=getattr(torch, setting.dtype), seed=setting.seed)
-    return model, word_tokenizer(int(shape.get_text_config().vocab_size))
-
-
-def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+def _word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose words are ``t0``, ``t1``, ... , one for each id; ``t0`` is the BOS."""
     words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(vocabulary)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t0", clean_up_tokenization_spaces=False)
-
-
-class RandomWords:
-    """Tokens and texts drawn one after the other from the vocabulary of a `word_tokenizer`, its BOS left out."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-        self._vocabulary = len(tokenizer)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def token_ids(self, count: int) -> list[int]:
-        """Return `count` random token ids."""
-        return torch.randint(1, self._vocabulary, (count,), generator=self._generator).tolist()
-
-    def text(self, count: int) -> str:
-        """Return a text of `count` tokens."""
-        return text_of(self.token_ids(count))
-
-    def chunks(self, count: int, tokens: int) -> list[Chunk]:
-        """Return `count` chunks of `tokens` tokens each, with ids of their own."""
-        return [Chunk(self.text(tokens), f"chunk {number}") for number in range(count)]
-
-    def choice(self, of: int, count: int) -> list[int]:
-        """Return `count` different numbers below `of`, in any order."""
-        return torch.randperm(of, generator=self._generator)[:count].tolist()
-
-
-def text_of(token_ids: Iterable[int]) -> str:
-    """Return the text that a `word_tokenizer` reads as these token ids."""
-    return " ".join(f"t{token}" for token in token_ids)
-
-
-def made_up_word(chance: random.Random) -> str:
-    """Return a word of one to three syllables that most languages could have."""
-    return "".join(chance.choices(_SYLLABLES, k=chance.randint(1, 3)))
