@@ -14,11 +14,9 @@ from cacheblend_rag.tuning import Tuning
 
 __all__ = [
     "EngineSettings",
-    "another_engine",
     "blend_settings",
     "engine_settings",
     "environment_without_settings",
-    "setting_names",
     "settings_of",
 ]
 
@@ -38,11 +36,6 @@ def environment_without_settings() -> dict[str, str]:
     """Return this process's environment without any setting, for a process that is to have its own."""
     prefix = str(EngineConfig.model_config["env_prefix"])
     return {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
-
-
-def setting_names() -> list[str]:
-    """Return all names: settings of engines and of calls, options of selectors, and constants of `Tuning`."""
-    return sorted({*EngineConfig.kinds, *_TUNING, *_OPTIONS})
 
 
 def engine_settings(base: EngineSettings | None = None, **values: Any) -> EngineSettings:
@@ -78,11 +71,3 @@ def blend_settings(blend: BlendConfig, **values: Any) -> BlendConfig:
 def settings_of(engine: BlendEngine) -> EngineSettings:
     """Return the settings that an engine was made with."""
     return EngineSettings(config=engine.config, blend=engine.blend, tuning=engine.tuning)
-
-
-def another_engine(engine: Any, settings: EngineSettings) -> BlendEngine:
-    """Return an engine with other settings over the model of one, which has it in transformers or in a GGUF file."""
-    if isinstance(engine, BlendEngine):
-        return BlendEngine(engine.model, engine.tokenizer, **settings)
-    made: BlendEngine = engine.another(**settings)
-    return made

@@ -64,17 +64,8 @@ def main(
             whole = engine.prompt_ids(prompt)
             timed = [_round(engine, alone, prompt, whole, answer_tokens) for _ in range(rounds)]
             first, answer, our_first, our_answer = zip(*timed, strict=True)
-            rows.append(
-                {
-                    "tokens": len(whole),
-                    "first_alone_s": median(first),
-                    "first_stored_s": median(our_first),
-                    "first_speedup": median_ratio(first, our_first),
-                    "answer_alone_s": median(answer),
-                    "answer_stored_s": median(our_answer),
-                    "answer_speedup": median_ratio(answer, our_answer),
-                }
-            )
+            rows.append(_row(len(whole), "first token", first, our_first))
+            rows.append(_row(len(whole), f"answer of {answer_tokens}", answer, our_answer))
         if callers > 1:
             rows.append(_together(engine, prompts, answer_tokens, rounds))
         with engine_of(engine) as sharing:
@@ -85,12 +76,9 @@ def main(
                 # Behind an answer of one token llama-cpp-python still has the scores, and computes nothing at all.
                 again(whole, 2)
                 twice.append((_timed(again, whole, 1), _timed(sharing.generate, plain, 1)))
-        theirs, ours = (median(each) for each in zip(*twice, strict=True))
-        rows.append({"tokens": len(whole), "again_alone_s": theirs, "again_stored_s": ours})
-        title = (
-            f"{engine.model_name}, {_dtype(engine)}, {torch.get_num_threads()} threads, answers of {answer_tokens} tokens, "
-            f"medians of {rounds}"
-        )
+        rows.append(_row(len(whole), "first token, the same plain text again", *zip(*twice, strict=True)))
+        kind = "GGUF" if hasattr(engine, "llama") else str(engine.model.dtype).removeprefix("torch.")
+    title = f"{Path(model).name}, {kind}, {torch.get_num_threads()} threads, medians of {rounds}"
     figures = Figures(title, rows, {"model": Path(model).name})
     figures.show()
     figures.write(json_file, "bench real", {"answer_tokens": answer_tokens, "rounds": rounds, "callers": callers})
@@ -112,11 +100,17 @@ def _together(engine: BlendEngine, prompts: Sequence[BlendPrompt], answer_tokens
     one, many = ([seconds for seconds, _ in runs[name]] for name in ("one by one", "together"))
     return {
         "tokens": len(engine.prompt_ids(prompts[0])),
-        "callers": len(prompts),
-        "callers_tokens_per_s": len(prompts) * answer_tokens / median(many),
-        "callers_speedup": median_ratio(one, many),
-        "callers_first_p95_s": percentile([each for _, first in runs["together"] for each in first], 95),
+        "what": f"{len(prompts)} answers of {answer_tokens} at once",
+        "stored_s": median(many),
+        "tokens_per_s": len(prompts) * answer_tokens / median(many),
+        "over_one_by_one": median_ratio(one, many),
+        "first_p95_s": percentile([each for _, first in runs["together"] for each in first], 95),
     }
+
+
+def _row(tokens: int, what: str, alone: Sequence[float], stored: Sequence[float]) -> Row:
+    times = {"alone_s": median(alone), "stored_s": median(stored), "speedup": median_ratio(alone, stored)}
+    return {"tokens": tokens, "what": what, **times}
 
 
 def engine_of(engine: BlendEngine) -> BlendEngine:
@@ -168,10 +162,6 @@ def _alone(engine: BlendEngine) -> tuple[Answer, Answer]:
         go_on(ids, count)
 
     return anew, go_on
-
-
-def _dtype(engine: BlendEngine) -> str:
-    return "GGUF" if hasattr(engine, "llama") else str(engine.model.dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":
