@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from cacheblend_lab.bench.runner import cell, shown
+from cacheblend_lab.bench.runner import cell, heading, shown
 from cacheblend_lab.settings import environment_without_settings
 from cacheblend_rag.cli.output import write_json
 
@@ -147,7 +147,7 @@ def page(folder: Path, pieces: Sequence[Piece] = PIECES) -> str:
 
 def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     columns = shown(rows)
-    lines = ["| " + " | ".join(name.removesuffix("_s") for name in columns) + " |", "|---" * len(columns) + "|"]
+    lines = ["| " + " | ".join(map(heading, columns)) + " |", "|---" * len(columns) + "|"]
     return lines + ["| " + " | ".join(cell(name, row.get(name)) or "" for name in columns) + " |" for row in rows]
 
 

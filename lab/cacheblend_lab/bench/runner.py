@@ -11,7 +11,18 @@ from typing import Any, TypeVar
 
 from cacheblend_rag.cli.output import say_bytes, say_seconds, show_table, write_json
 
-__all__ = ["Figures", "Say", "cell", "in_rounds", "median_ratio", "percentile", "seconds_of", "shown", "spread"]
+__all__ = [
+    "Figures",
+    "Say",
+    "cell",
+    "heading",
+    "in_rounds",
+    "median_ratio",
+    "percentile",
+    "seconds_of",
+    "shown",
+    "spread",
+]
 
 Say = Callable[[str], object]
 """Takes what is done now."""
@@ -33,7 +44,7 @@ class Figures:
         """Print the table."""
         columns = shown(self.rows)
         lines = [[cell(name, row.get(name)) for name in columns] for row in self.rows]
-        show_table(self.title, [name.removesuffix("_s") for name in columns], lines)
+        show_table(self.title, list(map(heading, columns)), lines)
 
     def write(self, path: Path | None, command: str, setting: Row) -> None:
         """Write the file, if one was asked for."""
@@ -47,6 +58,11 @@ def shown(rows: Sequence[Row]) -> list[str]:
         name for name in dict.fromkeys(name for row in rows for name in row) if not name.endswith(("_min_s", "_max_s"))
     ]
     return [name for name in names if any(row.get(name) is not None for row in rows)]
+
+
+def heading(name: str) -> str:
+    """Return what stands above a column."""
+    return name if name.endswith("per_s") else name.removesuffix("_s")
 
 
 def cell(name: str, value: Any) -> str | None:
