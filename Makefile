@@ -98,11 +98,6 @@ bench: $(STAMP)  ## time to first token: full prefill, prefix cache, reuse and b
 	$(BIN)/cacheblend-rag bench ttft --shape qwen2-0.5b --chunks 6 --chunk-tokens 512 --question-tokens 32 \
 		--ratios 0,0.05,0.15,0.3
 
-.PHONY: reference-model
-reference-model: $(STAMP)  ## train the reference model, or go on training it (ARGS="..." for the script's options)
-	$(BIN)/python -m cacheblend_lab.training.train --out .training --resume \
-		--export lab/cacheblend_lab/reference/weights $(ARGS)
-
 .PHONY: notebooks
 notebooks: $(STAMP)  ## run the notebooks of examples/ and keep what they show
 	$(BIN)/python -m tests.notebooks

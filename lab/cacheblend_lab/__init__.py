@@ -1,1 +1,1 @@
-"""Measurement and training for cacheblend-rag: evaluation, benchmarks, families of models, the reference model."""
+"""Measurement for cacheblend-rag: evaluation, benchmarks, families of models, the small model of the tests."""

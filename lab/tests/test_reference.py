@@ -1,24 +1,17 @@
-"""The shipped weights: they load offline, are small, and answer."""
-
-import json
+"""The shipped weights: they load offline, are small, and answer what the tests ask them."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_lab.reference import WEIGHTS_DIR, load_model, load_tokenizer
-from cacheblend_lab.reference.prompt import FORMATS, value_of
-from cacheblend_lab.training.corpus import NOTES, Example, eval_examples
-from cacheblend_lab.training.scoring import score
-from cacheblend_lab.training.tokenizer import build_tokenizer
+from cacheblend_lab.reference.corpus import examples
+from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
 
-FULL_AT_LEAST = 0.75
-REUSE_BELOW_FULL_BY = {"pronoun": 0.2, "two_hop": 0.2}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return load_tokenizer()
+FORM = FORMATS[DEFAULT_FORMAT]
+TOKENIZER = load_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -26,62 +19,52 @@ def model() -> LlamaForCausalLM:
     return load_model()
 
 
-@pytest.fixture(scope="module")
-def examples() -> list[Example]:
-    return eval_examples(96, seed=11, style=NOTES)
+def ids(text: str) -> list[int]:
+    encoded: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return encoded
 
 
-def test_the_shipped_tokenizer_is_the_one_the_corpus_gives(tokenizer: PreTrainedTokenizerFast) -> None:
-    built = build_tokenizer()
-    assert tokenizer.get_vocab() == built.get_vocab()
-    assert tokenizer.chat_template == built.chat_template
-
-
-def test_the_model_is_small_deep_and_plain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_model_is_small(model: LlamaForCausalLM) -> None:
     assert (WEIGHTS_DIR / "model.safetensors").stat().st_size <= 20 * 1000 * 1000
-    assert not model.training
-    assert model.dtype == torch.float32
-    assert model.config.num_hidden_layers >= 16
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.generation_config is not None
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert not model.config.tie_word_embeddings
-
-
-def test_the_model_loads_in_another_dtype() -> None:
+    assert not model.training and model.dtype == torch.float32
+    assert model.config.vocab_size == len(TOKENIZER)
     assert load_model(torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_reuse_is_worse(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> None:
-    full = score(model, tokenizer, examples)
-    reuse = score(model, tokenizer, examples, reuse=True)
-    assert full["all"] >= FULL_AT_LEAST
-    for kind, gap in REUSE_BELOW_FULL_BY.items():
-        assert reuse[kind] <= full[kind] - gap
-
-
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_forms(name: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> None:
-    assert score(model, tokenizer, examples[:6], form=FORMATS[name])["all"] >= FULL_AT_LEAST - 0.1
-
-
-def test_generation_fits(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> None:
-    form = FORMATS["chat"]
-    right, exact = [], []
-    for example in examples[:3]:
+def test_it_answers_by_full_prefill(model: LlamaForCausalLM) -> None:
+    right = []
+    for example in examples(24):
         for asked in example.questions:
-            prompt = tokenizer(form.render(example.chunks, asked.text), add_special_tokens=False, return_tensors="pt")
-            output = model.generate(**prompt, max_new_tokens=40)
-            text = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-            right.append(value_of(text) == asked.answer)
-            exact.append(text == asked.sentence)
-    assert sum(exact) / len(exact) == pytest.approx(score(model, tokenizer, examples[:3])["all"])
-    assert sum(right) / len(right) >= FULL_AT_LEAST - 0.1
+            prompt = torch.tensor([ids(FORM.render(example.chunks, asked.text))])
+            output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40)
+            answer = TOKENIZER.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
+            assert value_of(asked.sentence) == asked.answer
+            right.append(value_of(answer) == asked.answer)
+    assert sum(right) / len(right) >= 0.75
 
 
-def test_scores_and_log_are_shipped() -> None:
-    scores = json.loads((WEIGHTS_DIR / "scores.json").read_text(encoding="utf-8"))
-    assert scores["min_chunks"] >= 10
-    assert scores["full"]["all"] >= FULL_AT_LEAST
-    last = (WEIGHTS_DIR / "training_log.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-    assert json.loads(last)["held_out"]
+def test_answers_stand_in_the_chunks_that_they_need() -> None:
+    found = examples(512)
+    assert sum(len(example.questions) for example in found) == 512
+    titles = [document.title for example in found for document in example.documents]
+    assert len(titles) == len(set(titles))
+    for example in found:
+        for question in example.questions:
+            assert question.source in question.support
+            assert question.answer in example.chunks[question.source]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.text(st.characters(exclude_characters="\n", exclude_categories=("Cs",)), max_size=30), min_size=1))
+def test_pieces_cut_at_line_breaks_equal_the_whole(lines: list[str]) -> None:
+    pieces = [token for number, line in enumerate(lines) for token in ids(line if number == 0 else "\n" + line)]
+    assert pieces == ids("\n".join(lines))
+
+
+def test_the_form_of_prompts_is_that_of_the_chat_template() -> None:
+    text = FORM.render(["A.", "B."], "C?")
+    message = FORM.head.partition("\n")[2] + FORM.separator.join(["A.", "B."]) + FORM.middle + "C?"
+    rendered = TOKENIZER.apply_chat_template(
+        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == text

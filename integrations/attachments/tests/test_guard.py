@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from cacheblend_attachments import Guard
 from cacheblend_attachments.guard import distances
 from cacheblend_lab.reference import load_model, load_tokenizer
+from cacheblend_lab.reference.corpus import examples
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
 from cacheblend_lab.settings import engine_settings
-from cacheblend_lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.scheduler import scheduler_of
@@ -70,7 +70,7 @@ def pronouns() -> list[BlendPrompt]:
     form = FORMATS[DEFAULT_FORMAT]
     return [
         BlendPrompt(form.prefix(), [Chunk(text) for text in each.chunks], form.suffix(question.text), form.separator)
-        for each in eval_examples(40, seed=3, style=NOTES)
+        for each in examples(40)
         for question in each.questions
         if question.kind == "pronoun"
     ]

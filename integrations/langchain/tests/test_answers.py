@@ -1,9 +1,7 @@
 """Answers through a LangChain chain: of chunks read in their documents, of full prefill of them, and of the documents."""
 
-import random
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 import chromadb
 import pytest
@@ -15,35 +13,27 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import HuggingFaceEmbeddings
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from cacheblend_lab.reference.corpus import Question, examples
 from cacheblend_lab.reference.prompt import value_of
-from cacheblend_lab.training.corpus import NOTES, Question, make_example
-from cacheblend_lab.training.world import build_world
 from integrations.langchain.tests.asking import Reports
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 
-STYLE = replace(NOTES, people=(4, 4))
 PROMPT = ChatPromptTemplate.from_template("Answer from the context only.\n\n{context}\n\nQuestion: {question}")
-RETRIEVED = 10
+RETRIEVED = 8
 
 
-def stories(count: int, splitter: RecursiveCharacterTextSplitter) -> Iterator[tuple[list[str], list[Question]]]:
-    """Documents about two or three people or companies each, of five pieces at least, and `count` questions in all."""
-    rng = random.Random("answers")
-    while count:
-        seed = rng.random()
-        # Both draw the same world.
-        world = build_world(random.Random(seed), STYLE, "held_out")
-        questions = list(make_example(random.Random(seed), STYLE, "held_out", min(count, 8)).questions)
-        paragraphs = [" ".join(document.chunks) for document in world.documents]
+def stories(count: int) -> list[tuple[list[str], list[Question]]]:
+    """Two documents about one or two people or companies each, and `count` questions in all."""
+    found = []
+    for example in examples(count):
+        paragraphs = [" ".join(document.chunks) for document in example.documents]
         middle = len(paragraphs) // 2
-        documents = ["\n\n".join(paragraphs[:middle]), "\n\n".join(paragraphs[middle:])]
-        if questions and all(len(splitter.split_text(document)) >= 5 for document in documents):
-            count -= len(questions)
-            yield documents, questions
+        found.append((["\n\n".join(paragraphs[:middle]), "\n\n".join(paragraphs[middle:])], list(example.questions)))
+    return found
 
 
 @pytest.mark.parametrize(
-    "count", [24, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "all"]
+    "count", [32, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "all"]
 )
 def test_chunks_read_in_documents_answer_better_than_full_prefill_of_them(count: int) -> None:
     llm = ChatBlend(model="reference", max_tokens=48, temperature=0)
@@ -58,7 +48,7 @@ def test_chunks_read_in_documents_answer_better_than_full_prefill_of_them(count:
     store = BlendVectorStore(chroma, engine=engine, boundary=["story"])
     asked: list[tuple[int, Question]] = []
     whole: dict[str, str] = {}
-    for number, (documents, questions) in enumerate(stories(count, splitter)):
+    for number, (documents, questions) in enumerate(stories(count)):
         whole |= {f"{number}.{place}": text for place, text in enumerate(documents)}
         asked += [(number, question) for question in questions]
         store.add_documents(

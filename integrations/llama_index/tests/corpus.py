@@ -1,22 +1,19 @@
 """Nodes and documents, always the same, with questions about them that the reference model can answer."""
 
 import functools
-import itertools
-import random
 from dataclasses import dataclass
 from itertools import pairwise
 
 from llama_index.core import Document
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
-from cacheblend_lab.training.corpus import NOTES, make_example
-from cacheblend_lab.training.world import build_world
+from cacheblend_lab.reference.corpus import examples
 
 __all__ = ["Asked", "Corpus", "corpus", "documents"]
 
 NODES, QUESTIONS = 200, 30
+# Of the questions about a context, those that are asked.
 _PER_CONTEXT = 3
-_PER_DOCUMENT = 8
 
 
 @dataclass(frozen=True)
@@ -45,30 +42,20 @@ def corpus() -> Corpus:
 
     It is made of held-out contexts of the reference model's world, of which no two speak of the same subject. Node ids are
     ``n000`` to ``n199``; the document that a node comes from (``ref_doc_id``) is named by its title, the subject's name, and a
-    node's metadata say title and place in it, to us and not to the models. Two nodes have the same text.
+    node's metadata say title and place in it, to us and not to the models.
     """
     nodes: list[TextNode] = []
     questions: list[Asked] = []
-    titles: set[str] = set()
-    for seed in range(1000):
-        if len(nodes) == NODES:
-            break
-        # An example is made of a world, which knows which chunks are one document's.
-        world = build_world(random.Random(f"llama-index:{seed}"), NOTES, "held_out")
-        example = make_example(random.Random(f"llama-index:{seed}"), NOTES, "held_out", _PER_CONTEXT)
-        subjects = {document.title for document in world.documents}
-        if subjects & titles:
-            continue
-        titles |= subjects
-        names = [f"n{len(nodes) + number:03}" for number in range(len(world.chunks))]
+    for example in examples(160):
+        names = [f"n{len(nodes) + number:03}" for number in range(len(example.chunks))]
         unused = iter(names)
-        for document in world.documents:
+        for document in example.documents:
             nodes += _chained([_node(next(unused), document.title, *each) for each in enumerate(document.chunks)])
         questions += [
             Asked(each.text, each.answer, each.sentence, each.kind, tuple(names[place] for place in each.support))
-            for each in example.questions
+            for each in example.questions[:_PER_CONTEXT]
         ]
-        del nodes[NODES:]
+    del nodes[NODES:]
     nodes[-1].relationships.pop(NodeRelationship.NEXT, None)
     known = {node.node_id for node in nodes}
     answerable = [each for each in questions if known.issuperset(each.support)]
@@ -81,24 +68,19 @@ def documents(questions: int) -> list[tuple[Document, list[Asked]]]:
     A document is what one held-out context of the reference model's world says, of three people and perhaps a company, a
     paragraph each. Its title, which no model is shown, is no other's; the questions do not say which nodes they need.
     """
-    found: list[tuple[Document, list[Asked]]] = []
-    missing = questions
-    for seed in itertools.count():
-        if not missing:
-            return found
-        world = build_world(random.Random(f"llama-index:{seed}"), NOTES, "held_out")
-        example = make_example(random.Random(f"llama-index:{seed}"), NOTES, "held_out", min(missing, _PER_DOCUMENT))
-        asked = [Asked(each.text, each.answer, each.sentence, each.kind, ()) for each in example.questions]
-        document = Document(
-            text="\n\n".join(" ".join(each.chunks) for each in world.documents),
-            id_=f"d{seed}",
-            metadata={"title": f"{world.documents[0].title} and others, {seed}"},
-            excluded_llm_metadata_keys=["title"],
-            excluded_embed_metadata_keys=["title"],
+    return [
+        (
+            Document(
+                text="\n\n".join(" ".join(each.chunks) for each in example.documents),
+                id_=f"d{number}",
+                metadata={"title": f"{example.documents[0].title} and others"},
+                excluded_llm_metadata_keys=["title"],
+                excluded_embed_metadata_keys=["title"],
+            ),
+            [Asked(each.text, each.answer, each.sentence, each.kind, ()) for each in example.questions],
         )
-        found.append((document, asked))
-        missing -= len(asked)
-    raise AssertionError
+        for number, example in enumerate(examples(questions))
+    ]
 
 
 def _node(node_id: str, title: str, place: int, text: str) -> TextNode:

@@ -41,7 +41,7 @@ class Whole(BaseNodePostprocessor):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [24, pytest.param(400, marks=pytest.mark.full)])
 def test_answers(llm: BlendLLM, chroma: ChromaVectorStore, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     install()
@@ -82,7 +82,7 @@ def test_answers(llm: BlendLLM, chroma: ChromaVectorStore, count: int, capsys: p
     with capsys.disabled():
         print(f"\n{count} questions:", ", ".join(f"{name} {right[name] / count:.3f}" for name in right))
     assert right["blend"] > right["full prefill of the chunks"]
-    assert right["blend"] >= 0.9 * right["full prefill of the documents"]
+    assert right["blend"] >= 0.85 * right["full prefill of the documents"]
 
 
 def only(document: Document) -> MetadataFilters:

@@ -22,8 +22,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 
+from cacheblend_lab.reference.corpus import Question, examples
 from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
-from cacheblend_lab.training.corpus import NOTES, Question, eval_examples
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
@@ -118,7 +118,7 @@ def corpus_of(engine: BlendEngine, store: Path, spool: Path, count: int = NUM_QU
     rng = random.Random(1)
     asked: list[Asked] = []
     chunks: list[Chunk] = []
-    for number, example in enumerate(eval_examples(count, seed=11, style=NOTES)):
+    for number, example in enumerate(examples(count)):
         ids: list[str] = []
         for document in example.documents:
             name, start = f"{number}/{document.title}", 0

@@ -19,7 +19,7 @@ from vllm_cacheblend.library import VLLMLibrary
 from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 
 from cacheblend_lab.reference import WEIGHTS_DIR as WEIGHTS
-from cacheblend_lab.training.corpus import eval_examples
+from cacheblend_lab.reference import demo_documents, demo_questions
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.model import ModelCard
@@ -204,15 +204,14 @@ def test_a_file_that_goes_after_it_was_found_is_computed(corpus: Corpus, ask: As
 
 def test_a_prompt_of_paragraphs_is_loaded_whole(corpus: Corpus, ask: Ask) -> None:
     """Its layers are large enough for threads to load them."""
-    [example, *_] = eval_examples(1, seed=5)
     engine = corpus.engine
     chunks = [
         Chunk(text, f"{document.title}-{number}", document=document.title, start=1000 * number)
-        for document in example.documents
+        for document in demo_documents()
         for number, text in enumerate(document.chunks)
     ]
     engine.add(chunks)
-    for number, question in enumerate(example.questions):
+    for number, question in enumerate(demo_questions(8)):
         ids = [str(chunk.id) for chunk in chunks]
         random.Random(number).shuffle(ids)
         asked = Asked(question, BlendPrompt(segments=segments(FORM, ids[:10], question.text)))

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
 
 from cacheblend_lab.reference import WEIGHTS_DIR as WEIGHTS
-from cacheblend_lab.training.corpus import NOTES, Example, eval_examples
+from cacheblend_lab.reference.corpus import Example, examples
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from integrations.serve.tests.process import LEAST, VLLM, ServerProcess
@@ -50,11 +50,7 @@ def http(address: str) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def example(http: httpx.Client) -> Example:
     """A context whose documents vLLM has encoded."""
-    example = next(
-        each
-        for each in eval_examples(64, seed=3, per_context=NUM_QUESTIONS, style=NOTES)
-        if len(each.questions) == NUM_QUESTIONS
-    )
+    [example] = examples(NUM_QUESTIONS)
     for document in example.documents:
         reply = http.put(f"/v1/documents/{document.title}", json={"chunks": list(document.chunks)})
         assert reply.json()["encoded"] == len(document.chunks)

@@ -1,7 +1,4 @@
-"""The demonstration's documents and the questions about them.
-
-``python -m cacheblend_lab.training.corpus`` writes the file that they are read from.
-"""
+"""Documents about a fictional world with questions about them: the demonstration's, and held-out contexts for tests."""
 
 from __future__ import annotations
 
@@ -11,15 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "CORPUS_FILE",
-    "Document",
-    "Question",
-    "demo_documents",
-    "demo_questions",
-]
-
-CORPUS_FILE = Path(__file__).with_name("corpus.json")
+__all__ = ["Document", "Example", "Question", "demo_documents", "demo_questions", "examples"]
 
 
 @dataclass(frozen=True)
@@ -68,17 +57,56 @@ class Question:
     source: int
 
 
+@dataclass(frozen=True)
+class Example:
+    """Documents about three people and perhaps a company, who are nobody else's, and up to eight questions about them."""
+
+    documents: tuple[Document, ...]
+    questions: tuple[Question, ...]
+
+    @property
+    def chunks(self) -> tuple[str, ...]:
+        """The chunks of all documents in order: 12 to 18, of a sentence or two."""
+        return tuple(chunk for document in self.documents for chunk in document.chunks)
+
+
 def demo_documents() -> list[Document]:
     """Return the demonstration's ten documents."""
-    return [Document(each["title"], tuple(each["chunks"])) for each in _corpus()["documents"]]
+    return _documents(_read("corpus.json")["documents"])
 
 
 def demo_questions(count: int = 12) -> list[Question]:
     """Return the first questions about :func:`demo_documents`, of all kinds in turn."""
-    return [Question(**each | {"support": tuple(each["support"])}) for each in _corpus()["questions"][:count]]
+    return _questions(_read("corpus.json")["questions"][:count])
+
+
+def examples(num_questions: int) -> list[Example]:
+    """Return contexts with so many questions together, at most 512, always the same.
+
+    Their names, values and templates are none that the reference model was trained on.
+    """
+    contexts = _read("people.json")["contexts"][: -(-num_questions // _QUESTIONS)]
+    return [
+        Example(
+            tuple(_documents(each["documents"])), tuple(_questions(each["questions"])[: num_questions - number * _QUESTIONS])
+        )
+        for number, each in enumerate(contexts)
+    ]
+
+
+# Of each context in people.json.
+_QUESTIONS = 8
+
+
+def _documents(found: list[dict[str, Any]]) -> list[Document]:
+    return [Document(each["title"], tuple(each["chunks"])) for each in found]
+
+
+def _questions(found: list[dict[str, Any]]) -> list[Question]:
+    return [Question(**each | {"support": tuple(each["support"])}) for each in found]
 
 
 @cache
-def _corpus() -> dict[str, list[dict[str, Any]]]:
-    parts: dict[str, list[dict[str, Any]]] = json.loads(CORPUS_FILE.read_text(encoding="utf-8"))
+def _read(name: str) -> dict[str, list[dict[str, Any]]]:
+    parts: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     return parts
