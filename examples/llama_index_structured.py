@@ -1,8 +1,4 @@
-"""Structured output, constrained to its schema. Needs ``pip install "cacheblend-rag[demo]"``.
-
-``python llama_index_structured.py Qwen/Qwen2.5-1.5B-Instruct`` asks a model that can fill in forms. The small one in the package,
-asked by default, has learnt to write sentences: what it writes has the right form, but is a guess.
-"""
+"""Structured output, constrained to its schema. Needs ``pip install "cacheblend-rag[demo]"``."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ class Work(BaseModel):
     trade: Literal["glass painter", "linen tester", "paper cutter", "wool trader"]
 
 
-def main(model: str = "reference") -> None:
+def main(model: str = "Qwen/Qwen2.5-1.5B-Instruct") -> None:
     llama_index_cacheblend.install()  # enables response_mode="blend"
     llm = BlendLLM(model=model, max_new_tokens=60)
     index = SummaryIndex([TextNode(text=text) for text in FACTS])

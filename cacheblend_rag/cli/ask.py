@@ -19,7 +19,7 @@ from cacheblend_rag.cli.options import (
     TopKOption,
 )
 from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json
-from cacheblend_rag.cli.warm import ONLY_ITS_WORLD, warmed
+from cacheblend_rag.cli.warm import warmed
 
 if TYPE_CHECKING:
     from cacheblend_rag.documents.library import Match
@@ -46,10 +46,6 @@ def ask(
         results = print_answer(engine, library.prompt(question, found), max_new_tokens, stream=stream, compare=compare)
         embedding = library.embedding.name
     _show(found, *results)
-    if name == "reference":
-        console().print(
-            f"[dim]{ONLY_ITS_WORLD}; for answers from your files: cacheblend-rag warm PATH --model NAME[/dim]"
-        )
     sources = [
         {
             "id": match.passage.id,

@@ -39,9 +39,7 @@ def open_engine(
 def models(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME", help='A Hugging Face id, a folder, "reference", or what people call it ("Llama 3").'
-        ),
+        typer.Argument(metavar="NAME", help='A Hugging Face id, a folder, or what people call it ("Llama 3").'),
     ],
     markdown: MarkdownOption = None,
 ) -> None:

@@ -71,7 +71,7 @@ def _asked(question: str) -> str:
 
 
 QuestionArgument = Annotated[str, typer.Argument(callback=_asked, help="What to ask.")]
-_MODEL = 'A Hugging Face id, a folder, a GGUF file, or "reference", the small model in this package'
+_MODEL = "A Hugging Face id, a folder or a GGUF file"
 ModelOption = Annotated[str, typer.Option("--model", metavar="NAME", help=f"{_MODEL}.")]
 StoredModelOption = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help=f"{_MODEL}; by default the store's.")

@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from cacheblend_rag.documents.library import Library
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["CHUNK_TOKENS", "ONLY_ITS_WORLD", "needs_documents", "texts_of", "warm", "warmed"]
+__all__ = ["CHUNK_TOKENS", "needs_documents", "texts_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
 """Maximum tokens of a passage, unless the store or an option says otherwise."""
-ONLY_ITS_WORLD = "the reference model knows only the made-up world that it was trained on"
 # Passages that an estimate embeds.
 _EMBEDDED = 16
 
@@ -73,15 +72,14 @@ def warm(
     budget_bytes = None if budget is None else parse_bytes(budget)
     known = LibrarySettings.load(store)
     texts, left_out = texts_of(paths, may_be_none=known is not None)
+    name = model or (known.model if known else None)
+    if name is None:
+        raise typer.BadParameter(f"there is no store in {store} yet, so name a model: --model NAME")
     from cacheblend_rag.documents.embedding import Embedding
     from cacheblend_rag.documents.library import open_library, passage_config
 
     finder = Embedding(embedding or (known.embedding if known else None))
-    settings = LibrarySettings(
-        model or (known.model if known else "reference"),
-        finder.name,
-        chunk_tokens or (known.chunk_tokens if known else CHUNK_TOKENS),
-    )
+    settings = LibrarySettings(name, finder.name, chunk_tokens or (known.chunk_tokens if known else CHUNK_TOKENS))
     if not estimate:
         # First, so that what cannot be had leaves no half-made store.
         needs_documents()
@@ -94,8 +92,6 @@ def warm(
         if engine.store.path is None and not estimate:
             raise StoreError(f"the store in {folder} cannot be written, so KV would be lost; the log says why")
         passages = cut(texts, lexer_of(engine.tokenizer).count, settings.chunk_tokens)
-        if settings.model == "reference":
-            typer.echo(f"{ONLY_ITS_WORLD}; for answers from your files: --model NAME", err=True)
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)
         if estimate:

@@ -174,7 +174,7 @@ class BlendEngine(AnsweringLibrary):
         Parameters
         ----------
         model : str or Path
-            A Hugging Face id, a folder, a GGUF file, or "reference" for the small model that comes with a clone of the project.
+            A Hugging Face id, a folder, or a GGUF file.
             With the extra `gguf`, llama.cpp answers from a GGUF file (``repo/name:file.gguf`` is one of the Hub), and what this
             returns is a `GGUFEngine`, which takes options of llama.cpp.
         config : EngineConfig, optional

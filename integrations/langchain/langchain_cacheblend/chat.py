@@ -48,7 +48,7 @@ class ChatBlend(BlendModel, BaseChatModel):
 
     ::
 
-        llm = ChatBlend(model="reference")
+        llm = ChatBlend(model="Qwen/Qwen2.5-0.5B-Instruct")
         store = BlendVectorStore(Chroma(embedding_function=...), engine=llm.engine)
         chain = prompt | llm
 

@@ -34,7 +34,7 @@ class BlendLLM(BlendModel, BaseLLM):
 
     ::
 
-        llm = BlendLLM(model="reference")
+        llm = BlendLLM(model="Qwen/Qwen2.5-0.5B-Instruct")
         store = BlendVectorStore(Chroma(embedding_function=...), engine=llm.engine)
         chain = prompt | llm
 

@@ -47,7 +47,7 @@ class BlendModel(AnswersTogether, DecodingFields):
     Parameters
     ----------
     model : str, optional
-        A Hugging Face id, a folder, a GGUF file, or "reference" for the small model that comes with cacheblend-rag.
+        A Hugging Face id, a folder, or a GGUF file.
     engine : BlendEngine or ServedEngine, optional
         A ready-made engine instead of `model`, which may then be omitted or must be the engine's own.
     server : str, optional
@@ -124,7 +124,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         if loads:
             if model is None:
                 raise ConfigError(
-                    'name a model (model="reference", a Hugging Face id or a folder), or give a ready-made engine or the address '
+                    "name a model (a Hugging Face id, a folder or a GGUF file), or give a ready-made engine or the address "
                     "of a server"
                 )
             loaded_with = EngineConfig.of(config)

@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+import sys
 import uuid
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ WEIGHTS = Path(reference.__file__).parent / "weights"
 
 def test_the_example_hits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [EXAMPLE.name, "reference"])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     hits = re.findall(r"^  (\d+) of (\d+) chunks hit", capsys.readouterr().out, re.MULTILINE)
     assert len(hits) == 4
@@ -38,6 +40,7 @@ def test_the_example_hits(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 def test_a_chat_hits_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["langgraph_conversation.py", "reference"])
     runpy.run_path(str(ROOT / "examples" / "langgraph_conversation.py"), run_name="__main__")
     turns = re.findall(r"^  turn (\d): (\d+) of (\d+) chunks hit", capsys.readouterr().out, re.MULTILINE)
     assert [(turn, hit == total) for turn, hit, total in turns] == [("1", True), ("2", True)]

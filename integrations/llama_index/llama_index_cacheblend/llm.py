@@ -88,7 +88,7 @@ class BlendLLM(JSONAnswers):
     Parameters
     ----------
     model : str, Path or PreTrainedModel, optional
-        "reference", a Hugging Face id, a folder, a GGUF file, or a model object.
+        A Hugging Face id, a folder, a GGUF file, or a model object.
     tokenizer : Any, optional
         The tokenizer of a model object.
     engine : BlendEngine or ServedEngine or BlendLLM, optional
@@ -416,7 +416,7 @@ def blend_llm(llm: Any) -> BlendLLM:
     if not isinstance(model, BlendLLM):
         raise ConfigError(
             f"blending needs a BlendLLM, and the language model is a {type(model).__name__}; pass "
-            'llm=BlendLLM(model="reference"), or set Settings.llm to one'
+            "llm=BlendLLM(model=NAME), or set Settings.llm to one"
         )
     return model
 
@@ -470,7 +470,7 @@ def _make_engine(
     """
     if sum(each is not None for each in (model, engine, server)) != 1:
         raise ConfigError(
-            'give BlendLLM either a model ("reference", a Hugging Face id, a folder, or an object), or an engine, or the address '
+            "give BlendLLM either a model (a Hugging Face id, a folder, a GGUF file, or an object), or an engine, or the address "
             "of a server"
         )
     if model is None:

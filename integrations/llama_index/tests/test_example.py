@@ -28,7 +28,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def call(name: str) -> str:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [name])
+        monkeypatch.setattr(sys, "argv", [name, "reference"])
         before = dict(vars(Settings))
         try:
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -144,7 +144,7 @@ def test_the_endpoint_streams_answers_from_what_is_there_now(fastapi_example: Mo
             *pieces, end = [json.loads(line) for line in response.iter_lines()]
         return [piece["text"] for piece in pieces], end
 
-    with TestClient(fastapi_example.make_app(tmp_path)) as client:
+    with TestClient(fastapi_example.make_app(tmp_path, "reference")) as client:
         assert ask(client)[1]["sources"] == []
         for each in demo_documents()[:3]:
             assert client.put(f"/documents/{each.title}", json={"text": "\n".join(each.chunks)}).status_code == 204
@@ -157,7 +157,7 @@ def test_the_endpoint_streams_answers_from_what_is_there_now(fastapi_example: Mo
         assert client.delete(f"/documents/{end['sources'][-1]}").status_code == 204
         gone = end["sources"][-1]
     # The process ended, and another one begins.
-    with TestClient(fastapi_example.make_app(tmp_path)) as client:
+    with TestClient(fastapi_example.make_app(tmp_path, "reference")) as client:
         _, end = ask(client)
         assert gone not in end["sources"]
         assert end["misses"] == 0

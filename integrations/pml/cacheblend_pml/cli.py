@@ -87,9 +87,9 @@ def check(
 @pml_app.command()
 def show(
     file: _FileArgument,
+    model: ModelOption,
     prompts: _PromptsOption = None,
     root: _RootOption = None,
-    model: ModelOption = "reference",
     svg: Annotated[
         Path | None, output_option("--svg", "Draw it to FILE too; of the last prompt, if one is given.")
     ] = None,
@@ -125,6 +125,7 @@ def show(
 @pml_app.command()
 def run(
     file: Annotated[Path, typer.Argument(metavar="PROMPT", help='A file with <prompt schema="...">.')],
+    model: ModelOption,
     schema: Annotated[
         Path | None,
         typer.Option(
@@ -132,7 +133,6 @@ def run(
         ),
     ] = None,
     root: _RootOption = None,
-    model: ModelOption = "reference",
     store: Annotated[
         Path | None,
         typer.Option(

@@ -95,7 +95,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "pml"
 
 
 def printed(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("sys.argv", [name])
+    monkeypatch.setattr("sys.argv", [name, "reference"])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out
 
@@ -129,7 +129,17 @@ def test_the_command_answers_and_the_next_run_is_warm(file: str, parts: list[str
     folder = tmp_path / "pml"
     shutil.copytree(EXAMPLES, folder)
     figures = tmp_path / "run.json"
-    arguments = ["pml", "run", str(folder / f"{file}.pml"), "--store", str(tmp_path / "kv"), "--max-new-tokens", "4"]
+    arguments = [
+        "pml",
+        "run",
+        str(folder / f"{file}.pml"),
+        "--model",
+        "reference",
+        "--store",
+        str(tmp_path / "kv"),
+        "--max-new-tokens",
+        "4",
+    ]
     for encoded in (True, False):
         result = CliRunner().invoke(app, [*arguments, "--json", str(figures), "--compare"])
         assert result.exit_code == 0, result.output
@@ -145,5 +155,5 @@ def test_a_prompt_without_its_schema_is_told_where_it_is_looked_for(tmp_path: Pa
     prompt = tmp_path / "ask.pml"
     for name in ("gone", "../pml/travel", ""):
         prompt.write_text(f'<prompt schema="{name}">Hello</prompt>')
-        result = CliRunner().invoke(app, ["pml", "run", str(prompt)])
+        result = CliRunner().invoke(app, ["pml", "run", str(prompt), "--model", "reference"])
         assert result.exit_code == 1 and "--schema FILE" in result.output, result.output

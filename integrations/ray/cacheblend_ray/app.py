@@ -23,7 +23,7 @@ _FRONT_REQUESTS = 1000
 def build_app(args: AppArgs | Mapping[str, Any]) -> Application:
     """Return an application that answers as ``cacheblend-rag serve`` does, with as many replicas as are needed.
 
-    ``serve run cacheblend_ray:build_app model=reference`` and ``serve deploy`` with a file call it.
+    ``serve run cacheblend_ray:build_app model=Qwen/Qwen2.5-0.5B-Instruct`` and ``serve deploy`` with a file call it.
 
     Parameters
     ----------

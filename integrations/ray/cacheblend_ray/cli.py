@@ -22,11 +22,11 @@ def warm_ray(
         list[Path],
         typer.Argument(metavar="PATH...", exists=True, help="Files, and folders of .txt, .md and .rst files."),
     ],
+    model: ModelOption,
     store: Annotated[
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Where KV is kept, beside the remote of the settings."),
     ] = None,
-    model: ModelOption = "reference",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a passage.")] = CHUNK_TOKENS,
     address: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="The cluster; by default a local one, or a new one.")

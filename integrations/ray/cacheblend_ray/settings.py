@@ -39,7 +39,7 @@ class AppArgs(BaseModel):
     Parameters
     ----------
     model : str
-        A Hugging Face id, a folder that all machines have, or "reference".
+        A Hugging Face id, or a folder that all machines have.
     store : Path, optional
         A folder of this name on each machine, in which each replica there has one of its own. By default KV is kept in RAM alone.
     backend : str, optional
@@ -69,7 +69,7 @@ class AppArgs(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = "reference"
+    model: str
     store: Path | None = None
     backend: str | None = None
     arguments: tuple[str, ...] = ()

@@ -95,7 +95,7 @@ class WarmSummary:
 def warm(
     source: Dataset | Any,
     *,
-    model: str = "reference",
+    model: str,
     store: str | Path | None = None,
     config: EngineConfig | None = None,
     document: str = "document",
@@ -122,7 +122,7 @@ def warm(
         Where the documents are: a dataset of Ray Data with a row for each; a file, or a folder with .txt, .md and .rst files; or
         a list of such paths, of rows, or of LlamaIndex's or LangChain's documents.
     model : str
-        A Hugging Face id, a folder that all machines have, or "reference".
+        A Hugging Face id, or a folder that all machines have.
     store : str or Path, optional
         A folder of this name on each machine that keeps what was computed there. With `remote` in `config` none is needed;
         without, it is the store, of one machine.

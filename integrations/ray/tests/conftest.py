@@ -83,7 +83,7 @@ def served(args: dict[str, Any]) -> Iterator[httpx.Client]:
 
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})
-    serve.run(build_app(args))
+    serve.run(build_app({"model": "reference"} | args))
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         yield client
     serve.shutdown()

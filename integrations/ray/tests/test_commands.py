@@ -39,7 +39,8 @@ PROMPT = ChatPromptTemplate.from_template("Answer from the context only.\n\n{con
 def commands() -> list[str]:
     """Return the lines of the first two blocks of code of the page, after what installs the package."""
     first, second = PAGE.read_text(encoding="utf-8").split("```")[1:5:2]
-    return [line for line in (first + second).splitlines() if line and not line.startswith("pip ")]
+    lines = (first + second).replace("Qwen/Qwen2.5-0.5B-Instruct", "reference").splitlines()
+    return [line for line in lines if line and not line.startswith("pip ")]
 
 
 def write_documents(folder: Path) -> None:

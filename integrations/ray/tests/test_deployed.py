@@ -49,7 +49,7 @@ class Deployed:
             "name": "cacheblend",
             "route_prefix": "/",
             "import_path": "cacheblend_ray:build_app",
-            "args": self._args | args,
+            "args": {"model": "reference"} | self._args | args,
             "deployments": [{"name": "Replica", "autoscaling_config": scaling}],
         }
         http = {"host": "127.0.0.1", "port": self._port}

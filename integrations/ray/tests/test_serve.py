@@ -224,4 +224,4 @@ def test_wrong_arguments_are_told(cluster: None) -> None:
         ({"settings": {"ratio": 1}}, "ratio"),
     ]:
         with pytest.raises(ConfigError, match=said):
-            build_app(args)
+            build_app({"model": "reference"} | args)

@@ -107,7 +107,18 @@ def test_the_command_hands_on_what_it_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(module, "connect", lambda address: nullcontext())
     monkeypatch.setenv("CACHEBLEND_REMOTE", "redis://cache:6379/0")
     (tmp_path / "one.md").write_text("text")
-    command = ["warm-ray", str(tmp_path), "--actors", "3", "--gpus", "0.25", "--json", str(tmp_path / "out.json")]
+    command = [
+        "warm-ray",
+        str(tmp_path),
+        "--model",
+        "reference",
+        "--actors",
+        "3",
+        "--gpus",
+        "0.25",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
     assert "3 chunks of 1 documents: 2 encoded, 1 there already" in done.output

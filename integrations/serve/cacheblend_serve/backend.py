@@ -32,7 +32,7 @@ class Wanted:
     Attributes
     ----------
     model : str
-        A Hugging Face id, a folder, or "reference".
+        A Hugging Face id, a folder, or a GGUF file.
     store : Path or None
         The store's folder; None for RAM only.
     config, blend : EngineConfig, BlendConfig

@@ -23,7 +23,7 @@ KeysArgument = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, he
 
 
 def serve(
-    model: ModelOption = "reference",
+    model: ModelOption,
     store: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Where KV is kept; by default in RAM only.")
     ] = None,

@@ -56,7 +56,7 @@ class ServerProcess:
         began = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as written:
             command = [str(self._python), "-c", "from cacheblend_rag.cli.app import app; app()", "serve"]
-            command += ["--port", self._port, *self._options]
+            command += ["--model", "reference", "--port", self._port, *self._options]
             environment = os.environ | self._variables
             self.process = subprocess.Popen(command, env=environment, stdout=written, stderr=subprocess.STDOUT)
         try:

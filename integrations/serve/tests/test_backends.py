@@ -26,14 +26,14 @@ HERE = "http://127.0.0.1"
 
 
 def test_a_backend_that_is_not_installed_is_refused_with_those_that_are() -> None:
-    said = CliRunner().invoke(app, ["serve", "--backend", "vlm"])
+    said = CliRunner().invoke(app, ["serve", "--model", "reference", "--backend", "vlm"])
     assert said.exit_code == 2
     assert "there is no backend 'vlm'; installed are engine" in said.stderr
 
 
 @pytest.mark.parametrize("options", [["--backend-url", "http://127.0.0.1:1"], ["--", "--enforce-eager"]])
 def test_the_engine_takes_nothing_that_is_for_a_server(options: list[str]) -> None:
-    said = CliRunner().invoke(app, ["serve", "--backend", "engine", *options])
+    said = CliRunner().invoke(app, ["serve", "--model", "reference", "--backend", "engine", *options])
     assert said.exit_code == 2
     assert "computes in this process" in said.stderr
 

@@ -88,7 +88,8 @@ def examples(num_questions: int) -> list[Example]:
     contexts = _read("people.json")["contexts"][: -(-num_questions // _QUESTIONS)]
     return [
         Example(
-            tuple(_documents(each["documents"])), tuple(_questions(each["questions"])[: num_questions - number * _QUESTIONS])
+            tuple(_documents(each["documents"])),
+            tuple(_questions(each["questions"])[: num_questions - number * _QUESTIONS]),
         )
         for number, each in enumerate(contexts)
     ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 
-from cacheblend_lab.reference.corpus import CORPUS_FILE, Document, Question
+from cacheblend_lab.reference.corpus import Document, Question
 from cacheblend_lab.training.paragraphs import Paragraphs, build_paragraphs
 from cacheblend_lab.training.questions import ContextStyle, ask, pick
 from cacheblend_lab.training.sight import look
@@ -20,7 +19,6 @@ __all__ = [
     "Document",
     "Example",
     "Question",
-    "demo_corpus",
     "eval_examples",
     "make_example",
     "retrieved_order",
@@ -100,22 +98,3 @@ EVAL_STYLE = Paragraphs()
 
 NOTES = Style(people=(3, 3), firms=(0, 1), facts=(4, 5))
 """Contexts of 12 to 18 chunks of a sentence or two, whose people mostly share their attributes: about 300 tokens, soon read."""
-
-_DEMO_SEED = 20
-_DEMO_STYLE = Paragraphs(people=(7, 7), firms=(3, 3), chunks=(5, 5), facts=(1, 2), pool=(8, 8))
-
-
-def demo_corpus() -> str:
-    """Return the file of the demonstration's ten documents and all questions about them, always the same."""
-    world = build_paragraphs(random.Random(f"demo:{_DEMO_SEED}"), _DEMO_STYLE, "held_out")
-    rng = random.Random(f"demo-questions:{_DEMO_SEED}")
-    questions = ask(rng, look(world, range(len(world.chunks))), "held_out", _DEMO_STYLE)
-    picked = pick(rng, questions, _DEMO_STYLE.kinds, len(questions))
-    parts = {"documents": map(asdict, world.documents), "questions": map(asdict, picked)}
-    # One a line, for people to read and for changes to be seen.
-    lists = (f'"{name}": [\n' + ",\n".join(map(json.dumps, part)) for name, part in parts.items())
-    return "{" + "\n], ".join(lists) + "\n]}\n"
-
-
-if __name__ == "__main__":
-    CORPUS_FILE.write_text(demo_corpus(), encoding="utf-8")
