@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend_lab.cli.cluster import cluster_app
+from cacheblend_lab.cli.cluster import cluster
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import console, make_quiet
 
@@ -19,7 +19,7 @@ bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-bench_app.add_typer(cluster_app, name="cluster")
+bench_app.command("cluster")(cluster)
 
 Shape = Annotated[
     str,
