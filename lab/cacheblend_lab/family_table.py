@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FamilyRow", "shipped_table", "table_lines"]
+__all__ = ["SHIPPED", "FamilyRow", "shipped_table", "table_lines"]
 
-# What `cacheblend-rag families --prove --json FILE` wrote.
-_SHIPPED = Path(__file__).with_suffix(".json")
+SHIPPED = Path(__file__).with_suffix(".json")
+"""The file of the table, which tests/model/test_families.py writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class FamilyRow:
 
 def shipped_table() -> tuple[str, list[FamilyRow]]:
     """Return the version of transformers that the shipped table was made with, and its rows."""
-    whole = json.loads(_SHIPPED.read_text(encoding="utf-8"))
-    return whole["versions"]["transformers"], [FamilyRow(**row) for row in whole["rows"]]
+    whole = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    return whole["transformers"], [FamilyRow(**row) for row in whole["rows"]]
 
 
 def table_lines(rows: Sequence[FamilyRow]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Models by the names that people use, and what was proved of each; ``python -m cacheblend_lab.model_names`` prints it.
+"""Models by the names that people use, and what was proved of each.
 
 What transformers' families do is in the table of families; what vLLM's connector takes follows from their layers.
 """
@@ -22,7 +22,7 @@ _STATES = frozenset(
 
 # Families that vLLM served from stored KV in the connector's tests.
 _SERVED = {
-    "llama": "the reference model",
+    "llama": "a small trained model",
     "qwen3": "tiny random",
     "gemma3_text": "tiny random",
     "gpt_oss": "tiny random",
@@ -45,7 +45,7 @@ def _model(names: str, families: str, real: str = "") -> _Model:
 _MODELS = (
     _model("Llama, Llama 2, Llama 3, TinyLlama, Vicuna, Yi, Falcon 3", "llama"),
     _model("Llama 4", "llama4"),
-    _model("Qwen2, Qwen2.5, QwQ", "qwen2 qwen2_moe"),
+    _model("Qwen2, Qwen2.5, QwQ", "qwen2 qwen2_moe", "Qwen2.5-Coder-0.5B"),
     _model("Qwen3", "qwen3 qwen3_moe"),
     _model("Qwen3.5, Qwen3-Next", "qwen3_5 qwen3_next"),
     _model("Gemma", "gemma"),
@@ -161,7 +161,3 @@ def _vllm(families: Sequence[FamilyRow]) -> str:
         return "refused: latent attention"
     served = [f"serves (`{row.family}`, {_SERVED[row.family]})" for row in families if row.family in _SERVED]
     return "; ".join(served) or "untried; probed when vLLM starts"
-
-
-if __name__ == "__main__":
-    print("\n".join(name_lines()))
