@@ -14,7 +14,7 @@ from cacheblend_rag.selection.segments import pick
 __all__ = ["SEGMENT_TOKENS", "A3Selector", "QuerySelector", "look_layers", "stop_layer"]
 
 _A3_LAYER = 1
-# Shares of the depth, by measurement on the reference model: see docs/selectors.md.
+# Shares of the depth, by measurement on a small model: see docs/selectors.md.
 _LOOK_FROM, _LOOK_TO = 0.25, 0.75
 SEGMENT_TOKENS = 32
 """Most tokens that are chosen together by default."""
@@ -110,7 +110,7 @@ def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
 
 def stop_layer(asked: int | None, num_layers: int) -> int | None:
     """Return from which layer on no chunk token is recomputed, None for no layer; `ConfigError` beyond the last."""
-    # By measurement on the reference model (docs/selectors.md) the first two thirds of the layers carry what a chunk's tokens
+    # By measurement on a small model (docs/selectors.md) the first two thirds of the layers carry what a chunk's tokens
     # take from other chunks.
     stop = -(-2 * num_layers // 3) if asked is None else asked
     if stop > num_layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import quantiles
@@ -158,13 +158,15 @@ class _Run:
         two = self.rng.sample(self.replicas, min(2, len(self.replicas)))
         return min(two, key=lambda each: each.queue)
 
-    def load(self, gaps: Sequence[float], asked: Sequence[Sequence[int]], filling: int) -> Iterator[Any]:
+    def load(
+        self, gaps: Sequence[float], asked: Sequence[Sequence[int]], filling: int
+    ) -> Generator[simpy.Event, Any, None]:
         """Let requests arrive with these gaps; the first ones only fill the replicas."""
         for number, (gap, named) in enumerate(zip(gaps, asked, strict=True)):
             yield self.env.timeout(gap)
             self.env.process(self.answer(named, number >= filling))
 
-    def answer(self, named: Sequence[int], counts: bool) -> Iterator[Any]:
+    def answer(self, named: Sequence[int], counts: bool) -> Generator[simpy.Event, Any, None]:
         came, setting, replica = self.env.now, self.setting, self.choose(named)
         replica.queue += 1
         far = replica.read(named)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import Result
 
-from cacheblend_lab.reference.prompt import CHAT_TEMPLATE
+from cacheblend_lab.reference import WEIGHTS_DIR
 from cacheblend_rag.documents.library import open_chroma
 from tests.command import read_rows as read_rows
 from tests.command import run as run_command
@@ -28,7 +28,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=text, bos_token="<s>", eos_token="</s>", model_max_length=8192)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = (WEIGHTS_DIR / "chat_template.jinja").read_text()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(words),

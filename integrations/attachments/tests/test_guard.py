@@ -18,7 +18,7 @@ from cacheblend_attachments import Guard
 from cacheblend_attachments.guard import distances
 from cacheblend_lab.reference import load_model, load_tokenizer
 from cacheblend_lab.reference.corpus import examples
-from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
+from cacheblend_lab.reference.prompt import FORM
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.attachment import Attachment
@@ -67,9 +67,8 @@ def reference() -> tuple[Any, Any]:
 @pytest.fixture(scope="module")
 def pronouns() -> list[BlendPrompt]:
     """Questions whose answer stands in a chunk that says only "he" or "she"."""
-    form = FORMATS[DEFAULT_FORMAT]
     return [
-        BlendPrompt(form.prefix(), [Chunk(text) for text in each.chunks], form.suffix(question.text), form.separator)
+        BlendPrompt(FORM.prefix(), [Chunk(text) for text in each.chunks], FORM.suffix(question.text), FORM.separator)
         for each in examples(40)
         for question in each.questions
         if question.kind == "pronoun"

@@ -23,7 +23,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 
 from cacheblend_lab.reference.corpus import Question, examples
-from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
+from cacheblend_lab.reference.prompt import FORM, value_of
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
@@ -35,7 +35,6 @@ from cacheblend_serve.wire import ChatRequest
 from tests.limits import wait_until
 
 NUM_QUESTIONS = 48
-FORM = FORMATS[DEFAULT_FORMAT]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""The reference model: a small decoder with its tokenizer, the formats of its prompts, and documents that it can read.
+"""The model of the tests: a trained decoder of 3.4 million weights, and documents about the only world that it knows.
 
-It needs no download, knows only what stands in its prompt, and answers questions about a fictional world. ``"reference"`` is its
-name wherever a model is named.
+It needs no download, and answers in a moment; ``"reference"`` is its name wherever a model is named.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from cacheblend_lab.reference.corpus import demo_documents, demo_questions
 __all__ = ["WEIGHTS_DIR", "demo_documents", "demo_questions", "load_model", "load_tokenizer"]
 
 WEIGHTS_DIR = Path(__file__).parent / "weights"
-"""The folder with weights, tokenizer, scores and training log."""
+"""The folder with weights and tokenizer."""
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the reference model's tokenizer."""
+    """Return its tokenizer."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(WEIGHTS_DIR, local_files_only=True)
     return tokenizer
 
 
 def load_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Return the reference model in evaluation mode, on the CPU; float32 is what it was measured in."""
+    """Return it in evaluation mode, on the CPU; float32 is what it was measured in."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(WEIGHTS_DIR, dtype=dtype, local_files_only=True)
     model.eval()
     return model

@@ -39,7 +39,7 @@ class Question:
         The value alone (``Ashford``); all of the sentence where that is a comparison or says that the context does not say. It is
         what exact match and F1 are measured on.
     sentence : str
-        The whole sentence that the reference model learns to write; its last words are the answer.
+        The whole sentence that the model has learnt to write; its last words are the answer.
     kind : str
         What kind of question it is: ``single``, ``pronoun``, ``two_hop``, ``comparison`` or ``unanswerable``.
     support : tuple of int
@@ -83,7 +83,7 @@ def demo_questions(count: int = 12) -> list[Question]:
 def examples(num_questions: int) -> list[Example]:
     """Return contexts with so many questions together, at most 512, always the same.
 
-    Their names, values and templates are none that the reference model was trained on.
+    Their names, values and templates are none that the model was trained on.
     """
     contexts = _read("people.json")["contexts"][: -(-num_questions // _QUESTIONS)]
     return [

@@ -123,10 +123,12 @@ def calibrate(
         raise typer.BadParameter("warmed passages already have a length", param_hint="--chunk-tokens")
     config = EngineConfig.from_yaml(config_file) if config_file.exists() else EngineConfig()
     blend = BlendConfig.from_yaml(config_file) if config_file.exists() else BlendConfig()
+    if paths and model is None:
+        raise typer.BadParameter("name the model that is to read PATH", param_hint="--model")
     started = time.perf_counter()
     opened = (
-        _read(paths, config, blend, model or "reference", embedding, chunk_tokens or CHUNK_TOKENS)
-        if paths
+        _read(paths, config, blend, model, embedding, chunk_tokens or CHUNK_TOKENS)
+        if paths and model is not None
         else warmed(store, model, embedding, config, blend)
     )
     with opened as (engine, library, name), console(stderr=True).status("calibrating") as status:

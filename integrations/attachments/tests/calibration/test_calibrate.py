@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from cacheblend_attachments.calibration import calibrate, calibrate_asking
 from cacheblend_lab.cli.demo import _packaged_model
 from cacheblend_lab.reference.corpus import examples
-from cacheblend_lab.reference.prompt import DEFAULT_FORMAT, FORMATS
+from cacheblend_lab.reference.prompt import FORM
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chat.answer import ModelCall
@@ -29,9 +29,8 @@ def engine() -> Iterator[BlendEngine]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[BlendPrompt]:
-    form = FORMATS[DEFAULT_FORMAT]
     return [
-        BlendPrompt(form.prefix(), [Chunk(text) for text in each.chunks], form.suffix(question.text), form.separator)
+        BlendPrompt(FORM.prefix(), [Chunk(text) for text in each.chunks], FORM.suffix(question.text), FORM.separator)
         for each in examples(40)
         for question in each.questions
         if question.kind in ("pronoun", "single")

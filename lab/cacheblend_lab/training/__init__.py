@@ -1,1 +1,0 @@
-"""The training of the reference model: ``python -m cacheblend_lab.training.train``."""
