@@ -41,7 +41,7 @@ class Whole(BaseNodePostprocessor):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("count", "share"), [(24, 0.85), pytest.param(400, 0.9, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("count", "share"), [(24, 0.75), pytest.param(400, 0.9, marks=pytest.mark.full)])
 def test_answers(
     llm: BlendLLM, chroma: ChromaVectorStore, count: int, share: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
