@@ -1,0 +1,272 @@
+"""Answers from stored KV beside full prefill's: ``python -m cacheblend_lab.answers MODEL SET [WAY ...] --out FILE``.
+
+SET is "manual", "ledgers" or a file (`cacheblend_lab.sets`). A way is ``COMPANIONS``, or ``COMPANIONS/SELECTOR@RATIO``: "own",
+"similar/boundary@0.07".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from cacheblend_lab.demo.manual import QUESTIONS, pages
+from cacheblend_lab.sets import Question, QuestionSet, holds, read_set
+from cacheblend_rag.chat.render import around_context
+from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText
+from cacheblend_rag.companions import Nearness
+from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.engine import BlendEngine
+
+__all__ = ["Trial", "copying", "ledgers", "manual", "table"]
+
+CHUNK_TOKENS, RETRIEVED, ANSWER_TOKENS = 220, 5, 24
+_SENTENCE = re.compile(r"[A-Z][^.!?\n]{80,240}[.]")
+_COPIED_WORDS = 8
+
+
+def manual() -> QuestionSet:
+    """Return pages of Python's manual: the demonstration's questions, and more of their kind."""
+    lines = files("cacheblend_lab.eval").joinpath("manual_questions.jsonl").read_text("utf-8").splitlines()
+    asked = [(each.text, each.answers) for each in QUESTIONS]
+    asked += [(row["question"], tuple(row["answers"])) for row in map(json.loads, lines)]
+    documents = [re.sub(r"[ \t]+", " ", page) for page in pages().values()]
+    everything = tuple(range(len(documents)))
+    return QuestionSet(documents, [Question(text, answers, everything) for text, answers in asked], score=holds)
+
+
+def copying(given: QuestionSet, each: int) -> QuestionSet:
+    """Return a set's documents, and beginnings of so many sentences of each, to be continued word for word."""
+    everything = tuple(range(len(given.documents)))
+    questions = []
+    for number, text in enumerate(given.documents):
+        sentences = [sentence.split() for sentence in _SENTENCE.findall(text)]
+        for words in random.Random(number).sample(sentences, min(each, len(sentences))):
+            half = len(words) // 2
+            rest = " ".join(words[half : half + _COPIED_WORDS])
+            questions.append(Question(" ".join(words[:half]), (rest,), everything))
+    head = "Continue the text from the context, word for word.\n\n"
+    return QuestionSet(given.documents, questions, head, "Continue: {}", holds)
+
+
+def ledgers(count: int = 20) -> QuestionSet:
+    """Return ledgers of eight paragraphs that differ in their numbers alone; each is asked for all the numbers of one."""
+    documents: list[str] = []
+    questions = []
+    for number in range(count):
+        draw = random.Random(number)
+        place, made = draw.choice(["mill", "quarry", "dairy", "forge"]), draw.choice(["sacks", "crates", "barrels"])
+        figures = [[draw.randint(11, 99) for _ in range(6)] for _ in range(8)]
+        paragraphs = []
+        for ward, counts in enumerate(figures, 1):
+            lines = (
+                f"The clerk of ward {ward} noted on day {day} that the {place} {number} had filled {filled} {made}."
+                for day, filled in enumerate(counts, 1)
+            )
+            paragraphs.append(f"Paragraph {ward}. {' '.join(lines)}")
+        documents.append("\n\n".join(paragraphs))
+        ward = draw.randrange(8)
+        text = f"How many {made} had the {place} {number} filled in ward {ward + 1} on each day? List the numbers only."
+        questions.append(Question(text, (" ".join(map(str, figures[ward])),), (number,)))
+    return QuestionSet(documents, questions, score=holds)
+
+
+class Trial:
+    """Questions asked of one model in several ways, each over the chunks that share most rare words with it.
+
+    Parameters
+    ----------
+    model, tokenizer
+        The model.
+    given : QuestionSet
+        What is asked.
+    folder : Path
+        Where stores are made.
+    chunk_tokens, retrieved : int
+        Tokens of a chunk, and chunks of a prompt.
+    whole : bool
+        Whether a prompt has all paragraphs of its question's document, the last one first.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        given: QuestionSet,
+        folder: Path,
+        chunk_tokens: int = CHUNK_TOKENS,
+        retrieved: int = RETRIEVED,
+        whole: bool = False,
+    ) -> None:
+        self._model, self._tokenizer, self._set, self._folder = model, tokenizer, given, folder
+        self._retrieved, self._whole = retrieved, whole
+        parts = given.head, given.tail
+        head, self._tail = around_context(tokenizer, *parts) if getattr(tokenizer, "chat_template", None) else parts
+        self._head = FixedText(head)
+        self._chunks: list[Chunk] = []
+        # The numbers of each document's chunks.
+        self._of: list[range] = []
+        for number, document in enumerate(given.documents):
+            first, start = len(self._chunks), 0
+            for text in self._pieces(document, chunk_tokens):
+                self._chunks.append(Chunk(text, str(len(self._chunks)), document=str(number), start=start))
+                start += len(text)
+            self._of.append(range(first, len(self._chunks)))
+        self._tokens = [self._ids(chunk.text) for chunk in self._chunks]
+        self._engines: dict[str, BlendEngine] = {}
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text.casefold(), add_special_tokens=False).input_ids)
+
+    def _pieces(self, text: str, size: int) -> list[str]:
+        if self._whole:
+            return text.split("\n\n")
+        offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+        starts = [offsets[at][0] for at in range(0, len(offsets), size)]
+        return [text[begin:end] for begin, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+
+    def prompt(self, question: Question) -> BlendPrompt:
+        """Return the prompt of a question."""
+        numbers = [number for document in question.documents for number in self._of[document]]
+        near = Nearness([self._tokens[number] for number in numbers])
+        nearest = near.nearest(self._ids(question.text), self._retrieved)
+        chosen = numbers[::-1] if self._whole else [numbers[each] for each in nearest]
+        return BlendPrompt(self._head, list(map(str, chosen)), self._tail.replace("{}", question.text))
+
+    def engine(self, companions: str) -> BlendEngine:
+        """Return the engine with these companions; its chunks are named, and encoded when they are first asked for."""
+        if companions not in self._engines:
+            config = EngineConfig(separator="\n\n", prefix_bytes=0, companions=companions)
+            store = self._folder / companions
+            namer = BlendEngine(self._model, self._tokenizer, config=config, store=store)
+            namer.add(self._chunks, background=True)
+            namer.close(wait=False)
+            self._engines[companions] = BlendEngine(self._model, self._tokenizer, config=config, store=store)
+        return self._engines[companions]
+
+    @torch.no_grad()
+    def full(self, ids: Sequence[int], ends: Sequence[int]) -> tuple[list[int], torch.Tensor]:
+        """Return the model's own greedy answer, and the log-probabilities at each of its tokens, ``(tokens, vocab)``."""
+        cache, given = DynamicCache(), torch.tensor([list(ids)])
+        answer: list[int] = []
+        found = []
+        while len(answer) < ANSWER_TOKENS and (not answer or answer[-1] not in ends):
+            logits = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+            found.append(logits.log_softmax(-1))
+            answer.append(int(logits.argmax()))
+            given = torch.tensor([answer[-1:]])
+        return answer, torch.stack(found)
+
+    def ask(self, question: Question, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield what each way makes of a question, full prefill first.
+
+        A way's loss is the mean KL divergence, in nats, of its next token's distribution from full prefill's, over full
+        prefill's own answer.
+        """
+        prompt = self.prompt(question)
+        some = self.engine(ways[0].partition("/")[0])
+        answer, wanted = self.full(some.prompt_ids(prompt), some.end_ids)
+        text = self._tokenizer.decode(answer, skip_special_tokens=True)
+        yield self._row(question, "full", text, True, 0.0)
+        for way in ways:
+            companions, _, rest = way.partition("/")
+            selector, _, ratio = rest.partition("@")
+            blend = (
+                BlendConfig(selector=selector, recompute_ratio=float(ratio)) if rest else BlendConfig(recompute_ratio=0)
+            )
+            engine = self.engine(companions)
+            if engine.prefill(prompt, blend=blend).report.misses:
+                # Now they are stored, as they are for the next question.
+                engine.flush()
+            forced = BlendPrompt(segments=[*prompt.segments, answer[:-1]]) if answer[1:] else prompt
+            logits = engine.prefill(forced, blend=blend, logits_to_keep=len(answer)).logits.float()
+            given = logits.reshape(len(answer), -1)[:, : wanted.shape[1]].log_softmax(-1)
+            loss = float((wanted.exp() * (wanted - given)).sum(-1).mean())
+            own, same = text, bool((given.argmax(-1) == torch.tensor(answer)).all())
+            if not same:
+                own = engine.generate(prompt, ANSWER_TOKENS, blend=blend, do_sample=False).text
+            yield self._row(question, way, own, same, loss)
+
+    def _row(self, question: Question, way: str, answer: str, same: bool, loss: float) -> dict[str, Any]:
+        score, right = self._set.score(answer, question.answers), question.is_answered_by(answer)
+        told = {"question": question.text, "way": way, "answer": answer}
+        return {**told, "score": score, "right": right, "same": same, "loss": loss}
+
+    def close(self) -> None:
+        """Close the engines."""
+        for engine in self._engines.values():
+            engine.close()
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Return in Markdown how each way did; of full prefill's right answers, how many are kept."""
+    by_way: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in rows:
+        by_way[row["way"]][row["question"]] = row
+    right = {question for question, row in by_way["full"].items() if row["right"]}
+    lines = [
+        "| | loss, mean | loss, median | score | right | of full prefill's | same answer |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for way, found in by_way.items():
+        asked, wanted = list(found.values()), [found[each]["right"] for each in right & found.keys()]
+        losses = [row["loss"] for row in asked]
+        figures = [
+            f"{fmean(losses):.4f}",
+            f"{median(losses):.4f}",
+            f"{fmean(row['score'] for row in asked):.3f}",
+            f"{sum(row['right'] for row in asked)} of {len(asked)}",
+            f"{sum(wanted)} of {len(wanted)}",
+            f"{fmean(row['same'] for row in asked):.2f}",
+        ]
+        lines.append(f"| {way} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Ask, and print a table; what is in the output already is not asked again."""
+    parser = argparse.ArgumentParser(prog="python -m cacheblend_lab.answers", description=__doc__)
+    parser.add_argument("model", help="an id of the Hugging Face Hub, or a folder")
+    parser.add_argument("set", help="manual, ledgers, or a file of questions")
+    parser.add_argument("ways", nargs="*", default=["own", "own/boundary@0.07"])
+    parser.add_argument("--out", type=Path, required=True, help="answers, one a line")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--step", type=int, default=1, help="ask every so many questions one")
+    parser.add_argument("--copying", type=int, help="continue so many sentences of each document instead")
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
+    options = parser.parse_args(arguments)
+    own = {"manual": manual, "ledgers": ledgers}
+    given = own[options.set]() if options.set in own else read_set(Path(options.set))
+    given = copying(given, options.copying) if options.copying else given
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    known = {row["question"] for row in rows}
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        trial = Trial(model, tokenizer, given, folder, options.chunk_tokens, whole=options.set == "ledgers")
+        stack.callback(trial.close)
+        out = stack.enter_context(options.out.open("a"))
+        for question in given.questions[:: options.step]:
+            if question.text not in known:
+                found = list(trial.ask(question, options.ways))
+                rows += found
+                out.writelines(json.dumps(row) + "\n" for row in found)
+                out.flush()
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

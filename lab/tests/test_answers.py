@@ -1,0 +1,75 @@
+"""The table of answers: full prefill beside stored KV, on a model that is made here."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_lab.answers import Trial, copying, ledgers, manual, table
+from cacheblend_lab.sets import Question, QuestionSet, holds
+from cacheblend_rag.chunk import BlendPrompt
+from tests.families import tiny_model, tiny_tokenizer, words
+
+DOCUMENTS = [words(40, seed) for seed in range(3)]
+ASKED = [Question(words(4, 9), ("nothing",), (0, 1, 2)), Question(words(4, 10), ("nothing",), (1,))]
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    return Trial(tiny_model("llama"), tiny_tokenizer(), QuestionSet(DOCUMENTS, ASKED, score=holds), tmp_path, 12, 3)
+
+
+def test_what_is_recomputed_whole_is_full_prefill(trial: Trial) -> None:
+    rows = list(trial.ask(ASKED[0], ["own", "own/full@1", "neutral"]))
+    assert [row["way"] for row in rows] == ["full", "own", "own/full@1", "neutral"]
+    full, own, whole, _ = rows
+    assert whole["loss"] < 1e-6 and whole["same"] and whole["answer"] == full["answer"]
+    assert own["loss"] > 1e-3
+    assert [json.loads(json.dumps(row)) for row in rows] == rows
+    trial.close()
+
+
+def test_the_loss_is_that_of_naive_distributions(trial: Trial) -> None:
+    prompt = trial.prompt(ASKED[0])
+    engine = trial.engine("own")
+    answer, wanted = trial.full(engine.prompt_ids(prompt), engine.end_ids)
+    [_, row] = trial.ask(ASKED[0], ["own"])
+    losses = []
+    for number in range(len(answer)):
+        segments = [*prompt.segments, answer[:number]] if number else prompt.segments
+        given = engine.prefill(BlendPrompt(segments=segments)).logits.log_softmax(-1)
+        losses.append(torch.nn.functional.kl_div(given, wanted[number], log_target=True, reduction="sum"))
+    assert row["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-3)
+    trial.close()
+
+
+def test_chunks_are_those_of_the_questions_documents(trial: Trial) -> None:
+    assert len(trial.prompt(ASKED[0]).segments) == 5
+    ids = [segment.id for segment in trial.prompt(ASKED[1]).segments[1:-1]]  # type: ignore[union-attr]
+    assert {trial.engine("own").places([id])[0] for id in ids} == {"1"}
+    trial.close()
+
+
+def test_table() -> None:
+    rows = [
+        {"question": q, "way": way, "answer": "", "score": 1.0, "right": right, "same": right, "loss": loss}
+        for q, way, right, loss in [
+            ("a", "full", True, 0),
+            ("a", "own", True, 1),
+            ("b", "full", True, 0),
+            ("b", "own", False, 4),
+        ]
+    ]
+    assert table(rows).splitlines()[-1] == "| own | 2.5000 | 2.5000 | 1.000 | 1 of 2 | 1 of 2 | 0.50 |"
+
+
+def test_own_sets() -> None:
+    given = manual()
+    assert len(given.questions) == 150 and all(question.answers for question in given.questions)
+    sentences = copying(given, 3)
+    for question in sentences.questions:
+        assert any(f"{question.text} {question.answers[0]}" in " ".join(text.split()) for text in given.documents)
+    for number, question in enumerate(ledgers(3).questions):
+        text = ledgers(3).documents[number]
+        assert question.documents == (number,) and all(figure in text for figure in question.answers[0].split())
