@@ -52,7 +52,7 @@ def copying(given: QuestionSet, each: int) -> QuestionSet:
     everything = tuple(range(len(given.documents)))
     questions = []
     for number, text in enumerate(given.documents):
-        sentences = [sentence.split() for sentence in _SENTENCE.findall(text)]
+        sentences = [sentence.split() for sentence in _SENTENCE.findall(" ".join(text.split()))]
         for words in random.Random(number).sample(sentences, min(each, len(sentences))):
             half = len(words) // 2
             rest = " ".join(words[half : half + _COPIED_WORDS])
@@ -169,17 +169,17 @@ class Trial:
             given = torch.tensor([answer[-1:]])
         return answer, torch.stack(found)
 
-    def ask(self, question: Question, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield what each way makes of a question, full prefill first.
+    def ask(self, number: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield what each way makes of the question of a number, full prefill first.
 
         A way's loss is the mean KL divergence, in nats, of its next token's distribution from full prefill's, over full
         prefill's own answer.
         """
-        prompt = self.prompt(question)
+        prompt = self.prompt(self._set.questions[number])
         some = self.engine(ways[0].partition("/")[0])
         answer, wanted = self.full(some.prompt_ids(prompt), some.end_ids)
         text = self._tokenizer.decode(answer, skip_special_tokens=True)
-        yield self._row(question, "full", text, True, 0.0)
+        yield self._row(number, "full", text, True, 0.0)
         for way in ways:
             companions, _, rest = way.partition("/")
             selector, _, ratio = rest.partition("@")
@@ -197,11 +197,12 @@ class Trial:
             own, same = text, bool((given.argmax(-1) == torch.tensor(answer)).all())
             if not same:
                 own = engine.generate(prompt, ANSWER_TOKENS, blend=blend, do_sample=False).text
-            yield self._row(question, way, own, same, loss)
+            yield self._row(number, way, own, same, loss)
 
-    def _row(self, question: Question, way: str, answer: str, same: bool, loss: float) -> dict[str, Any]:
+    def _row(self, number: int, way: str, answer: str, same: bool, loss: float) -> dict[str, Any]:
+        question = self._set.questions[number]
         score, right = self._set.score(answer, question.answers), question.is_answered_by(answer)
-        told = {"question": question.text, "way": way, "answer": answer}
+        told = {"number": number, "question": question.text, "way": way, "answer": answer}
         return {**told, "score": score, "right": right, "same": same, "loss": loss}
 
     def close(self) -> None:
@@ -212,10 +213,10 @@ class Trial:
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """Return in Markdown how each way did; of full prefill's right answers, how many are kept."""
-    by_way: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    by_way: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
-        by_way[row["way"]][row["question"]] = row
-    right = {question for question, row in by_way["full"].items() if row["right"]}
+        by_way[row["way"]][row["number"]] = row
+    right = {number for number, row in by_way["full"].items() if row["right"]}
     lines = [
         "| | loss, mean | loss, median | score | right | of full prefill's | same answer |",
         "|---|---|---|---|---|---|---|",
@@ -251,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = own[options.set]() if options.set in own else read_set(Path(options.set))
     given = copying(given, options.copying) if options.copying else given
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    known = {row["question"] for row in rows}
+    known = {row["number"] for row in rows}
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
     with ExitStack() as stack:
@@ -259,9 +260,9 @@ def main(arguments: list[str] | None = None) -> None:
         trial = Trial(model, tokenizer, given, folder, options.chunk_tokens, whole=options.set == "ledgers")
         stack.callback(trial.close)
         out = stack.enter_context(options.out.open("a"))
-        for question in given.questions[:: options.step]:
-            if question.text not in known:
-                found = list(trial.ask(question, options.ways))
+        for number in range(0, len(given.questions), options.step):
+            if number not in known:
+                found = list(trial.ask(number, options.ways))
                 rows += found
                 out.writelines(json.dumps(row) + "\n" for row in found)
                 out.flush()
