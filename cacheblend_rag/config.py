@@ -293,7 +293,7 @@ class BlendConfig(SettingsBase):
         Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). For chunks that have met no other, CacheBlend
         (section 7) finds 0.15 enough.
     selector : str or Selector
-        Which tokens to recompute: "hkvd", "query", "a3", "boundary", "random", "none", "full", or any registered selector, with
+        Which tokens to recompute: "boundary", "hkvd", "query", "a3", "random", "none", "full", or any registered selector, with
         options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
 
     Raises
@@ -307,7 +307,7 @@ class BlendConfig(SettingsBase):
 
     enabled: bool = True
     recompute_ratio: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    selector: Annotated[Any, PlainSerializer(str)] = "hkvd"
+    selector: Annotated[Any, PlainSerializer(str)] = "boundary"
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)

@@ -76,8 +76,8 @@ class RandomSelector(Selector):
 class BoundarySelector(Selector):
     """The first tokens of each chunk (LegoLink in EPIC, arXiv 2410.15332; a baseline of A3, section 5); costs nothing to choose.
 
-    Encoded on its own, a chunk's first tokens take the attention that belongs to the beginning of the prompt; recomputed in
-    their place, they no longer do. A prompt's first chunk is left as it is: nothing stands before it that its KV has not seen.
+    They lean most on what stands before the chunk, which is not here what its KV was read behind. A prompt's first chunk comes
+    last, when all others are recomputed: nothing stands before it that its KV has not seen.
     """
 
     name = "boundary"
@@ -85,10 +85,9 @@ class BoundarySelector(Selector):
     def begin(self, task: SelectionTask) -> Selection:
         """Return the tokens nearest to a border, as many of each chunk as the budget allows, nearer ones first."""
         layout = task.layout
-        places = torch.full((len(layout),), len(layout))
-        following = [span for span in layout.chunks if span.follows]
-        for span in following:
-            places[span.start : span.stop] = torch.arange(len(span))
-        rows = torch.cat([torch.arange(0), *(torch.arange(span.start, span.stop) for span in following)])
+        places = torch.zeros(len(layout), dtype=torch.int64)
+        for span in layout.chunks:
+            places[span.start : span.stop] = torch.arange(len(span)) + (0 if span.follows else len(layout))
+        rows = layout.context_rows
         nearest = places[rows].argsort(stable=True)[: task.budget]
         return FixedSelection(rows[nearest.sort().values])

@@ -230,15 +230,16 @@ def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio:
     # Nothing stands before the first chunk.
     spans = [replace(span, follows=number > 0) for number, span in enumerate(layout.chunks)]
     layout = replace(layout, chunks=tuple(spans))
-    candidates = [row for span in spans[1:] for row in range(span.start, span.stop)]
-    budget = round(ratio * layout.context_rows.numel())
+    candidates = layout.context_rows.tolist()
+    budget = round(ratio * len(candidates))
     rows = BoundarySelector().begin(SelectionTask(layout, 4, budget)).rows().tolist()
-    assert rows == sorted(set(rows)) and len(rows) == min(budget, len(candidates))
+    assert rows == sorted(set(rows)) and len(rows) == budget
     assert set(rows) <= set(candidates)
 
     def distance(row: int) -> int:
         span = next(span for span in layout.chunks if span.start <= row < span.stop)
-        return row - span.start
+        # The prompt's first comes last.
+        return row - span.start + (0 if span.follows else len(layout))
 
     left = [distance(row) for row in candidates if row not in rows]
     assert not rows or not left or max(map(distance, rows)) <= min(left)
