@@ -63,9 +63,9 @@
       `First token after ${seconds(f.ttft_s)}; ${f.hits} of ${many(count, "chunk")} stored, ` +
       `${computedTokens().toLocaleString("en")} of ${many(f.prompt_tokens, "token")} computed` +
       (view.full ? " (full prefill)." : ".");
-    const why = f.fallback_reason || f.guard;
+    const why = f.fallback_reason;
     at("why").hidden = !why;
-    at("why").textContent = why ? (f.fallback_reason ? "Prefilled in full: " : "The guard: ") + why : "";
+    at("why").textContent = why ? `Prefilled in full: ${why}` : "";
   }
 
   function answer(index) {

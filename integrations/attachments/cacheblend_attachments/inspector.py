@@ -33,7 +33,7 @@ _FRAME_HEIGHT = 760
 # Figures of the report that the page shows or explains; chunks are shown as the trace has them.
 _FIGURES = (
     "ttft_s queue_s overhead_s load_s encode_s recompute_s tpot_s prompt_tokens context_tokens recomputed_tokens "
-    "recompute_ratio charged_ratio hits misses selector fallback_reason guard output_tokens load_bytes kv_bytes "
+    "recompute_ratio charged_ratio hits misses selector fallback_reason output_tokens load_bytes kv_bytes "
     "head_tokens prefix_tokens repaired_tokens evicted_tokens batch_size"
 ).split()
 
