@@ -203,6 +203,9 @@ def calibrate(
         recovered, faster = won.sum() / gap.sum(), np.median(ttft) / np.median(ttfts[0])
         rows.append(CalibrationRow(ratio, *map(float, (charge.mean(), loss.mean(), recovered, low, high, faster))))
     chosen = next((row for row in rows if row.recovered >= target), None)
+    reason = _explain(rows, chosen, target, len(measured))
+    if name == "none":
+        reason += " This engine recomputes nothing: no other ratio was tried."
     return Calibration(
         selector=name,
         target=target,
@@ -212,7 +215,7 @@ def calibrate(
         bare_loss=bare_loss,
         rows=tuple(rows),
         recompute_ratio=None if chosen is None else chosen.recompute_ratio,
-        reason=_explain(rows, chosen, target, len(measured)),
+        reason=reason,
     )
 
 
