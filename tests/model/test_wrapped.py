@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_attachments import CompareAnswers, Repair, SnapKV, SourceAttention, watch_prefill
+from cacheblend_attachments import CompareAnswers, Repair, SnapKV, SourceAttention
 from cacheblend_lab.families import prove
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
@@ -111,17 +111,6 @@ def _compared(engine: BlendEngine) -> dict[str, Any]:
     return {"compared": status.same + status.different, "f1": status.f1}
 
 
-def _watched(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
-    seen: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    watched = watch_prefill(
-        engine,
-        PROMPT,
-        lambda layer, call: seen.append((layer, tuple(call.query.shape), tuple(call.key.shape))),
-        blend=blend_settings(engine.blend, **settings),
-    )
-    return {"calls": seen, "rows": watched.recomputed_rows.tolist(), "logits": watched.result.logits}
-
-
 def _batch(engine: BlendEngine) -> dict[str, Any]:
     other = BlendPrompt(words(4, 13), CHUNKS[1:], words(5, 14))
     results = engine.generate_many([PROMPT, other], TOKENS, do_sample=False)
@@ -136,8 +125,6 @@ FEATURES: dict[str, tuple[Callable[[BlendEngine], dict[str, Any]], str]] = {
     "eviction, full": (lambda engine: _answer(engine, SnapKV(0.25), enabled=False), "evicted"),
     "sources": (lambda engine: _answer(engine, SourceAttention()), "attention"),
     "sources, full": (lambda engine: _answer(engine, SourceAttention(), enabled=False), "attention"),
-    "watching": (_watched, "calls"),
-    "watching, full": (lambda engine: _watched(engine, enabled=False), "calls"),
     "comparing": (_compared, "compared"),
     "batch": (_batch, "1"),
 }

@@ -5,7 +5,6 @@ from .ratio import choose_ratio
 from .repair import Repair
 from .snapkv import SnapKV
 from .sources import SourceAttention
-from .watching import WatchedPrefill, watch_prefill
 
 __all__ = [
     "CompareAnswers",
@@ -14,9 +13,7 @@ __all__ = [
     "Repair",
     "SnapKV",
     "SourceAttention",
-    "WatchedPrefill",
     "calibrate",
     "choose_ratio",
     "inspector_page",
-    "watch_prefill",
 ]
