@@ -28,7 +28,6 @@ SERVER_KEY_VARIABLE = "CACHEBLEND_SERVER_KEY"
 """The environment variable that has the key of the servers that are asked."""
 _ATTACHED = {
     "kv_capacity": "SnapKV(kv_capacity)",
-    "quality_ratio": "AutoRatio(quality_ratio)",
     "source_attention": "SourceAttention()",
 }
 """Attachments that serve instead of a setting of this name."""
@@ -318,7 +317,9 @@ class BlendConfig(SettingsBase):
     @classmethod
     def _ratio_is_a_number(cls, ratio: Any) -> Any:
         if ratio == "auto":
-            raise ValueError("must be a number; engine.attach(AutoRatio()), from cacheblend_attachments, chooses one")
+            raise ValueError(
+                "must be a number; choose_ratio(engine, prompts), from cacheblend_attachments, measures one"
+            )
         return ratio
 
     @field_validator("selector")

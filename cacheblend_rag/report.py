@@ -76,9 +76,6 @@ class BlendReport:
         Bytes of stored KV that were loaded, in the model's dtype. Layers that are computed in full are not loaded.
     repaired_tokens : int
         Chunk tokens that were recomputed while the answer was written.
-    guard : str or None
-        What the online guard changed in the settings of this request, and why: a raised ratio, or full prefill (then also given
-        as `fallback_reason`).
     tpot_s : float or None
         Seconds per output token after the first, on average; None with fewer than two.
     kv_bytes : int
@@ -102,8 +99,8 @@ class BlendReport:
         Seconds from when the prompt was tokenised until the model was free for it. For a prompt of `BlendEngine.generate_many`,
         this includes the time that the other prompts of its batch took.
     overhead_s : float
-        The rest of `ttft_s` without `queue_s`, `load_s`, `encode_s` and `recompute_s`: tokenising, lookups, choosing a ratio,
-        and the part of a prefill that was lost to damaged KV.
+        The rest of `ttft_s` without `queue_s`, `load_s`, `encode_s` and `recompute_s`: tokenising, lookups, and
+        the part of a prefill that was lost to damaged KV.
     trace : Trace or None
         What happened to every token, and when, in the process that answered; not printed, compared, copied or part of `to_dict`.
     """
@@ -125,7 +122,6 @@ class BlendReport:
     output_tokens: int = 0
     load_bytes: int = 0
     repaired_tokens: int = 0
-    guard: str | None = None
     tpot_s: float | None = None
     kv_bytes: int = 0
     kv_bytes_before: int = 0

@@ -53,7 +53,7 @@ DOOR = ("engine", "chat", *FLOORS[0])
 # What else of it some need: attachments watch a forward, vLLM moves KV itself, servers cut documents, commands share options,
 # names that machines share are the store's.
 WORKSHOPS = {
-    "cacheblend_attachments": tuple("cli documents encode fuse kv layout loader model selection store".split()),
+    "cacheblend_attachments": tuple("cli documents fuse layout model selection store".split()),
     "cacheblend_pml": ("cli",),
     "cacheblend_serve": ("documents", "cli", "layout", "store"),
     "cacheblend_ray": ("documents", "cli", "store", "reading"),

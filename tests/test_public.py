@@ -15,7 +15,9 @@ PACKAGES = ("cacheblend_rag", "llama_index_cacheblend", "langchain_cacheblend")
 PUBLIC = {name: set(importlib.import_module(name).__all__) for name in PACKAGES}
 PUBLIC["cacheblend_rag.errors"] = set(importlib.import_module("cacheblend_rag.errors").__all__)
 MODULES = {
-    "cacheblend_attachments": set("AutoRatio Guard Repair SnapKV SourceAttention calibrate inspector_page".split()),
+    "cacheblend_attachments": set(
+        "CompareAnswers Repair SnapKV SourceAttention calibrate choose_ratio inspector_page".split()
+    ),
     "cacheblend_pml": {"Import", "MaxTokens", "Schema", "Schemas", "Turn"},
     "cacheblend_rag.selection": {"FixedSelection", "LayerProbe", "SelectionTask"},
     "cacheblend_serve": {"ServedEngine"},

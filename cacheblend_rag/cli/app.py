@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What brings the commands that are not in this distribution.
 _ELSEWHERE = {
     **dict.fromkeys(("bench", "demo"), "cacheblend-rag-lab"),
-    **dict.fromkeys(("calibrate", "inspect", "profile"), "cacheblend-attachments"),
+    **dict.fromkeys(("calibrate", "inspect"), "cacheblend-attachments"),
     **dict.fromkeys(("keys", "serve"), "cacheblend-serve"),
     "pml": "cacheblend-pml",
     "warm-ray": "cacheblend-ray",

@@ -288,12 +288,7 @@ class AnsweringLibrary(ChunkLibrary):
         began = time.perf_counter()
         started = began if started is None else started
         self._weights.check()
-        order, sets_ratio = None, False
-        if blend is not None and blend is not self.blend:
-            blend, sets_ratio = self.check_blend(blend), "recompute_ratio" in blend.model_fields_set
-        else:
-            order = next(filter(None, (each.order() for each in reversed((*self._runner.attachments,)))), None)
-            blend = self.blend if order is None else order.blend
+        blend = self.blend if blend is None or blend is self.blend else self.check_blend(blend)
         assembled = self._assembler.assemble(prompt)
         if blend.enabled:
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
@@ -304,8 +299,6 @@ class AnsweringLibrary(ChunkLibrary):
             started,
             Patience() if patience is None else patience,
             shares,
-            order,
-            sets_ratio,
             max_new_tokens,
             options or {},
             # While the others of a batch were put into tokens, it waited.

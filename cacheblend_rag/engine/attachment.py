@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.engine.request import Order, Request
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.model import Decoder
-from cacheblend_rag.store import KVReader
 
 __all__ = ["Attachment", "RunningForward"]
 
@@ -48,18 +47,6 @@ class Attachment:
 
     def attached(self, engine: Any) -> None:
         """Begin to serve an engine, a `BlendEngine`, or raise why it cannot."""
-
-    def order(self) -> Order | None:
-        """Return settings for requests that bring none; None leaves the engine's. Of several attachments the last is followed."""
-        return None
-
-    def choose(self, request: Request, readers: Sequence[KVReader] | None) -> tuple[float, str | None] | None:
-        """Return the ratio of a prompt whose call sets none, and why it is to be prefilled in full instead, if it is.
-
-        It is asked before the KV of the prompt's chunks is opened, when `readers` is None and only the latter counts, and again
-        with readers of what is stored. None leaves the settings' ratio; of several attachments the last is followed.
-        """
-        return None
 
     def around(self, forward: RunningForward) -> AbstractContextManager[object]:
         """Return what is entered around a forward; asked anew if stored KV turns out damaged."""

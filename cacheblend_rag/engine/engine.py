@@ -234,7 +234,7 @@ class BlendEngine(AnsweringLibrary):
         """
         self._check_open()
         if not isinstance(attachment, Attachment):
-            raise ConfigError(f"{attachment!r:.40} is not an Attachment; give one, for example Guard()")
+            raise ConfigError(f"{attachment!r:.40} is not an Attachment; give one, for example SnapKV(0.25)")
         if attachment.leave is not None:
             raise ConfigError(f"this {type(attachment).__name__} was attached before; make another one")
         attachment.attached(self)

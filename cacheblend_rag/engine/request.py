@@ -24,15 +24,7 @@ from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate
 from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
-__all__ = ["Order", "Request", "make_report", "why_missed"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Order:
-    """Settings that an attachment puts in force for requests that bring none; `action` says what it changed, and why."""
-
-    blend: BlendConfig
-    action: str | None = None
+__all__ = ["Request", "make_report", "why_missed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +43,6 @@ class Request:
     patience: Patience = field(default_factory=Patience)
     # Whether it takes over what earlier prompts begin with, and is kept for later ones.
     shares: bool = True
-    # What an attachment had put in force when the call came, if that brought no settings.
-    order: Order | None = None
-    sets_ratio: bool = False
     max_new_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     # Ends the answer at the next token.
@@ -94,11 +83,6 @@ class Request:
     figures: dict[str, Any] = field(default_factory=dict)
     # When the layers of its stored KV were loaded and handed over.
     layers: LayerTimes | None = None
-
-    @property
-    def action(self) -> str | None:
-        """What an attachment changed in the settings, and why."""
-        return self.order.action if self.order is not None and self.blend is self.order.blend else None
 
     @property
     def is_given_up(self) -> bool:
@@ -186,7 +170,6 @@ def make_report(
         fallback_reason=_fallback_reason(request),
         chunks=chunks,
         output_tokens=count,
-        guard=request.action,
         tpot_s=None if count < 2 else (token_times[count - 1] - first_output) / (count - 1),
         prefix_tokens=0 if request.resumed is None else request.resumed.tokens,
         queue_s=queue_s,
@@ -272,8 +255,6 @@ _FATES = {
 def _fallback_reason(request: Request) -> str | None:
     assert request.plan is not None
     reason, computed = request.plan.fallback_reason, request.prompt.computed
-    if request.action is not None and not request.blend.enabled:
-        return request.action
     if reason is None or not computed or request.prompt.chunks:
         return reason
     why = {chunk.computed for chunk in computed}

@@ -82,7 +82,7 @@ class Runner:
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
         """Encode in one go the chunks without stored KV of several prompts, but for those prefilled in full."""
-        self._supply.encode_misses([request for request in requests if self._whole_plan(request)[1] is None])
+        self._supply.encode_misses([request for request in requests if self._whole_plan(request) is None])
 
     def alone_reason(self, request: Request) -> str | None:
         """Return why a prompt must be answered alone, as what is attached says, or None."""
@@ -100,51 +100,27 @@ class Runner:
 
     def _prepare(self, request: Request) -> dict[int, KVReader] | None:
         """Decide how a prompt is prefilled; return readers of what it takes over, by rows; None for nothing."""
-        blend = request.blend
-        # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
         request.resumed = None
         request.figures["head_tokens"] = 0
-        ratio, request.plan = self._whole_plan(request)
-        found: dict[str, KVReader | None] = {}
-        if request.plan is None:
-            if ratio is not None:
-                self._resume(request, ratio)
-            found = self._supply.open_all(request)
-            if ratio is None:
-                opened = [found[chunk.key] for chunk in request.prompt.chunks]
-                choice = self._choice(request, [each for each in opened if each is not None])
-                ratio, request.plan = choice or (blend.recompute_ratio, None)
-                if request.plan is None:
-                    self._resume(request, ratio)
+        request.plan = self._whole_plan(request)
+        self._resume(request, whole=request.plan is not None)
         if request.plan is not None:
-            self._resume(request, None)
             keys = [chunk.key for chunk in request.waiting if chunk.key not in request.hits]
             self._supply.note_held(request, keys)
             return None if request.resumed is None else dict(request.resumed.readers)
-        readers = self._supply.readers(request, found)
-        assert ratio is not None
-        request.plan = make_plan(blend, request.layout, self._num_layers, ratio)
+        readers = self._supply.readers(request, self._supply.open_all(request))
+        request.plan = make_plan(request.blend, request.layout, self._num_layers)
         return readers if request.resumed is None else {**readers, **request.resumed.readers}
 
-    def _whole_plan(self, request: Request) -> tuple[float | None, Plan | None]:
-        """Return a prompt's ratio, None where an attachment chooses it once KV is open, and its plan if that is known before."""
+    def _whole_plan(self, request: Request) -> Plan | None:
+        """Return the plan of a prompt that is prefilled in full, None of one that is blended."""
         blend, layout = request.blend, request.prompt.layout
-        ratio = blend.recompute_ratio
         if not blend.enabled:
-            return ratio, Plan(None, "full")
+            return Plan(None, "full")
         refusal = self._refusal(layout) or (None if layout.chunks else "the prompt has no chunks")
         selector = make_selector(blend.selector).name
-        if refusal is not None or selector == "full" or (ratio == 1 and selector != "none"):
-            return ratio, Plan(None, "full", fallback_reason=refusal)
-        choice = self._choice(request, None) if self.attachments and not request.sets_ratio else None
-        return (ratio, None) if choice is None else (None, choice[1])
-
-    def _choice(self, request: Request, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None] | None:
-        """Return the ratio that an attachment chooses, and the plan if the prompt is prefilled in full; None where none does."""
-        for each in reversed((*self.attachments,)):
-            if (choice := each.choose(request, readers)) is not None:
-                ratio, reason = choice
-                return ratio, None if reason is None else Plan(None, "full", fallback_reason=reason)
+        if refusal is not None or selector == "full" or (blend.recompute_ratio == 1 and selector != "none"):
+            return Plan(None, "full", fallback_reason=refusal)
         return None
 
     def _forward(
@@ -221,17 +197,19 @@ class Runner:
         request.figures["kv_bytes"] = sum(token_bytes * (length - evicted) for token_bytes, evicted in sizes)
         request.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
 
-    def _resume(self, request: Request, ratio: float | None) -> None:
-        """Take over the fixed head or what an earlier prompt shares; `ratio` is None for a full prefill."""
+    def _resume(self, request: Request, *, whole: bool) -> None:
+        """Take over the fixed head or what an earlier prompt shares, of a prompt that is prefilled in full if `whole`."""
         blend, layout, head = request.blend, request.prompt.layout, request.prompt.head
         if not blend.enabled or self._refusal(layout) is not None:
             return
         rows = 0 if head is None else head.rows
-        found = self._prefixes.find(request.prompt, _effective(blend, ratio), rows) if request.shares else None
+        found = (
+            self._prefixes.find(request.prompt, None if whole else _effective(blend), rows) if request.shares else None
+        )
         if found is None and head is None:
             return
         held, rows = found or (None, rows)
-        chunks = () if ratio is None else tuple(span for span in layout.chunks if span.start >= rows)
+        chunks = () if whole else tuple(span for span in layout.chunks if span.start >= rows)
         resumed = replace(layout, chunks=chunks, resumed_rows=rows)
         if held is not None:
             reader = reader_of(tuple(layout.token_ids[:rows]), held.kv)
@@ -248,7 +226,7 @@ class Runner:
         layers = cache.kv_layers[: self._supply.num_kv_layers]
         is_whole = all(layer.held_tokens and not layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(request.prompt.layout, len(request.output_ids)) is None:
-            ratio = None if plan.selection is None else _effective(request.blend, plan.ratio)
+            ratio = None if plan.selection is None else _effective(request.blend)
             kv, rows = cache.kv(), layers[0].held_tokens
             self._prefixes.keep(request.prompt, request.output_ids, ratio, rows, kv, storage_bytes(kv))
 
@@ -263,6 +241,6 @@ class Runner:
         return self._unsupported
 
 
-def _effective(blend: BlendConfig, ratio: float | None) -> float | None:
-    """Return the ratio of what is recomputed, whatever was asked for; None of a full prefill."""
-    return 0.0 if ratio is not None and make_selector(blend.selector).name == "none" else ratio
+def _effective(blend: BlendConfig) -> float:
+    """Return the ratio of what is recomputed, whatever was asked for."""
+    return 0.0 if make_selector(blend.selector).name == "none" else blend.recompute_ratio

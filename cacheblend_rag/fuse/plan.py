@@ -45,9 +45,9 @@ def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None 
     return selector
 
 
-def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
-    """Return how a prompt is blended at a ratio."""
-    selector = make_selector(blend.selector)
+def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int) -> Plan:
+    """Return how a prompt is blended."""
+    selector, ratio = make_selector(blend.selector), blend.recompute_ratio
     budget = min(round(ratio * layout.context_tokens), layout.context_rows.numel())
     if budget == 0:
         # No selector is to spend anything on choosing nothing.

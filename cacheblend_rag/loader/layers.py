@@ -20,14 +20,14 @@ from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.memory import Upload
 from cacheblend_rag.trace import LayerTimes
 
-__all__ = ["LayerLoader", "compute_alone", "loads_ahead"]
+__all__ = ["LayerLoader", "compute_alone"]
 
 # Below this, handing a layer from thread to thread costs more than assembling it.
 _THREAD_PAYS_BYTES = 1 << 20
 _CPU_TIERS = frozenset({"ram", "device"})
 
 
-def loads_ahead(form: KVForm, layout: PromptLayout, tiers: Collection[str]) -> bool:
+def _loads_ahead(form: KVForm, layout: PromptLayout, tiers: Collection[str]) -> bool:
     """Return whether the layers of a prompt's chunks, whose KV is in these tiers, are loaded by threads."""
     # What only moves within the CPU's memory is moved fastest by the threads of the computation.
     if all(device.type == "cpu" for device in form.devices) and _CPU_TIERS.issuperset(tiers):
@@ -57,7 +57,7 @@ class LayerLoader:
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
         self._devices = form.devices
-        if not loads_ahead(form, layout, {reader.tier for reader in readers}):
+        if not _loads_ahead(form, layout, {reader.tier for reader in readers}):
             threads = 0
         self._assembly = Assembly(form, layout, readers, capacity, max(2 * threads, 1))
         self._ahead = ahead if threads else 0

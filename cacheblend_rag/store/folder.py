@@ -8,7 +8,6 @@
     kv/ab/KEY…        one file a chunk, called by its key, in a folder named by the key's first two digits
     tmp/              files not yet in their place
     reserve           room on the disk, given up so that things can be deleted when it is full
-    profiles/         how fast models are on this machine and this disk (`cacheblend_attachments.auto`)
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_yaml(tmp_path: Path) -> None:
         ("- 1", "holds a list"),
         ("a: [", "cannot be read"),
         ("recompute_ratio: x", "recompute_ratio='x'"),
-        ("quality_ratio: 0.2", "quality_ratio is attached, not set: engine.attach"),
+        ("kv_capacity: 0.2", "kv_capacity is attached, not set: engine.attach"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_attachments import AutoRatio
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
@@ -108,14 +107,6 @@ def test_a_store_for_other_devices_serves_from_the_cpu(make: MakeEngine, monkeyp
         result = engine.prefill(PROMPTS[0])
         assert torch.equal(result.logits, wanted)
         assert result.report.load_bytes > 0
-
-
-def test_it_is_measured_like_any_tier(make: MakeEngine, tmp_path: Path) -> None:
-    with make(device_bytes=10**8) as engine:
-        auto = engine.attach(AutoRatio(path=tmp_path / "profile.json"))
-        assert [cost.tier for cost in auto.profile(budget_s=0.5).loads] == ["device", "ram", "disk"]
-        engine.add(CHUNKS)
-        assert {engine.prefill(PROMPTS[0]).report.hits for _ in range(3)} == {4}
 
 
 def test_how_much_by_default(make: MakeEngine) -> None:

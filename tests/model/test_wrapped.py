@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_attachments import Guard, Repair, SnapKV, SourceAttention, watch_prefill
-from cacheblend_attachments.guard import first_logits
+from cacheblend_attachments import CompareAnswers, Repair, SnapKV, SourceAttention
 from cacheblend_lab.families import prove
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
@@ -104,30 +103,12 @@ def _answer(engine: BlendEngine, *attached: Attachment, **settings: Any) -> dict
     }
 
 
-def _first_logits(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
-    first: list[torch.Tensor] = []
-    with first_logits(engine.model, first):
-        found = _answer(engine, **settings)
-    return {**found, "logits": first[0]}
-
-
-def _guarded(engine: BlendEngine) -> dict[str, Any]:
-    guard = engine.attach(Guard(1.0))
+def _compared(engine: BlendEngine) -> dict[str, Any]:
+    compare = engine.attach(CompareAnswers(1))
     engine.generate(PROMPT, TOKENS, do_sample=False)
-    assert guard.wait(120)
-    status = guard.status()
-    return {"compared": status.compared, "distance": status.divergence, "kl": status.first_token_kl}
-
-
-def _watched(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
-    seen: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    watched = watch_prefill(
-        engine,
-        PROMPT,
-        lambda layer, call: seen.append((layer, tuple(call.query.shape), tuple(call.key.shape))),
-        blend=blend_settings(engine.blend, **settings),
-    )
-    return {"calls": seen, "rows": watched.recomputed_rows.tolist(), "logits": watched.result.logits}
+    assert compare.wait(120)
+    status = compare.status()
+    return {"compared": status.same + status.different, "f1": status.f1}
 
 
 def _batch(engine: BlendEngine) -> dict[str, Any]:
@@ -138,21 +119,17 @@ def _batch(engine: BlendEngine) -> dict[str, Any]:
 
 # What is compared, and what of it must be other than nothing on the plain model.
 FEATURES: dict[str, tuple[Callable[[BlendEngine], dict[str, Any]], str]] = {
-    "first logits": (_first_logits, "tokens"),
-    "first logits, full": (lambda engine: _first_logits(engine, enabled=False), "tokens"),
     "repair": (lambda engine: _answer(engine, Repair(0.5, limit=1e-4)), "repaired"),
     "eviction": (lambda engine: _answer(engine, SnapKV(0.25)), "evicted"),
     "eviction at the end": (lambda engine: _answer(engine, SnapKV(0.25), selector="query"), "evicted"),
     "eviction, full": (lambda engine: _answer(engine, SnapKV(0.25), enabled=False), "evicted"),
     "sources": (lambda engine: _answer(engine, SourceAttention()), "attention"),
     "sources, full": (lambda engine: _answer(engine, SourceAttention(), enabled=False), "attention"),
-    "watching": (_watched, "calls"),
-    "watching, full": (lambda engine: _watched(engine, enabled=False), "calls"),
-    "guard": (_guarded, "compared"),
+    "comparing": (_compared, "compared"),
     "batch": (_batch, "1"),
 }
 # Those in whose decoding a compiled model is compiled for one length after the other.
-_SLOW = ("batch", "eviction, full", "guard")
+_SLOW = ("batch", "eviction, full", "comparing")
 
 
 def _run(model: Any, feature: str) -> dict[str, Any]:
@@ -195,7 +172,7 @@ def test_a_wrapped_model_does_what_the_plain_one_does(wrap: Wrap, feature: str) 
     for name, value in wanted.items():
         if isinstance(value, torch.Tensor):
             assert (found[name] - value).abs().max() < 1e-4, name
-        elif name in ("attention", "distance", "kl"):
+        elif name in ("attention", "f1"):
             assert found[name] == pytest.approx(value, abs=1e-5), name
         else:
             assert found[name] == value, name
@@ -222,7 +199,7 @@ def test_a_forward_is_seen_once_by_generate_and_by_a_call(wrap: Wrap) -> None:
     assert not unwrapped(model)._forward_hooks
 
 
-@pytest.mark.parametrize("feature", ["eviction", "eviction at the end", "first logits, full", "guard", "batch"])
+@pytest.mark.parametrize("feature", ["eviction", "eviction at the end", "comparing", "batch"])
 def test_adapters_of_older_peft(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 0.20, PEFT called the forward of the model inside past its hooks."""
 

@@ -1,22 +1,19 @@
-from .auto import AutoRatio
 from .calibration import calibrate
-from .guard import Guard, GuardStatus
+from .compare import CompareAnswers, ComparedAnswers
 from .inspector import InspectorPage, inspector_page
+from .ratio import choose_ratio
 from .repair import Repair
 from .snapkv import SnapKV
 from .sources import SourceAttention
-from .watching import WatchedPrefill, watch_prefill
 
 __all__ = [
-    "AutoRatio",
-    "Guard",
-    "GuardStatus",
+    "CompareAnswers",
+    "ComparedAnswers",
     "InspectorPage",
     "Repair",
     "SnapKV",
     "SourceAttention",
-    "WatchedPrefill",
     "calibrate",
+    "choose_ratio",
     "inspector_page",
-    "watch_prefill",
 ]

@@ -1,9 +1,7 @@
 """Inspector's page: what became of every token of a prompt, and where the time went.
 
-It is made of `inspector.html`, its style, its script and the data of one or two answers.
-
-Texts of prompts and answers are hostile input. They stand in the page as JSON in which no ``<`` is left, and its script puts
-them into the document as text. The page's policy allows this script and this style, by their digests, and nothing else.
+It is one file without a script, made from the template `inspector.html`. Texts of prompts and answers are hostile input: Jinja
+escapes them, and the page's policy allows its own style, by its digest, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,15 +9,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.resources import files
-from itertools import groupby
-from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport, CallReport
@@ -30,12 +28,17 @@ from cacheblend_rag.trace import Trace, TracedChunk
 __all__ = ["InspectorPage", "inspector_page", "page_of"]
 
 _FRAME_HEIGHT = 760
-# Figures of the report that the page shows or explains; chunks are shown as the trace has them.
-_FIGURES = (
-    "ttft_s queue_s overhead_s load_s encode_s recompute_s tpot_s prompt_tokens context_tokens recomputed_tokens "
-    "recompute_ratio charged_ratio hits misses selector fallback_reason guard output_tokens load_bytes kv_bytes "
-    "head_tokens prefix_tokens repaired_tokens evicted_tokens batch_size"
-).split()
+_FATES = {
+    "computed": "computed",
+    "recomputed": "recomputed over its stored KV",
+    "encoded": "not stored: encoded first, and kept",
+    "device": "KV from the device",
+    "ram": "KV from RAM",
+    "disk": "KV from disk",
+    "head": "fixed head, KV stored",
+    "prefix": "KV from an earlier prompt",
+}
+_WAITS = {"queue": "waiting for the model", "open": "opening stored KV", "encode": "encoding misses"}
 
 
 class InspectorPage(str):
@@ -47,9 +50,25 @@ class InspectorPage(str):
     def _repr_html_(self) -> str:
         # In a frame the page's own policy holds, and the notebook's styles do not.
         return (
-            f'<iframe srcdoc="{html.escape(self, quote=True)}" sandbox="allow-scripts" title="cacheblend-rag inspector" '
+            f'<iframe srcdoc="{html.escape(self, quote=True)}" sandbox="" title="cacheblend-rag inspector" '
             f'width="100%" height="{_FRAME_HEIGHT}" style="border: 0; color-scheme: light dark"></iframe>'
         )
+
+
+class _Token(NamedTuple):
+    row: int
+    text: str
+    fate: str
+
+
+class _Bar(NamedTuple):
+    """A stretch of time, in seconds after the call; what is loaded is drawn above what is computed meanwhile."""
+
+    what: str
+    start: float
+    stop: float
+    kind: str
+    place: str = "whole"
 
 
 def inspector_page(
@@ -112,23 +131,36 @@ def page_of(
     Each has its report as a dictionary, its trace, and each chunk's document and what its KV has seen.
     """
     traces = [trace for _, trace, _ in answers]
-    data = {
-        "tokens": _texts(tokenizer, traces[0].token_ids),
-        "differs": _first_difference([trace.output_ids for trace in traces]),
-        "views": [
-            _view(report, trace, contexts) | {"answer": _texts(tokenizer, trace.output_ids)}
-            for report, trace, contexts in answers
-        ],
-    }
-    style, script = _part("inspector.css"), _part("inspector.js")
-    page = Template(_part("inspector.html")).substitute(
-        style=style,
-        script=script,
-        style_digest=_digest(style),
-        script_digest=_digest(script),
-        data=_escaped(data),
+    tokens = _texts(tokenizer, traces[0].token_ids)
+    style = _environment().get_template("inspector.css").render()
+    page = (
+        _environment()
+        .get_template("inspector.html")
+        .render(
+            style=style,
+            digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii"),
+            question="".join(tokens[max((chunk.stop for chunk in traces[0].chunks), default=0) :]).strip(),
+            differs=_first_difference([trace.output_ids for trace in traces]),
+            views=[
+                _view(report, trace, contexts, tokens) | {"answer": _texts(tokenizer, trace.output_ids)}
+                for report, trace, contexts in answers
+            ],
+        )
     )
-    return InspectorPage(page)
+    # A lone surrogate could not be written.
+    return InspectorPage(page.encode("utf-8", "replace").decode("utf-8"))
+
+
+@cache
+def _environment() -> Environment:
+    loader = PackageLoader("cacheblend_attachments", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {"seconds": say_seconds, "bytes": say_bytes, "fate": _say_fate}
+    return environment
+
+
+def _say_fate(fate: str) -> str:
+    return _FATES.get(fate, f"KV from {fate}")
 
 
 def _texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
@@ -158,23 +190,6 @@ def _context(chunk: TracedChunk, target: NamedTarget | None) -> dict[str, Any]:
     return {"document": target.document, "seen": [id for id, _ in seen]}
 
 
-@cache
-def _part(name: str) -> str:
-    return files("cacheblend_attachments").joinpath(name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
-
-
-def _escaped(data: Any) -> str:
-    """Return JSON that is ASCII and has nothing in it that ends a script element or begins a comment."""
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
 def _first_difference(answers: Sequence[tuple[int, ...]]) -> int | None:
     """Return which token is the first in which two answers differ; None where they do not, or there is one."""
     if len(answers) < 2 or answers[0] == answers[1]:
@@ -185,18 +200,29 @@ def _first_difference(answers: Sequence[tuple[int, ...]]) -> int | None:
     )
 
 
-def _view(report: Mapping[str, Any], trace: Trace, contexts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _view(
+    report: Mapping[str, Any], trace: Trace, contexts: Sequence[dict[str, Any]], texts: Sequence[str]
+) -> dict[str, Any]:
     """Return what the page shows of one answer, but for its text."""
+    tokens = [_Token(row, *each) for row, each in enumerate(zip(texts, _fates(trace), strict=True))]
+    counts, row = Counter(token.fate for token in tokens), 0
+    parts: list[tuple[dict[str, Any] | None, list[_Token]]] = []
+    for chunk, context in zip(trace.chunks, contexts, strict=True):
+        own = tokens[chunk.start : chunk.stop]
+        parts.append((None, tokens[row : chunk.start]))
+        parts.append((chunk._asdict() | context | {"fates": Counter(token.fate for token in own)}, own))
+        row = chunk.stop
+    parts.append((None, tokens[row:]))
     return {
+        "report": report,
         "full": report["selector"] == "full",
-        "figures": {name: report[name] for name in _FIGURES},
-        "fates": [[fate, len(list(rows))] for fate, rows in groupby(_fates(trace))],
-        "chunks": [_chunk(chunk) | context for chunk, context in zip(trace.chunks, contexts, strict=True)],
+        "legend": [(fate, counts[fate]) for fate in (*_FATES, *(counts.keys() - _FATES.keys())) if counts[fate]],
+        "known": _FATES,
+        "parts": [part for part in parts if part[1]],
         "skipped": [each["id"] for each in report["chunks"] if not each["tokens"]],
-        "waits": [[wait.what, _ms(trace, wait.start), _ms(trace, wait.stop)] for wait in trace.waits],
-        "forward": [_ms(trace, trace.forward_started), _ms(trace, trace.forward_ended)],
-        "layers": _layers(trace),
-        "times": [_ms(trace, moment) for moment in trace.token_times],
+        "lanes": list(_lanes(trace)),
+        "end": max(trace.forward_ended, *trace.token_times[:1]) - trace.started or 1e-9,
+        "gaps": [after - before for before, after in zip(trace.token_times, trace.token_times[1:], strict=False)],
     }
 
 
@@ -211,22 +237,30 @@ def _fates(trace: Trace) -> list[str]:
     return fates
 
 
-def _chunk(chunk: TracedChunk) -> dict[str, Any]:
-    return {name: getattr(chunk, name) for name in ("start", "stop", "id", "behind", "tier", "reason", "attention")}
+def _lanes(trace: Trace) -> Iterator[tuple[str, list[_Bar]]]:
+    """Yield what the time until the first token was spent on, line by line."""
 
+    def bar(what: str, start: float, stop: float, *kind: str) -> _Bar:
+        return _Bar(what, start - trace.started, stop - trace.started, *kind)
 
-def _layers(trace: Trace) -> list[list[float | None]]:
-    """Return of each layer that was loaded when that began and ended, and when it was asked for and handed over."""
+    began, ended = trace.forward_started, trace.forward_ended
+    first = min([wait.start for wait in trace.waits], default=began)
+    yield "Look-up", [bar("tokenising the prompt and looking up its ids", trace.started, first, "other")]
+    for wait in trace.waits:
+        kind = {"queue": "wait", "open": "load"}.get(wait.what, "work")
+        yield wait.what.capitalize(), [bar(_WAITS[wait.what], wait.start, wait.stop, kind)]
     times = trace.layers
-    if times is None:
-        return []
-    moments = (times.load_began, times.load_ended, times.asked, times.handed)
-    return [
-        [layer, *(_ms(trace, each[layer]) if layer in each else None for each in moments)]
-        for layer in sorted(times.asked)
-    ]
-
-
-def _ms(trace: Trace, moment: float) -> float:
-    """Return a moment in milliseconds after the call."""
-    return round(1000 * (moment - trace.started), 3)
+    if times is None or not times.asked:
+        yield "All layers", [bar("prefill of all layers", began, ended, "work")]
+        return
+    layers = sorted(times.asked)
+    yield f"To layer {layers[0]}", [bar("before the first loaded layer", began, times.asked[layers[0]], "work")]
+    for layer, until in zip(layers, [*(times.asked[layer] for layer in layers[1:]), ended], strict=True):
+        bars = [
+            bar(f"waiting for layer {layer}", times.asked[layer], times.handed[layer], "wait", "lower"),
+            bar(f"computing layer {layer}", times.handed[layer], until, "work", "lower"),
+        ]
+        if layer in times.load_ended:
+            loaded = times.load_began[layer], times.load_ended[layer]
+            bars.append(bar(f"loading layer {layer}", *loaded, "load", "upper"))
+        yield f"Layer {layer}", bars

@@ -2,12 +2,13 @@
 
 import copy
 import hashlib
-import json
 import pickle
 import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_attachments import SourceAttention, inspector_page
+from cacheblend_attachments import InspectorPage, SourceAttention, inspector_page
 from cacheblend_attachments.inspector import page_of
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
@@ -30,17 +31,57 @@ from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 17))]
 PROMPT = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 FULL = BlendConfig(enabled=False)
 
 
-def data_of(page: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(DATA.findall(page)[0])
-    return found
+@dataclass
+class Element:
+    """One element of a page, in which of its views it stands, and all text in it."""
+
+    tag: str
+    attributes: dict[str, str | None]
+    view: int
+    text: str = ""
+
+    def has(self, kind: str) -> bool:
+        return kind in (self.attributes.get("class") or "").split()
 
 
-def fates(view: dict[str, Any]) -> list[str]:
-    return [fate for fate, count in view["fates"] for _ in range(count)]
+class Page(HTMLParser):
+    """The elements of a page, in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[Element] = []
+        self._open: list[Element] = []
+        self.feed(page)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        view = sum(each.tag == "main" for each in self.elements) + (tag == "main") - 1
+        self.elements.append(Element(tag, dict(attrs), view))
+        if tag not in ("meta", "input"):
+            self._open.append(self.elements[-1])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop().tag == tag
+
+    def handle_data(self, data: str) -> None:
+        for each in self._open:
+            each.text += data
+
+    def all(self, kind: str, view: int = 0) -> list[Element]:
+        return [each for each in self.elements if each.view == view and (each.tag == kind or each.has(kind))]
+
+    def fates(self, view: int = 0) -> list[str]:
+        """What became of each token, as it says of itself."""
+        titles = [str(each.attributes["title"]) for each in self.all("t", view)]
+        assert [title.partition(": ")[0] for title in titles] == [f"token {row}" for row in range(len(titles))]
+        return [title.partition(": ")[2] for title in titles]
+
+    def chunks(self, view: int = 0) -> list[str]:
+        return [" ".join(each.text.split()) for each in self.all("header", view)]
 
 
 def make_engine(store: Path | None = None, prefix_bytes: int = 0) -> BlendEngine:
@@ -57,37 +98,39 @@ def engine() -> Iterator[BlendEngine]:
         yield engine
 
 
+RAM, ENCODED, RECOMPUTED = "KV from RAM", "not stored: encoded first, and kept", "recomputed over its stored KV"
+
+
 def test_a_miss_and_a_hit(engine: BlendEngine) -> None:
     engine.add(CHUNKS[:2])
     answer = engine.generate(PROMPT, 5, eos_token_id=None)
-    data = data_of(inspector_page(engine, answer.report))
-    [view] = data["views"]
-    own = fates(view)
-    assert Counter(own) == {"ram": 42, "encoded": 17, "computed": 11}
-    assert "".join(data["tokens"]) == engine.tokenizer.decode(answer.prompt_ids)
-    assert "".join(view["answer"]) == engine.tokenizer.decode(answer.token_ids)
-    for chunk, fate in zip(view["chunks"], ("ram", "ram", "encoded"), strict=True):
-        assert set(own[chunk["start"] : chunk["stop"]]) == {fate}
-    assert [chunk["reason"] is None for chunk in view["chunks"]] == [True, True, False]
-    assert {wait[0] for wait in view["waits"]} == {"queue", "open", "encode"}
-    assert data["differs"] is None
-    again = data_of(inspector_page(engine, engine.generate(PROMPT, 5).report))
-    assert Counter(fates(again["views"][0])) == {"ram": 59, "computed": 11}
+    page = Page(inspector_page(engine, answer.report))
+    own = page.fates()
+    assert Counter(own) == {RAM: 42, ENCODED: 17, "computed": 11}
+    assert "".join(each.text for each in page.all("t")) == engine.tokenizer.decode(answer.prompt_ids)
+    assert page.all("answer")[0].text == engine.tokenizer.decode(answer.token_ids)
+    for chunk, fate in zip(answer.report.trace.chunks, (RAM, RAM, ENCODED), strict=True):  # type: ignore[union-attr]
+        assert set(own[chunk.start : chunk.stop]) == {fate}
+    assert ["Not served" in said for said in page.chunks()] == [False, False, True]
+    assert {"Queue", "Open", "Encode"} < {each.text for each in page.all("span")}
+    assert page.all("differs") == []
+    again = Page(inspector_page(engine, engine.generate(PROMPT, 5).report))
+    assert Counter(again.fates()) == {RAM: 59, "computed": 11}
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "query", "boundary"])
 def test_what_a_selector_recomputes(engine: BlendEngine, selector: str) -> None:
     engine.add(CHUNKS)
     engine.attach(SourceAttention())
-    blend = BlendConfig(selector=selector, recompute_ratio=0.2)
-    report = engine.generate(PROMPT, 3, blend=blend).report
-    [view] = data_of(inspector_page(engine, report))["views"]
-    own = fates(view)
-    assert own.count("recomputed") == report.recomputed_tokens > 0
-    assert own.count("computed") == 11
-    for chunk, said in zip(view["chunks"], report.chunks, strict=True):
-        assert own[chunk["start"] : chunk["stop"]].count("recomputed") == said.recomputed_tokens
-        assert chunk["attention"] == said.attention is not None
+    report = engine.generate(PROMPT, 3, blend=BlendConfig(selector=selector, recompute_ratio=0.2)).report
+    page = Page(inspector_page(engine, report))
+    assert page.fates().count(RECOMPUTED) == report.recomputed_tokens > 0
+    assert page.fates().count("computed") == 11
+    for shown, said in zip(page.chunks(), report.chunks, strict=True):
+        assert not said.recomputed_tokens or f"{RECOMPUTED}: {said.recomputed_tokens}" in shown
+        assert said.attention is not None and f"{100 * said.attention:.1f} % of the attention" in shown
+    shares = [float(str(each.attributes["value"])) for each in page.all("meter")]
+    assert shares[:3] == pytest.approx([each.attention for each in report.chunks]) and sum(shares) == pytest.approx(1)
 
 
 def test_a_head_that_is_computed_and_one_that_is_stored(engine: BlendEngine) -> None:
@@ -95,10 +138,10 @@ def test_a_head_that_is_computed_and_one_that_is_stored(engine: BlendEngine) -> 
     prompt = BlendPrompt(FixedText(words(60, 70)), CHUNKS, words(6, 51))
     first, second = (engine.generate(prompt, 2).report for _ in range(2))
     assert second.head_tokens
-    before, after = (fates(data_of(inspector_page(engine, report))["views"][0]) for report in (first, second))
-    assert before[: second.head_tokens] == ["encoded"] * second.head_tokens
-    assert after[: second.head_tokens] == ["head"] * second.head_tokens
-    assert after.count("head") == second.head_tokens
+    before, after = (Page(inspector_page(engine, report)).fates() for report in (first, second))
+    assert before[: second.head_tokens] == [ENCODED] * second.head_tokens
+    assert after[: second.head_tokens] == ["fixed head, KV stored"] * second.head_tokens
+    assert after.count("fixed head, KV stored") == second.head_tokens
 
 
 def test_what_an_earlier_prompt_begins_with() -> None:
@@ -106,8 +149,8 @@ def test_what_an_earlier_prompt_begins_with() -> None:
         engine.add(CHUNKS)
         engine.generate(PROMPT, 4)
         report = engine.generate(BlendPrompt(segments=[*PROMPT.segments, words(9, 60)]), 4).report
-        own = fates(data_of(inspector_page(engine, report))["views"][0])
-        assert own.count("prefix") == report.prefix_tokens > 59
+        own = Page(inspector_page(engine, report)).fates()
+        assert own.count("KV from an earlier prompt") == report.prefix_tokens > 59
         assert own[-1] == "computed"
 
 
@@ -116,13 +159,17 @@ def test_full_prefill_beside_it(engine: BlendEngine) -> None:
     blended = engine.generate(PROMPT, 8, eos_token_id=None)
     full = engine.generate(PROMPT, 8, blend=FULL, eos_token_id=None)
     assert blended.token_ids != full.token_ids
-    data = data_of(inspector_page(engine, blended.report, full.report))
-    assert [view["full"] for view in data["views"]] == [False, True]
-    assert set(fates(data["views"][1])) == {"computed"}
-    assert data["views"][1]["layers"] == []
+    page = Page(inspector_page(engine, blended.report, full.report))
+    assert set(page.fates(1)) == {"computed"} != set(page.fates(0))
+    assert "All layers" in {each.text for each in page.all("span", 1)}
     pairs = zip(blended.token_ids, full.token_ids, strict=True)
-    assert data["differs"] == next(number for number, (one, other) in enumerate(pairs) if one != other)
-    assert data_of(inspector_page(engine, full.report, full.report))["differs"] is None
+    differs = next(number for number, (one, other) in enumerate(pairs) if one != other)
+    for view, answer in enumerate((blended, full)):
+        [marked] = page.all("differs", view)
+        before = engine.tokenizer.decode(answer.token_ids[:differs])
+        assert page.all("answer", view)[0].text.startswith(before + marked.text)
+    assert f"differ from token {differs + 1} on" in "".join(each.text for each in page.all("note"))
+    assert Page(inspector_page(engine, full.report, full.report)).all("differs") == []
     other = engine.generate(BlendPrompt(words(3, 9), CHUNKS, words(4, 8)), 2)
     with pytest.raises(ConfigError, match="another prompt"):
         inspector_page(engine, blended.report, other.report)
@@ -133,17 +180,14 @@ def test_many_prompts_and_a_stream(engine: BlendEngine) -> None:
     prompts = [BlendPrompt(words(4, seed), CHUNKS, words(6, seed + 1)) for seed in (50, 60, 70)]
     answers = engine.generate_many(prompts, 4, eos_token_id=None)
     assert answers[0].report.batch_size == 3
-    for answer in answers:
-        [view] = data_of(inspector_page(engine, answer.report))["views"]
-        assert Counter(fates(view)) == {"ram": 42, "encoded": 17, "computed": 11}
-        assert len(view["times"]) == 4
-        assert view["forward"][1] <= view["times"][0]
+    pages = [Page(inspector_page(engine, answer.report)) for answer in answers]
+    for page in pages:
+        assert Counter(page.fates()) == {RAM: 42, ENCODED: 17, "computed": 11}
+        assert "Then 3 tokens in" in page.all("note")[-1].text
     stream = engine.stream(prompts[0], 4, eos_token_id=None)
     assert "".join(stream) == answers[0].text
-    assert (
-        data_of(inspector_page(engine, stream.result().report))["views"][0]["answer"]
-        == data_of(inspector_page(engine, answers[0].report))["views"][0]["answer"]
-    )
+    shown = Page(inspector_page(engine, stream.result().report))
+    assert shown.all("answer")[0].text == pages[0].all("answer")[0].text
 
 
 def test_what_a_chunk_was_read_behind_is_told_by_ids(tmp_path: Path) -> None:
@@ -152,25 +196,23 @@ def test_what_a_chunk_was_read_behind_is_told_by_ids(tmp_path: Path) -> None:
         engine.add([*pieces, CHUNKS[0]])
         report = engine.generate(BlendPrompt(words(4, 50), ["d-2", "n0", "d-0"], words(6, 51)), 2).report
         page = inspector_page(engine, report)
-        first, alone, later = data_of(page)["views"][0]["chunks"]
-        assert (first["document"], first["behind"], first["seen"]) == ("tales", 0, [])
+        first, alone, later = Page(page).chunks()
+        assert first.startswith("d-2 of tales") and "right behind the preamble" in first
         # A passage of the package's own is no chunk.
-        assert (alone["document"], alone["seen"]) == (None, []) and alone["behind"] > 0
+        assert " of tales" not in alone and "tokens of a neutral passage" in alone
         [record] = engine.records(["d-0"])
         assert record is not None and record.later is not None
         seen = [id for id, _ in record.later.seen]
         assert seen and set(seen) < {"d-1", "d-2", "d-3"}
-        assert (later["document"], later["behind"], later["seen"]) == ("tales", len(record.later.behind), seen)
+        assert f"read behind {len(record.later.behind)} tokens of chunks: {', '.join(seen)}." in later
         # The text of what was not retrieved is nowhere.
         assert pieces[1].text not in page and pieces[3].text not in page
         engine.delete(seen)
-        first, _, later = data_of(inspector_page(engine, report))["views"][0]["chunks"]
-        assert (later["seen"], later["behind"]) == (None, len(record.later.behind))
-        assert first["seen"] == []
+        assert "no longer known" in Page(inspector_page(engine, report)).chunks()[2]
     # When the engine is closed the page has all but this.
-    first, _, later = data_of(inspector_page(engine, report))["views"][0]["chunks"]
-    assert (first["id"], first["seen"], first["document"]) == ("d-2", [], None)
-    assert (later["id"], later["seen"]) == ("d-0", None)
+    first, _, later = Page(inspector_page(engine, report)).chunks()
+    assert first.startswith("d-2") and "of tales" not in first
+    assert "no longer known" in later
 
 
 def test_a_report_that_left_its_process_has_no_page(engine: BlendEngine) -> None:
@@ -185,27 +227,37 @@ def test_a_report_that_left_its_process_has_no_page(engine: BlendEngine) -> None
     assert copy.deepcopy(report) == report
 
 
-def test_nothing_is_loaded_from_elsewhere(engine: BlendEngine) -> None:
+def test_nothing_is_loaded_and_no_script_runs(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     page = inspector_page(engine, engine.generate(PROMPT, 2).report)
-    shown = DATA.sub("", page)
-    assert not re.search(r"https?://|//\w|\ssrc=|href=|url\(|@import|innerHTML|outerHTML|insertAdjacent|eval\(", shown)
-    assert "unsafe" not in page
+    assert not re.search(r"https?://|['(]//|\ssrc=|href=|url\(|@import|<script| on\w+=|\sstyle=", page)
     [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
-    assert policy.startswith("default-src 'none';")
-    for kind, text in (
-        ("style", re.findall(r"<style>(.*?)</style>", page, re.DOTALL)),
-        ("script", re.findall(r"<script>(.*?)</script>", page, re.DOTALL)),
-    ):
-        digest = b64encode(hashlib.sha256(text[0].encode()).digest()).decode()
-        assert len(text) == 1 and f"{kind}-src 'sha256-{digest}'" in policy
+    [style] = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
 
 HOSTILE = st.one_of(
     st.text(max_size=30),
     st.lists(
         st.sampled_from(
-            ["</script>", "<!--", "<script>", "]]>", "-->", "<", ">", "&lt;", '"', "'", "\\", "\u2028", "\x00", "$data"]
+            [
+                "</style>",
+                "<!--",
+                "<script>",
+                "]]>",
+                "-->",
+                "<",
+                ">",
+                "&lt;",
+                '"',
+                "'",
+                "\\",
+                "\u2028",
+                "\x85",
+                "{{",
+                "%}",
+            ]
         )
     ).map("".join),
 )
@@ -221,28 +273,31 @@ class _Written:
         return "".join(self.all[number] for number in ids)
 
 
-@given(st.lists(HOSTILE, min_size=2, max_size=6), HOSTILE, HOSTILE)
-@settings(max_examples=150)
-def test_no_text_ends_its_place_in_the_page(texts: list[str], id: str, reason: str) -> None:
+def page_about(texts: list[str], id: str, reason: str) -> InspectorPage:
     chunk = TracedChunk(0, 1, id, "key", 3, None, reason, 0.5)
-    context = {"document": id, "seen": [id, texts[0]]}
     ids = tuple(range(len(texts)))
     trace = Trace(ids, ids[:1], (chunk,), (), (), 0.0, 1.0, 2.0, (), None, (2.0,))
     report = BlendReport(1, 0, 0, 1, len(ids), 1, 0, 0, 0, 1, 0, "none", fallback_reason=reason, trace=trace)
-    page = page_of(_Written(texts), [(report.to_dict(), trace, [context])])
-    nothing = Trace((), (), (), (), (), 0.0, 1.0, 2.0, (), None, ())
-    plain = page_of(_Written([]), [(BlendReport(1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, "none").to_dict(), nothing, [])])
-    assert page.isascii()
-    for mark in ("<", "</script", "<script", "<!--", "<!"):
-        assert page.count(mark) == plain.count(mark)
-    found = data_of(page)
-    assert "".join(found["tokens"]) == "".join(texts)
-    [view] = found["views"]
-    assert view["chunks"][0]["id"] == view["chunks"][0]["document"] == id
-    assert view["chunks"][0]["reason"] == view["figures"]["fallback_reason"] == reason
+    return page_of(_Written(texts), [(report.to_dict(), trace, [{"document": id, "seen": [id, texts[0]]}])])
+
+
+@given(st.lists(HOSTILE, min_size=2, max_size=6), HOSTILE.filter(bool), HOSTILE.filter(bool))
+@settings(max_examples=150)
+def test_no_text_is_more_than_text(texts: list[str], id: str, reason: str) -> None:
+    page = page_about(texts, id, reason)
+    found, plain = Page(page), Page(page_about(["x"] * len(texts), "x", "x"))
+    assert [each.tag for each in found.elements] == [each.tag for each in plain.elements]
+    assert [each.attributes.keys() for each in found.elements] == [each.attributes.keys() for each in plain.elements]
+    assert "".join(each.text for each in found.all("t")) == "".join(texts)
+    [header] = found.all("header")
+    assert (
+        header.text.startswith(f"{id} of {id}")
+        and f"{reason}." in header.text
+        and f": {id}, {texts[0]}." in header.text
+    )
     frame = page._repr_html_()
     assert frame.count("<") == 2 and frame.count(">") == 2
-    assert 'sandbox="allow-scripts"' in frame
+    assert 'sandbox=""' in frame
 
 
 @pytest.fixture
@@ -257,14 +312,12 @@ def test_a_page_is_written_in_place(run: Command, store: Path, tmp_path: Path, m
     options = ["--store", store, "--top-k", "3", "--max-new-tokens", "5"]
     said = run("inspect", "Where was Mara born?", *options, "--full", "--attention").stdout
     assert "inspect.html" in said
-    data = data_of((tmp_path / "inspect.html").read_text(encoding="utf-8"))
-    view, full = data["views"]
-    assert (view["full"], full["full"]) == (False, True)
-    assert len(view["chunks"]) == view["figures"]["hits"] == 3
-    assert any(chunk["seen"] for chunk in view["chunks"])
-    assert all(chunk["document"] is not None for chunk in view["chunks"])
-    assert all(chunk["attention"] is not None for each in data["views"] for chunk in each["chunks"])
-    assert "Where was Mara born?" in "".join(data["tokens"])
+    page = Page((tmp_path / "inspect.html").read_text(encoding="utf-8"))
+    assert [each.text for each in page.elements if each.tag == "label"] == ["This answer", "Full prefill"]
+    assert len(page.chunks()) == len(page.chunks(1)) == 3
+    assert any("of chunks: " in said for said in page.chunks())
+    assert all(" of " in said and "% of the attention" in said for view in (0, 1) for said in page.chunks(view))
+    assert "Where was Mara born?" in page.all("question")[0].text
 
 
 def test_a_page_that_cannot_be_written_is_said_at_once(run: Command, store: Path, tmp_path: Path) -> None:

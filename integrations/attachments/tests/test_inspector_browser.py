@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 
-SIZES = {"laptop": (1280, 800), "desk": (1440, 900), "phone": (390, 844)}
+SIZES = {"desk": (1440, 900), "phone": (390, 844)}
 ATTACK = (
-    "</script><script>document.title='owned'</script><!-- <img src=x onerror=\"document.title='owned'\"> "
-    "<style>body{display:none}</style> <iframe src=https://example.org></iframe> <b>bold</b> ${data} &lt;i&gt;"
+    "</style><script>document.title='owned'</script><!-- <img src=x onerror=\"document.title='owned'\"> "
+    "<style>body{display:none}</style> <iframe src=https://example.org></iframe> <b>bold</b> {{ 1 }} &lt;i&gt;"
 )
 
 
@@ -36,28 +35,15 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@dataclass
-class Opened:
-    """A page that is open, what it asked for and what it complained of."""
-
-    page: Any
-    asked: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-
-    def is_quiet(self, file: Path) -> bool:
-        return self.asked == [file.as_uri()] and not self.said
-
-
-def opened(browser: Any, file: Path, size: str = "laptop", scheme: str = "light") -> Opened:
+def opened(browser: Any, file: Path, size: str = "desk", scheme: str = "light") -> tuple[Any, list[str]]:
+    """Open a page; return it, and what it asks for or complains of."""
     width, height = SIZES[size]
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-    seen = Opened(page)
-    page.on("request", lambda request: seen.asked.append(request.url))
-    page.on("console", lambda message: seen.said.append(message.text))
-    page.on("pageerror", lambda error: seen.said.append(str(error)))
+    seen: list[str] = []
+    page.on("request", lambda request: seen.append(request.url))
+    page.on("console", lambda message: seen.append(message.text))
     page.goto(file.as_uri())
-    page.wait_for_function("document.documentElement.dataset.ready === 'yes'")
-    return seen
+    return page, seen
 
 
 @pytest.fixture(scope="module")
@@ -72,70 +58,43 @@ def engine() -> Iterator[BlendEngine]:
 @pytest.fixture(scope="module")
 def file(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with a chunk right behind the preamble, a miss, a chunk that was read behind others, and full prefill beside it."""
-    pieces = [Chunk(words(20, seed), f"d-{seed}", document="tales") for seed in range(3)]
-    engine.add(pieces)
+    engine.add([Chunk(words(20, seed), f"d-{seed}", document="tales") for seed in range(3)])
     prompt = BlendPrompt(words(4, 50), ["d-2", Chunk(words(17, 9), "new"), "d-0"], words(6, 51))
     with closing(engine.attach(SourceAttention())):
         shown = engine.generate(prompt, 8, eos_token_id=None)
-    answers = [shown, engine.generate(prompt, 8, blend=BlendConfig(enabled=False), eos_token_id=None)]
-    assert answers[0].token_ids != answers[1].token_ids
+    full = engine.generate(prompt, 8, blend=BlendConfig(enabled=False), eos_token_id=None)
     path = tmp_path_factory.mktemp("page") / "inspect.html"
-    path.write_text(inspector_page(engine, *(each.report for each in answers)), encoding="utf-8")
+    path.write_text(inspector_page(engine, shown.report, full.report), encoding="utf-8")
     return path
 
 
-def test_a_token_a_chunk_and_full_prefill(browser: Any, file: Path) -> None:
-    seen = opened(browser, file)
-    page, details = seen.page, seen.page.locator("#detail-text")
-    page.locator('[data-chunk="0"] .t').nth(3).hover()
-    assert "Token 8" in details.inner_text()
-    assert "right behind the preamble" in details.inner_text()
-    page.locator('[data-chunk="1"] header').hover()
-    assert "new" in details.inner_text() and "tokens of a neutral passage" in details.inner_text()
-    page.locator('[data-chunk="2"] header').hover()
-    assert "read behind 20 tokens of chunks: d-" in details.inner_text()
-    assert "not stored: encoded first" in page.locator("#legend").inner_text()
-    recomputed = page.locator(".t.f-recomputed").count()
-    assert recomputed
-    assert page.locator(".lane").count() >= 6
-    assert page.locator("#attention-section").is_visible()
-    assert "differ from token" in page.locator("#differs").inner_text()
-    marked = page.locator("#answer .differs").inner_text()
-    page.get_by_role("button", name="Full prefill").click()
-    assert page.get_by_role("button", name="Full prefill").get_attribute("aria-pressed") == "true"
-    assert page.locator(".t.f-computed").count() == page.locator(".t").count()
-    assert page.locator("#answer .differs").inner_text() != marked
-    assert "(full prefill)" in page.locator("#headline").inner_text()
-    page.get_by_role("button", name="This answer").click()
-    assert page.locator(".t.f-recomputed").count() == recomputed
-    assert seen.is_quiet(file)
-    page.close()
-
-
-def test_the_keyboard_reaches_every_chunk_and_token(browser: Any, file: Path) -> None:
-    seen = opened(browser, file)
-    page, details = seen.page, seen.page.locator("#detail-text")
-    for _ in range(3):
-        page.keyboard.press("Tab")
-    assert details.inner_text().startswith("d-2 of tales")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert details.inner_text().startswith("Token 6 ")
+def test_one_answer_is_shown_at_a_time_and_the_keyboard_switches(browser: Any, file: Path) -> None:
+    page, seen = opened(browser, file)
+    first, second = page.locator("main.view1"), page.locator("main.view2")
+    assert (first.is_visible(), second.is_visible()) == (True, False)
+    assert page.locator(".view1 .f-recomputed").first.is_visible()
+    page.get_by_label("Full prefill").click()
+    assert (first.is_visible(), second.is_visible()) == (False, True)
     page.keyboard.press("ArrowLeft")
-    assert details.inner_text().startswith("Token 5 ")
-    page.keyboard.press("Tab")
-    assert details.inner_text().startswith("new")
-    assert seen.is_quiet(file)
+    assert (first.is_visible(), second.is_visible()) == (True, False)
+    bars = page.locator(".view1 .lane rect")
+    boxes = [bars.nth(number).bounding_box() for number in range(bars.count())]
+    lane = page.locator(".view1 .lane svg").first.bounding_box()
+    assert len(boxes) > 8
+    assert all(
+        lane["x"] - 1 <= each["x"] <= each["x"] + each["width"] <= lane["x"] + lane["width"] + 1 for each in boxes
+    )
+    assert seen == [file.as_uri()]
     page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_it_fits_the_screen_and_can_be_read(browser: Any, file: Path, size: str, scheme: str) -> None:
-    seen = opened(browser, file, size, scheme)
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    page, _ = opened(browser, file, size, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     # Contrast of each kind of text against what is behind it, as WCAG counts it.
-    contrasts = seen.page.evaluate(
+    contrasts = page.evaluate(
         """() => {
             const light = (text) => {
                 const [r, g, b] = text.match(/[\\d.]+/g).map(Number).map((c) => c / 255)
@@ -148,11 +107,11 @@ def test_it_fits_the_screen_and_can_be_read(browser: Any, file: Path, size: str,
                     if (!/, 0\\)$/.test(color)) return color;
                 }
             };
-            const probes = [...document.querySelectorAll(".note, h2, dd, dt, .chunk header span, .lane > span, #switch button")];
+            const probes = [...document.querySelectorAll(".note, h2, dd, dt, small, header span, .lane > span, label")];
             for (const fate of ["computed", "recomputed", "encoded", "device", "ram", "disk", "remote", "head", "prefix"]) {
                 const token = document.createElement("span");
                 token.className = `t f-${fate}`;
-                document.getElementById("prompt").append(token);
+                document.querySelector(".prompt").append(token);
                 probes.push(token);
             }
             return probes.map((each) => {
@@ -162,31 +121,20 @@ def test_it_fits_the_screen_and_can_be_read(browser: Any, file: Path, size: str,
         }"""
     )
     assert min(contrasts, key=lambda pair: pair[1])[1] >= 4.5, sorted(contrasts, key=lambda pair: pair[1])[:3]
-    assert seen.is_quiet(file)
-    seen.page.close()
+    page.close()
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page about a prompt and ids that are markup and scripts, which the reference model reads."""
-    settings = engine_settings(self_check=False)
-    with BlendEngine.from_pretrained("reference", **settings) as engine:
-        engine.add([Chunk(ATTACK, ATTACK, document=ATTACK), Chunk("More.", "more", document=ATTACK)])
-        report = engine.generate(BlendPrompt("Read this.\n", ["more", ATTACK], f"\n{ATTACK}"), 4).report
-    path = tmp_path_factory.mktemp("page") / "hostile.html"
+def test_markup_and_scripts_show_as_text(browser: Any, engine: BlendEngine, tmp_path: Path) -> None:
+    report = engine.generate(
+        BlendPrompt(words(4, 1), [Chunk(words(9, 2), ATTACK, document=ATTACK)], words(3, 3)), 2
+    ).report
+    path = tmp_path / "hostile.html"
     path.write_text(inspector_page(engine, report), encoding="utf-8")
-    return path
-
-
-def test_markup_and_scripts_show_as_text(browser: Any, hostile: Path) -> None:
-    seen = opened(browser, hostile)
-    page = seen.page
+    page, seen = opened(browser, path)
     assert page.title() == "cacheblend-rag inspector"
-    assert page.locator('[data-chunk="1"] .rows').inner_text().strip() == ATTACK
-    assert ATTACK in page.locator('[data-chunk="1"] header').inner_text()
-    assert page.locator("#question").inner_text() == ATTACK
-    assert page.evaluate("document.querySelectorAll('img, iframe, b b, #prompt style, #prompt script').length") == 0
-    assert seen.is_quiet(hostile)
+    assert page.locator("article header b").inner_text() == ATTACK
+    assert page.evaluate("document.querySelectorAll('img, iframe, script, b b, main style').length") == 0
+    assert seen == [path.as_uri()]
     page.close()
 
 
@@ -194,7 +142,7 @@ def test_a_notebook_shows_it_in_a_frame(browser: Any, engine: BlendEngine) -> No
     report = engine.generate(BlendPrompt(words(4, 50), [Chunk(words(17, 9), "new")], words(6, 51)), 4).report
     page = browser.new_page()
     page.set_content(f"<div>{inspector_page(engine, report)._repr_html_()}</div>")
-    frame = page.frame_locator("iframe")
-    frame.locator('[data-chunk="0"]').wait_for()
-    assert "new" in frame.locator('[data-chunk="0"] header').inner_text()
+    header = page.frame_locator("iframe").locator("article header")
+    header.wait_for()
+    assert "new" in header.inner_text()
     page.close()

@@ -381,7 +381,7 @@ class GGUFEngine(ChunkLibrary):
             return head
         found = self._supply.open_all(request)
         num_layers, layout = len(self.llama.form.layers), request.prompt.layout
-        request.plan = make_plan(request.blend, layout, num_layers, request.blend.recompute_ratio)
+        request.plan = make_plan(request.blend, layout, num_layers)
         assert request.plan.selection is not None
         rows = request.recomputed = request.plan.selection.rows()
         request.charge = float(rows.numel() * num_layers)

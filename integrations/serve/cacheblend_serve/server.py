@@ -18,7 +18,7 @@ import anyio.to_thread
 from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
-from cacheblend_attachments import AutoRatio, Guard
+from cacheblend_attachments import CompareAnswers
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
@@ -56,14 +56,10 @@ class Server:
         self._keys = None if config.keys is None else KeyFile(config.keys)
         if self._keys is not None:
             self._keys.check()
-        wanted: list[Any] = [] if config.auto_ratio is None else [AutoRatio(config.auto_ratio)]
-        wanted += [Guard(config.guard_share, action=config.guard_action)] if config.guard_share else []
-        for each in wanted:
+        if config.compare_every is not None:
             if not isinstance(first := backend.library(None), BlendEngine):
-                raise ConfigError(
-                    "guard_share and auto_ratio are for models of transformers in this process; leave them out"
-                )
-            first.attach(each)
+                raise ConfigError("compare_every is for models of transformers in this process; leave it out")
+            first.attach(CompareAnswers(config.compare_every))
         # One writer of a document at a time.
         self._writers: weakref.WeakValueDictionary[tuple[str | None, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._begun: set[asyncio.Task[Any]] = set()

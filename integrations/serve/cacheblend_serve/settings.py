@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -50,10 +50,8 @@ class ServeConfig(SettingsBase):
     pages_s : float, optional
         Seconds for which the inspector's page of an answer can be looked at, at ``/ui``, only by who asked for it (`keep`). By
         default none is kept.
-    guard_share, guard_action : float, {"report", "raise", "full"}
-        Share of the answers that an online guard (`Guard`) compares with full prefill, by default none, and what it does then.
-    auto_ratio : float, optional
-        The least ratio with which `AutoRatio` chooses those of requests that set none; by default the engine's own holds.
+    compare_every : int, optional
+        One answer in so many is compared with full prefill, in the background (`CompareAnswers`); by default none.
     """
 
     model_config = SettingsConfigDict(
@@ -74,9 +72,7 @@ class ServeConfig(SettingsBase):
     reader_s: float = Field(default=30.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
     pages_s: float | None = Field(default=None, gt=0)
-    guard_share: float = Field(default=0.0, ge=0, le=1)
-    guard_action: Literal["report", "raise", "full"] = "report"
-    auto_ratio: float | None = Field(default=None, ge=0, le=1)
+    compare_every: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _keys_if_others_can_ask(self) -> ServeConfig:

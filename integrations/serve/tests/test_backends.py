@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from cacheblend_attachments import AutoRatio, Guard
+from cacheblend_attachments import CompareAnswers
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.config import BlendConfig, EngineConfig
@@ -66,9 +66,9 @@ def test_there_are_threads_for_more_than_the_requests_that_are_answered(engine: 
 
 
 def test_what_is_attached_where_settings_say_so(engine: BlendEngine) -> None:
-    make_app(EngineBackend(engine), ServeConfig(guard_share=1.0, auto_ratio=0.2))
-    assert [type(each) for each in engine._runner.attachments] == [AutoRatio, Guard]
-    assert engine.metrics.registry.get_sample_value("cacheblend_guard_pending") == 0
+    make_app(EngineBackend(engine), ServeConfig(compare_every=2))
+    assert [type(each) for each in engine.attachments] == [CompareAnswers]
+    assert engine.metrics.registry.get_sample_value("cacheblend_compared_answers_total", {"outcome": "same"}) == 0
 
 
 class Elsewhere(EngineBackend):

@@ -24,7 +24,7 @@ def test_a_page_is_shown_to_who_asked_for_it(engine: BlendEngine, serve: Serve, 
     with httpx.Client(base_url=client.base_url) as browser:
         page = browser.get(address, auth=("anybody", mine))
         assert page.status_code == 200
-        assert "script-src 'unsafe-inline'" in page.headers["Content-Security-Policy"]
+        assert "script-src" not in page.headers["Content-Security-Policy"]
         assert "mara" in page.text and "<b>Mara</b>" not in page.text
         assert address in browser.get("/ui", auth=("", mine)).text
         # Not even of the same tenant.
@@ -61,7 +61,7 @@ def test_pages_come_in_the_order_of_the_prompts(engine: BlendEngine, serve: Serv
     body = {"prompt": prompts, "keep": True, "max_tokens": 2}
     addresses = client.post("/v1/completions", json=body).json()["pages"]
     for address, size in zip(addresses, sizes, strict=True):
-        assert f'"prompt_tokens":{size},' in client.get(address).text
+        assert f"of {size:,} in the prompt" in client.get(address).text
 
 
 def test_a_later_key_of_the_same_name_sees_no_pages_of_the_former(engine: BlendEngine, report: BlendReport) -> None:

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +27,10 @@ from vllm_cacheblend.serving import _arguments, _environment
 from vllm_cacheblend.slots import Group, blocks_of, first_held, slots_of
 from vllm_cacheblend.spooling import BlockReader, own_folder, read_spool, spool_path, write_spool
 
-from cacheblend_attachments import watch_prefill
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.errors import BackendError, ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
@@ -64,8 +64,22 @@ def store(engine: BlendEngine) -> Iterator[KVStore]:
     store.close()
 
 
-def unseen(layer: int, call: Any) -> None:
-    """Watch nothing."""
+class _Noted(Attachment):
+    """Notes the KV of a prompt."""
+
+    kv: list[LayerKV]
+
+    @contextmanager
+    def around(self, forward: RunningForward) -> Iterator[None]:
+        yield
+        self.kv = forward.cache.kv()
+
+
+def prefilled(engine: BlendEngine, *segments: Any) -> list[LayerKV]:
+    """The KV that decoding a prompt would go on with, by layer."""
+    with closing(engine.attach(_Noted())) as noted:
+        engine.prefill(BlendPrompt(segments=segments))
+    return noted.kv
 
 
 def prefix_of(engine: BlendEngine, order: Sequence[int], head: str = "Read this.\n") -> StoredPrefix:
@@ -211,14 +225,10 @@ def loaded(store: KVStore, card: ModelCard, load: Load) -> list[LayerKV]:
 
 def test_what_is_loaded_is_what_the_engine_blends(engine: BlendEngine, store: KVStore) -> None:
     prefix = prefix_of(engine, (2, 0, 1))
-    watched = watch_prefill(
-        engine,
-        BlendPrompt(segments=["Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0, 1)), "Who lives in Oakford?"]),
-        unseen,
-    )
+    own = prefilled(engine, "Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0, 1)), "Who lives in Oakford?")
     stop = prefix.num_stored
     whole = loaded(store, engine.card(), Load(prefix.token_ids[:stop], prefix.namespace, prefix.pieces, 0, stop))
-    for layer, kv in zip(whole, watched.kv, strict=True):
+    for layer, kv in zip(whole, own, strict=True):
         for part, expected in zip(layer, kv, strict=True):
             torch.testing.assert_close(part, expected[0, :, :stop], atol=1e-5, rtol=1e-5)
     for first, last in ((3, stop), (0, 9), (11, 12)):
@@ -411,7 +421,7 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
         salts.append(salt)
         for name, ids in prompts:
             asked.append(ids)
-            kv = watch_prefill(engine, BlendPrompt(segments=[[*ids, 5]]), unseen).kv
+            kv = prefilled(engine, [*ids, 5])
             layers = {
                 number: LayerKV(*(part[0, :, : len(ids)].contiguous() for part in each))
                 for number, each in enumerate(kv)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import (
@@ -27,6 +30,7 @@ from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, texts_of, war
 from cacheblend_rag.documents.settings import kv_folder
 from cacheblend_rag.documents.splitter import cut
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.files import load_yaml, read_yaml_text, replace_text
 from cacheblend_rag.lexer import lexer_of
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.documents.library import Library
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["calibrate", "parse_ratios"]
+__all__ = ["calibrate", "parse_ratios", "read_questions", "write_settings"]
 
 _PASSAGES = 16
 """Passages that are asked how they go on."""
@@ -45,19 +49,11 @@ _FIRST_WORDS, _MOST_WORDS = 12, 72
 
 
 def parse_ratios(text: str) -> tuple[float, ...]:
-    """Return the numbers of a comma-separated list, each a recompute ratio."""
-    ratios = []
-    for part in text.split(","):
-        try:
-            ratio = float(part)
-        except ValueError:
-            raise ConfigError(
-                f"{part.strip()!r} in {text!r} is not a number; write ratios like 0,0.05,0.15,0.3"
-            ) from None
-        if not math.isfinite(ratio) or not 0 <= ratio <= 1:
-            raise ConfigError(f"ratio {part.strip()} must be a finite number from 0 (plain reuse) to 1 (full prefill)")
-        ratios.append(ratio)
-    return tuple(ratios)
+    """Return the numbers of a comma-separated list of recompute ratios."""
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{text!r} has a part that is not a number; write ratios like 0,0.05,0.15,0.3") from None
 
 
 def calibrate(
@@ -99,22 +95,14 @@ def calibrate(
     target: Annotated[
         float, typer.Option(help="Share of the gap between no documents (0) and full prefill (1) to recover.")
     ] = 0.95,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of full prefill's own answer.")] = 24,
     write: Annotated[bool, typer.Option("--write/--no-write", help="Whether to write the settings.")] = True,
-    disable: Annotated[
-        bool,
-        typer.Option(
-            "--disable", help="Write enabled: false if no ratio reaches the target; by default nothing is written then."
-        ),
-    ] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Find the cheapest settings that keep full prefill's quality on your own model and documents, and write them to a file.
 
-    Exits with 1 if nothing is found and written.
+    Exits with 1 if nothing is found.
     """
     from cacheblend_attachments.calibration import calibrate as run
-    from cacheblend_attachments.calibration import read_questions
     from cacheblend_rag.config import BlendConfig, EngineConfig
 
     tried = parse_ratios(ratios)
@@ -141,20 +129,26 @@ def calibrate(
             selector=selector,
             ratios=tried,
             target=target,
-            max_new_tokens=max_new_tokens,
             progress=status.update,
         )
     _show(found, time.perf_counter() - started)
-    changes = _changes(found.recompute_ratio, blend, selector, disable)
+    changes: dict[str, bool | float | str] = {}
+    if found.recompute_ratio is not None:
+        changes["recompute_ratio"] = found.recompute_ratio
+        if not blend.enabled:
+            changes["enabled"] = True
+        if selector not in (None, blend.selector):
+            changes["selector"] = selector
     facts = asdict(found)
     rows = facts.pop("rows")
     write_json(
         json_file, "calibrate", list(rows), model=name, embedding=embedded, top_k=top_k, **facts, changes=changes
     )
-    if write:
-        _write(config_file, changes)
     if not changes:
         raise typer.Exit(1)
+    if write:
+        write_settings(config_file, changes)
+        typer.echo(f"{config_file} says {', '.join(_line(each) for each in changes.items())}")
 
 
 @contextmanager
@@ -228,26 +222,66 @@ def _show(found: Calibration, seconds: float) -> None:
     typer.echo(found.reason)
 
 
-def _changes(
-    ratio: float | None, blend: BlendConfig, selector: str | None, disable: bool
-) -> dict[str, bool | int | float | str]:
-    """Return the settings to write."""
-    if ratio is None:
-        return {"enabled": False} if disable else {}
-    changes: dict[str, bool | int | float | str] = {"recompute_ratio": ratio}
-    if selector is not None and selector != blend.selector:
-        changes["selector"] = selector
-    if not blend.enabled:
-        changes["enabled"] = True
-    return changes
+def _line(change: tuple[str, bool | float | str]) -> str:
+    return yaml.safe_dump(dict([change]), width=math.inf).strip()
 
 
-def _write(path: Path, changes: dict[str, bool | int | float | str]) -> None:
-    from cacheblend_attachments.calibration import write_settings
+def write_settings(path: Path, changes: Mapping[str, bool | float | str]) -> None:
+    """Set keys of a YAML file of lines ``key: value``, made if missing; other lines and comments stay.
 
-    if not changes:
-        typer.echo(f"nothing is written to {path}; with --disable, blending would be switched off there")
-        return
-    write_settings(path, changes)
-    written = ", ".join(f"{name}: {str(value).lower()}" for name, value in changes.items())
-    typer.echo(f"{path} says {written}")
+    `ConfigError` where the file is more than that, or cannot be read or written.
+    """
+    text = read_yaml_text(path) if path.exists() else ""
+    edited = text
+    for key, value in changes.items():
+        line = _line((key, value))
+        # What follows is white space, a comment or the end of the line.
+        own = rf"(?m)^{re.escape(key)}:[^#\r\n]*?(?=[ \t]*(?:#|\r?$))"
+        edited, found = re.subn(own, line.replace("\\", r"\\"), edited)
+        if not found:
+            edited += "\n" * (edited != "" and not edited.endswith("\n")) + line + "\n"
+    try:
+        understood = load_yaml(edited, str(path)) == (load_yaml(text, str(path)) or {}) | dict(changes)
+    except (ConfigError, TypeError):
+        understood = False
+    if not understood:
+        raise ConfigError(
+            f"settings file {path} has more than lines of `key: value`; write into it yourself: "
+            f"{', '.join(map(_line, changes.items()))}"
+        )
+    try:
+        replace_text(path.resolve(), edited)
+    except OSError as error:
+        raise ConfigError(f"settings file {path} cannot be written: {error.strerror}") from error
+
+
+def read_questions(path: Path) -> dict[str, str | None]:
+    """Read questions, one a line, and the right answers where they are given.
+
+    A line of a ``.jsonl`` file is a string, or an object with `question` and perhaps `answer`, a text or a number. UTF-8.
+    `ConfigError` if the file cannot be read, a line is none of this, or there is no question.
+    """
+    try:
+        # Not splitlines, which also splits at characters that may stand inside a JSON string.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"questions file {path} cannot be read: {error}") from error
+    questions: dict[str, str | None] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        given: Any = line
+        if path.suffix.lower() == ".jsonl":
+            try:
+                given = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"line {number} of {path} is not JSON ({error})") from error
+        given = given if isinstance(given, dict) else {"question": given}
+        question, answer = given.get("question"), given.get("answer")
+        if not isinstance(question, str) or not question.strip():
+            raise ConfigError(f'line {number} of {path} holds no question; write {{"question": "..."}} or a string')
+        # What other programs keep there, a list for example, is no single right answer.
+        questions[question.strip()] = str(answer) if isinstance(answer, str | int | float) else None
+    if not questions:
+        raise ConfigError(f"questions file {path} holds no question; write one per line")
+    return questions

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_attachments.calibration import read_questions, write_settings
+from cacheblend_attachments.cli.calibrate import read_questions, write_settings
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
 
@@ -113,7 +113,7 @@ QUESTIONS = st.lists(
 )
 
 
-@given(questions=QUESTIONS, bom=st.booleans(), form=st.sampled_from(["string", "question", "query"]), gap=st.booleans())
+@given(questions=QUESTIONS, bom=st.booleans(), form=st.sampled_from(["string", "question"]), gap=st.booleans())
 def test_questions_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, questions: list[str], bom: bool, form: str, gap: bool
 ) -> None:

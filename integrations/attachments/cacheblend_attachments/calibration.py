@@ -1,4 +1,4 @@
-"""Calibration: how much of what full prefill knows each recompute ratio keeps, on a user's own prompts."""
+"""The smallest `recompute_ratio` that keeps what full prefill knows, on a user's own prompts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from cacheblend_attachments.answers import right_losses, written_after
-from cacheblend_attachments.calibration.statistics import Bootstrap
 from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
 from cacheblend_rag.config import BlendConfig
@@ -21,6 +19,8 @@ from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.selection import make_selector
 
 __all__ = ["Calibration", "CalibrationRow", "calibrate", "calibrate_asking"]
+
+_RESAMPLES = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,6 @@ class Calibration:
         return "\n".join([self.reason, *lines])
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    loss: float
-    ttft_s: float
-    charged_ratio: float
-
-
 def calibrate(
     engine: BlendEngine,
     prompts: Sequence[BlendPrompt],
@@ -160,57 +153,67 @@ def calibrate(
     ladder = _checked_ratios(ratios, target)
     blend = engine.blend if blend is None else engine.check_blend(blend)
     blend = blend if selector is None else blend.replace(selector=selector)
-    # llama.cpp does not.
-    recomputes = isinstance(engine, BlendEngine)
-    name = make_selector(blend.selector).name if recomputes else "none"
-    if not recomputes:
+    name = make_selector(blend.selector).name
+    if not isinstance(engine, BlendEngine):
+        # llama.cpp recomputes nothing.
         if selector is not None:
-            raise ConfigError(
-                f"selector={selector!r} chooses what is recomputed, and this engine recomputes nothing; leave it out"
-            )
-        ladder = [0.0]
+            raise ConfigError(f"selector={selector!r} is of no use: this engine recomputes nothing; leave it out")
+        name, ladder = "none", [0.0]
     elif name in ("full", "none"):
         raise ConfigError(
             f"selector={name!r} recomputes the same tokens at every ratio; choose another one to calibrate"
         )
     whole = blend.replace(enabled=False)
-    blends = {ratio: blend.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder}
-    full: list[_Measured] = []
-    bare: list[_Measured] = []
-    rows: dict[float, list[_Measured]] = {ratio: [] for ratio in ladder}
+    blends = [blend.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder]
+    measured = []
     for number, (prompt, answer) in enumerate(zip(prompts, chain(answers, repeat(None)), strict=False), 1):
         say(f"question {number} of {len(prompts)}")
-        if not _is_blended(engine, prompt, blends[ladder[0]]):
+        # This also stores the KV of the chunks.
+        first = engine.prefill(prompt, blend=blends[0]).report
+        if first.fallback_reason is not None or not first.context_tokens or prompt.positions is not None:
             continue
-        right = list(_right(engine, prompt, answer, whole, max_new_tokens))
-        full.append(_measure(engine, prompt, right, whole))
-        text = [each for each in prompt.segments if not isinstance(each, Chunk | ChunkRef | ChunkPart)]
-        bare.append(_measure(engine, BlendPrompt(segments=text), right, whole))
-        for ratio, blending in blends.items():
-            rows[ratio].append(_measure(engine, prompt, right, blending))
-    if not full:
+        if answer is None:
+            right = list(engine.generate(prompt, max_new_tokens, blend=whole, do_sample=False).token_ids)
+        else:
+            text = written_after(answer, prompt.segments[-1])
+            right = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+        bare = BlendPrompt(
+            segments=[each for each in prompt.segments if not isinstance(each, Chunk | ChunkRef | ChunkPart)]
+        )
+        asked = [(prompt, whole), (bare, whole), *((prompt, each) for each in blends)]
+        measured.append([_measure(engine, each, right, settings) for each, settings in asked])
+    if not measured:
         raise ConfigError(
             f"none of the {len(prompts)} questions is answered by blending chunks; give prompts with stored chunks"
         )
-    full_loss, bare_loss = (fmean(each.loss for each in measured) for measured in (full, bare))
+    # Of each: full prefill, without chunks, and the ratios; by prompt.
+    losses, ttfts, charges = np.array(measured).transpose(2, 1, 0)
+    full_loss, bare_loss = map(float, losses[:2].mean(1))
     if not full_loss < bare_loss:
         raise ConfigError(
             f"full prefill finds the answers no likelier than without any chunk ({full_loss:.2f} and {bare_loss:.2f} nats a "
-            f"token, {len(full)} questions), so there is nothing to recover; give questions that the documents answer"
+            f"token, {len(measured)} questions), so there is nothing to recover; give questions that the documents answer"
         )
-    found = tuple(_row(ratio, measured, full, bare) for ratio, measured in rows.items())
-    chosen = next((row for row in found if row.recovered >= target), None)
-    reason = _explain(found, chosen, target, len(full))
-    if not recomputes:
-        reason += " This engine recomputes nothing: no other ratio was tried, and no selector."
+    draws = np.random.default_rng(0).integers(len(measured), size=(_RESAMPLES, len(measured)))
+    rows = []
+    for ratio, loss, ttft, charge in zip(ladder, losses[2:], ttfts[2:], charges[2:], strict=True):
+        won, gap = losses[1] - loss, losses[1] - losses[0]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            low, high = np.percentile(won[draws].sum(1) / gap[draws].sum(1), (2.5, 97.5))
+        recovered, faster = won.sum() / gap.sum(), np.median(ttft) / np.median(ttfts[0])
+        rows.append(CalibrationRow(ratio, *map(float, (charge.mean(), loss.mean(), recovered, low, high, faster))))
+    chosen = next((row for row in rows if row.recovered >= target), None)
+    reason = _explain(rows, chosen, target, len(measured))
+    if name == "none":
+        reason += " This engine recomputes nothing: no other ratio was tried."
     return Calibration(
         selector=name,
         target=target,
-        questions=len(full),
-        skipped=len(prompts) - len(full),
+        questions=len(measured),
+        skipped=len(prompts) - len(measured),
         full_loss=full_loss,
         bare_loss=bare_loss,
-        rows=found,
+        rows=tuple(rows),
         recompute_ratio=None if chosen is None else chosen.recompute_ratio,
         reason=reason,
     )
@@ -289,38 +292,9 @@ def _explain(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, targ
     return f"{chosen.recompute_ratio:g} is the smallest ratio that reaches {target:g}: it recovers {share}."
 
 
-def _is_blended(engine: BlendEngine, prompt: BlendPrompt, blend: BlendConfig) -> bool:
-    """Return whether a prompt is blended, having had the KV of its chunks stored."""
-    report = engine.prefill(prompt, blend=blend).report
-    return report.fallback_reason is None and report.context_tokens > 0 and prompt.positions is None
-
-
-def _right(
-    engine: BlendEngine, prompt: BlendPrompt, answer: str | None, whole: BlendConfig, max_new_tokens: int
-) -> Sequence[int]:
-    """Return the tokens of the right answer."""
-    if answer is None:
-        return engine.generate(prompt, max_new_tokens, blend=whole, do_sample=False).token_ids
-    text = written_after(answer, prompt.segments[-1])
-    return engine.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
-
-
-def _measure(engine: BlendEngine, prompt: BlendPrompt, right: Sequence[int], blend: BlendConfig) -> _Measured:
+def _measure(
+    engine: BlendEngine, prompt: BlendPrompt, right: Sequence[int], blend: BlendConfig
+) -> tuple[float, float, float]:
+    """Return the right answer's loss in nats a token, the seconds to the first token, and the work on chunk tokens."""
     result, losses = right_losses(engine, prompt, right, blend)
-    return _Measured(float(losses.mean()), result.report.ttft_s, result.report.charged_ratio)
-
-
-def _row(
-    ratio: float, measured: Sequence[_Measured], full: Sequence[_Measured], bare: Sequence[_Measured]
-) -> CalibrationRow:
-    own, best, worst = (np.array([each.loss for each in part]) for part in (measured, full, bare))
-    recovered = Bootstrap().share(worst - own, worst - best, range(len(own)))
-    return CalibrationRow(
-        recompute_ratio=ratio,
-        charged_ratio=fmean(each.charged_ratio for each in measured),
-        loss=float(own.mean()),
-        recovered=recovered.mean,
-        recovered_low=recovered.low,
-        recovered_high=recovered.high,
-        ttft_ratio=median(each.ttft_s for each in measured) / median(each.ttft_s for each in full),
-    )
+    return float(losses.mean()), result.report.ttft_s, result.report.charged_ratio

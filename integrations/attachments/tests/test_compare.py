@@ -1,0 +1,236 @@
+"""Every Nth answer against full prefill: what it counts is what asking twice finds, and it is in nobody's way."""
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_attachments import CompareAnswers
+from cacheblend_lab.settings import engine_settings
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.engine.attachment import Attachment
+from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+from tests.families import tiny_model, tiny_tokenizer, words
+
+THREAD = "cacheblend-compare"
+
+
+def tiny_engine() -> BlendEngine:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(recompute_ratio=0.0, preamble=""))
+    engine.add([Chunk(id=name, text=words(8, number)) for number, name in enumerate("abcd")])
+    return engine
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with tiny_engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def compare(engine: BlendEngine) -> CompareAnswers:
+    return engine.attach(CompareAnswers(1))
+
+
+def prompt(number: int = 0) -> BlendPrompt:
+    return BlendPrompt(words(3, 50 + number), ["a", "b", "c"], words(4, 90 + number))
+
+
+def metric(engine: BlendEngine, outcome: str) -> float | None:
+    return engine.metrics.registry.get_sample_value("cacheblend_compared_answers_total", {"outcome": outcome})
+
+
+def f1_of(one: str, other: str) -> float:
+    """The naive way: what of each other's words is taken away, one after the other."""
+    left, shared = other.split(), 0
+    for word in one.split():
+        if word in left:
+            left.remove(word)
+            shared += 1
+    return 2 * shared / max(len(one.split()) + len(other.split()), 1)
+
+
+def test_it_finds_what_asking_twice_finds(
+    engine: BlendEngine, compare: CompareAnswers, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs = []
+    for number in range(6):
+        blended = engine.generate(prompt(number), 8).text
+        assert compare.wait(120)
+        pairs.append((blended, engine.generate(prompt(number), 8, blend=BlendConfig(enabled=False)).text))
+    # Right behind its preamble a chunk is exact.
+    assert engine.generate(BlendPrompt("", ["a"], words(4, 7)), 5).text
+    assert compare.wait(120)
+    status = compare.status()
+    different = sum(one != other for one, other in pairs)
+    assert 0 < different <= 6
+    assert (status.same, status.different, status.dropped, status.failed) == (7 - different, different, 0, 0)
+    assert status.f1 == pytest.approx((1 + sum(f1_of(*pair) for pair in pairs)) / 7)
+    assert (metric(engine, "same"), metric(engine, "different")) == (status.same, status.different)
+    total = engine.metrics.registry.get_sample_value("cacheblend_compared_f1_total")
+    assert total == pytest.approx(7 * status.f1)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == different
+    assert not any(word in caplog.text for pair in pairs for word in pair if word)
+
+
+def test_every_third_answer_that_can_be_compared(engine: BlendEngine) -> None:
+    compare = engine.attach(CompareAnswers(3))
+    for number in range(7):
+        engine.generate(prompt(number), 2)
+        # None of these counts.
+        engine.generate(prompt(number), 2, do_sample=True)
+        engine.generate(prompt(number), 2, blend=BlendConfig(enabled=False))
+        engine.generate(prompt(number), 2, logits_processor=[lambda ids, scores: scores])
+        assert compare.wait(120)
+    status = compare.status()
+    assert status.same + status.different == 2
+
+
+def test_streams_are_compared_and_cancelled_ones_are_not(engine: BlendEngine, compare: CompareAnswers) -> None:
+    stream = engine.stream(prompt(), 4)
+    assert "".join(stream) and stream.result()
+    assert compare.wait(120)
+    with scheduler_of(engine.model):
+        cancelled = engine.stream(prompt(1), 4)
+        cancelled.close()
+    with pytest.raises(CacheBlendError):
+        cancelled.result()
+    assert compare.wait(120)
+    status = compare.status()
+    assert status.same + status.different == 1
+
+
+def test_it_takes_part_while_it_is_attached_and_tenants_get_another(engine: BlendEngine) -> None:
+    compare = engine.attach(CompareAnswers(1))
+    with engine.for_tenant("other") as other:
+        other.generate(BlendPrompt("", [Chunk(words(8, 1))], words(4, 7)), 2)
+        assert metric(other, "same") is not None
+    assert compare.status().f1 is None
+    compare.close()
+    compare.close()
+    engine.generate(prompt(), 2)
+    assert (metric(engine, "same"), compare.wait(0)) == (None, True)
+    for again, word in ((compare, "before"), (object(), "Attachment")):
+        with pytest.raises(ConfigError, match=word):
+            engine.attach(again)  # type: ignore[type-var]
+    engine.attach(CompareAnswers())
+    assert metric(engine, "same") == 0
+
+
+def test_an_attachment_has_answers_decoded_alone(engine: BlendEngine) -> None:
+    class Alone(Attachment):
+        def alone_reason(self, run: Any) -> str:
+            return "it looks at one answer"
+
+    prompts, alone = [prompt(), prompt(1)], engine.attach(Alone())
+    assert [each.report.alone_reason for each in engine.generate_many(prompts, 2)] == ["it looks at one answer"] * 2
+    alone.close()
+    assert [each.report.batch_size for each in engine.generate_many(prompts, 2)] == [2, 2]
+
+
+def test_one_waits_at_a_time_and_an_answer_whose_chunks_changed_fails(
+    engine: BlendEngine, compare: CompareAnswers
+) -> None:
+    # Whoever has the model may take it again, and the comparison waits.
+    with scheduler_of(engine.model):
+        engine.generate_many([prompt(), prompt(1), prompt(2)], 2)
+        engine.add([Chunk(id="b", text=words(9, 30))])
+        assert not compare.wait(0)
+    assert compare.wait(120)
+    status = compare.status()
+    assert status.dropped == 2
+    # While it waited for the model, it may have been in tokens already.
+    assert status.same + status.different + status.failed == 1
+
+
+def test_closing_drops_what_waits(engine: BlendEngine, compare: CompareAnswers) -> None:
+    with scheduler_of(engine.model):
+        engine.generate(prompt(), 2)
+        engine.close()
+    assert compare.wait(120)
+    status = compare.status()
+    assert (status.dropped, status.failed, status.same + status.different) == (1, 0, 0)
+
+
+def test_concurrent_queries_keep_their_answers() -> None:
+    with tiny_engine() as compared, tiny_engine() as plain:
+        compare = compared.attach(CompareAnswers(1))
+        wanted = [plain.generate(prompt(number), 6).token_ids for number in range(16)]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda number: compared.generate(prompt(number), 6).token_ids, range(16)))
+        assert found == wanted
+        assert compare.wait(120)
+        status = compare.status()
+        assert (status.failed, status.same + status.different + status.dropped) == (0, 16)
+        assert status.same + status.different > 0
+
+
+def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    attempts = []
+
+    def hold(*_: Any) -> None:
+        if threading.current_thread().name == THREAD:
+            attempts.append(scheduler_of(engine.model).wanted)
+            begun.set()
+            assert go_on.wait(120)
+
+    engine.model.model.layers[1].register_forward_pre_hook(hold)
+    engine.generate(prompt(), 2)
+    assert begun.wait(120)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(engine.generate, prompt(1), 2, blend=BlendConfig(enabled=False))
+        while not scheduler_of(engine.model).wanted:
+            pass
+        go_on.set()
+        assert answer.result(120).token_ids
+    assert compare.wait(120)
+    # The first attempt got no further than the next layer: one more than the two forwards of the whole comparison.
+    assert len(attempts) == 3
+    status = compare.status()
+    assert (status.same + status.different, status.dropped) == (1, 0)
+
+
+def test_a_failed_comparison_is_counted(
+    engine: BlendEngine, compare: CompareAnswers, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        if threading.current_thread().name == THREAD:
+            raise RuntimeError("secret words")
+
+    engine.model.model.layers[2].register_forward_pre_hook(fail)
+    engine.generate(prompt(), 2)
+    assert compare.wait(120)
+    assert compare.status().failed == 1
+    assert "RuntimeError" in caplog.text and "secret" not in caplog.text
+    assert engine.generate(prompt(1), 2).token_ids
+
+
+def test_an_interpreter_that_ends_does_not_wait_for_comparisons() -> None:
+    script = """
+import sys, threading, time; sys.path.insert(0, "integrations/attachments/tests")
+from test_compare import CompareAnswers, prompt, tiny_engine
+engine = tiny_engine()
+compare = engine.attach(CompareAnswers(1))
+slow = lambda *_: time.sleep(1.0 if threading.current_thread().name == "cacheblend-compare" else 0)
+engine.model.model.layers[1].register_forward_pre_hook(slow)
+engine.generate(prompt(), 400, min_new_tokens=400)
+print(compare.wait(0))
+"""
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "10"])
+def test_a_number_without_meaning_is_refused(every: Any) -> None:
+    with pytest.raises(ConfigError, match="every"):
+        CompareAnswers(every)
