@@ -87,24 +87,23 @@ class PMLError(CacheBlendError, ValueError):
         What is wrong, what was expected, and what to do.
     source : str, optional
         The file, or another name of the text. What was made in Python has none.
-    line, column : int, optional
-        The place in that text, both counted from 1.
+    line : int, optional
+        The line of that text, counted from 1.
 
     Attributes
     ----------
-    reason, source, line, column
+    reason, source, line
         What was given.
     """
 
-    def __init__(self, reason: str, *, source: str | None = None, line: int | None = None, column: int | None = None):
+    def __init__(self, reason: str, *, source: str | None = None, line: int | None = None):
         place = [] if source is None else [source]
         if line is not None:
-            place += [f"line {line}"] if column is None else [f"line {line}, column {column}"]
+            place.append(f"line {line}")
         super().__init__(f"{', '.join(place)}: {reason}" if place else reason)
         self.reason = reason
         self.source = source
         self.line = line
-        self.column = column
 
 
 class AnswerTimeoutError(CacheBlendError, TimeoutError):

@@ -18,7 +18,7 @@ MODULES = {
     "cacheblend_attachments": set(
         "CompareAnswers Repair SnapKV SourceAttention calibrate choose_ratio inspector_page".split()
     ),
-    "cacheblend_pml": {"Import", "MaxTokens", "Schema", "Schemas", "Turn"},
+    "cacheblend_pml": set("Import Module Param Prompt Role Scaffold Schema Schemas Turn Union".split()),
     "cacheblend_rag.selection": {"FixedSelection", "LayerProbe", "SelectionTask"},
     "cacheblend_serve": {"ServedEngine"},
     "cacheblend_ray": {"WarmSummary", "build_app", "warm"},

@@ -1,18 +1,6 @@
 from .chat import Tokens
 from .layout import LaidOutPrompt, Part, SchemaLayout, Span, lay_out
-from .nodes import (
-    Import,
-    MaxTokens,
-    Module,
-    Node,
-    Param,
-    Place,
-    Role,
-    Scaffold,
-    Text,
-    Turn,
-    Union,
-)
+from .nodes import Import, Module, Node, Param, Place, Role, Scaffold, Text, Turn, Union
 from .schema import PMLText, Prompt, Schema
 from .schemas import LoadedSchema, Schemas
 
@@ -20,13 +8,11 @@ __all__ = [
     "Import",
     "LaidOutPrompt",
     "LoadedSchema",
-    "MaxTokens",
     "Module",
     "Node",
     "PMLText",
     "Param",
     "Part",
-    "Span",
     "Place",
     "Prompt",
     "Role",
@@ -34,6 +20,7 @@ __all__ = [
     "Schema",
     "SchemaLayout",
     "Schemas",
+    "Span",
     "Text",
     "Tokens",
     "Turn",

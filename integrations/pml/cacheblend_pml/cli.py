@@ -14,13 +14,11 @@ from cacheblend_rag.cli.options import (
     JsonOption,
     ModelOption,
     StreamOption,
-    output_option,
 )
 from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_same, show_table, write_json
-from cacheblend_rag.errors import ConfigError, PromptTooLongError
+from cacheblend_rag.errors import PromptTooLongError
 
 if TYPE_CHECKING:
-    from cacheblend_pml import Prompt, Schema
     from cacheblend_pml.show import LayoutRow
 
 __all__ = ["pml_app"]
@@ -31,10 +29,6 @@ pml_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A schema.")]
-_PromptsOption = Annotated[
-    list[Path] | None, typer.Option("--prompt", metavar="FILE", help="A prompt for this schema; may be repeated.")
-]
 _RootOption = Annotated[
     Path | None,
     typer.Option(
@@ -49,77 +43,53 @@ _RootOption = Annotated[
 
 @pml_app.command()
 def check(
-    file: _FileArgument,
-    prompts: _PromptsOption = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A schema.")],
+    prompts: Annotated[
+        list[Path] | None, typer.Option("--prompt", metavar="FILE", help="A prompt for this schema; may be repeated.")
+    ] = None,
     root: _RootOption = None,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             metavar="NAME",
-            help="Also check it against this model's chat template, window, and the lengths of arguments and new text.",
+            help="Also check it against this model's chat template, window, and the lengths of arguments and new text, and print "
+            "the positions, tokens and KV bytes of its modules and of the prompts.",
         ),
-    ] = None,
-) -> None:
-    """Check whether a schema and its prompts are valid; if not, show the line, the column, and what was expected."""
-    schema, read = _read(file, prompts, root)
-    params = sum(len(module.params) for module in schema.modules.values())
-    counts = (len(schema.modules), "module"), (len(schema.unions), "union"), (params, "parameter")
-    notes = [
-        f"{schema.name}: a valid schema with {', '.join(_count(*each) for each in counts)}",
-        *(f"{path.name}: a prompt with {_count(len(prompt.imports), 'import')}" for path, prompt in read),
-    ]
-    if model is not None:
-        from cacheblend_pml import SchemaLayout, Tokens, lay_out
-
-        with open_engine(model) as engine:
-            layout = SchemaLayout(schema, Tokens.of(engine.tokenizer))
-            notes[0] += f", {layout.size} positions"
-            _check_window(schema.name, layout.size, engine.window)
-            for number, (path, prompt) in enumerate(read, 1):
-                placed = lay_out(layout, prompt)
-                _check_window(path.name, placed.positions[-1] + 1, engine.window)
-                tokens = _count(len(placed.token_ids), "token")
-                notes[number] += f", {tokens}, {placed.cached_tokens} of them from kept KV"
-    typer.echo("\n".join(notes))
-
-
-@pml_app.command()
-def show(
-    file: _FileArgument,
-    model: ModelOption,
-    prompts: _PromptsOption = None,
-    root: _RootOption = None,
-    svg: Annotated[
-        Path | None, output_option("--svg", "Draw it to FILE too; of the last prompt, if one is given.")
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Print the positions, tokens and KV bytes of a schema's modules, and of prompts."""
-    from cacheblend_pml import SchemaLayout, Tokens, lay_out
-    from cacheblend_pml.show import draw_layout, layout_rows, segment_rows
+    """Check whether a schema and its prompts are valid; if not, show the line, the element, and what was expected."""
+    from cacheblend_pml import Schema, SchemaLayout, Tokens, lay_out
 
-    schema, read = _read(file, prompts, root)
-    with open_engine(model) as engine:
-        token_bytes = engine.decoder.kv_bytes_per_token if engine.decoder is not None else None
-        layout = SchemaLayout(schema, Tokens.of(engine.tokenizer))
-    title, rows = f"{schema.name}, in tokens of {Path(model).name}", layout_rows(layout)
-    found = _show_rows(title, "schema", rows, token_bytes)
-    kept = sum(row.cached_tokens for row in rows)
-    total = f"{_count(layout.size, 'position')}; {_count(kept, 'token')} of KV"
-    console().print(total if token_bytes is None else f"{total}, {say_bytes(kept * token_bytes)}")
+    schema = Schema.from_file(file, root=root)
+    read = [(path, schema.read_prompt(path)) for path in prompts or []]
+    params = sum(len(module.params) for module in schema.modules.values())
+    counts = (len(schema.modules), "module"), (len(schema.unions), "union"), (params, "parameter")
+    typer.echo(f"{schema.name}: a valid schema with {', '.join(_count(*each) for each in counts)}")
     for path, prompt in read:
-        placed = lay_out(layout, prompt)
-        title, rows = f"{path.name}, a prompt for {schema.name}", segment_rows(layout, placed)
-        found += _show_rows(title, path.name, rows, token_bytes)
-        tokens, cached = len(placed.token_ids), placed.cached_tokens
-        console().print(f"{_count(tokens, 'token')}, {cached} from kept KV and {tokens - cached} computed")
-    write_json(json_file, "pml show", found, model=model)
-    if svg is not None:
-        try:
-            svg.write_text(draw_layout(title, rows), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--svg {svg} cannot be written: {error.strerror}") from error
+        typer.echo(f"{path.name}: a prompt with {_count(len(prompt.imports), 'import')}")
+    found: list[dict[str, Any]] = []
+    if model is not None:
+        from cacheblend_pml.show import layout_rows, segment_rows
+
+        with open_engine(model) as engine:
+            token_bytes = engine.decoder.kv_bytes_per_token if engine.decoder is not None else None
+            layout, window = SchemaLayout(schema, Tokens.of(engine.tokenizer)), engine.window
+        _check_window(schema.name, layout.size, window)
+        rows = layout_rows(layout)
+        found = _show_rows(f"{schema.name}, in tokens of {Path(model).name}", "schema", rows, token_bytes)
+        kept = sum(row.cached_tokens for row in rows)
+        total = f"{_count(layout.size, 'position')}; {_count(kept, 'token')} of KV"
+        console().print(total if token_bytes is None else f"{total}, {say_bytes(kept * token_bytes)}")
+        for path, prompt in read:
+            placed = lay_out(layout, prompt)
+            _check_window(path.name, placed.positions[-1] + 1, window)
+            rows = segment_rows(layout, placed)
+            found += _show_rows(f"{path.name}, a prompt for {schema.name}", path.name, rows, token_bytes)
+            tokens, cached = len(placed.token_ids), placed.cached_tokens
+            console().print(f"{_count(tokens, 'token')}, {cached} from kept KV and {tokens - cached} computed")
+    write_json(json_file, "pml check", found, model=model)
 
 
 @pml_app.command()
@@ -179,13 +149,6 @@ def run(
     show_table("modules", ("module", "tokens", "recomputed", "KV"), lines)
     rows = [{"method": name, "answer": result.text, **result.report.to_dict()} for name, result in results.items()]
     write_json(json_file, "pml run", rows, model=model, schema=loaded.name)
-
-
-def _read(file: Path, prompts: list[Path] | None, root: Path | None) -> tuple[Schema, list[tuple[Path, Prompt]]]:
-    from cacheblend_pml import Schema
-
-    schema = Schema.from_file(file, root=root)
-    return schema, [(path, schema.read_prompt(path)) for path in prompts or []]
 
 
 def _show_rows(title: str, of: str, rows: list[LayoutRow], token_bytes: int | None) -> list[dict[str, Any]]:

@@ -133,7 +133,7 @@ def test_a_template_that_words_the_schema_by_its_prompt_is_refused() -> None:
 
 
 def test_messages_need_a_template() -> None:
-    with pytest.raises(PMLError, match=r"line 2, column 3: <system>.* are written by .* has none"):
+    with pytest.raises(PMLError, match=r"line 2: <system>.* are written by .* has none"):
         SchemaLayout(SCHEMA, Tokens(tokenize))
 
 

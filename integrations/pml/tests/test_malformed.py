@@ -27,13 +27,12 @@ SEEDS = [
 </schema>""",
     """<schema name="files"><!-- files --><module name="a" src="a.txt"/>
   <scaffold><module name="b" src="folder/b.txt"/>x</scaffold>
-  <include src="more.pml"/><module name="c" xml:space="preserve"> <![CDATA[ if a < b: ]]> </module></schema>""",
+  <module name="c" xml:space="preserve"> <![CDATA[ if a < b: ]]> </module></schema>""",
     """<!DOCTYPE s [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;&b;&b;&b;&b;">]>
 <schema name="laughs"><module name="a">&c;</module></schema>""",
     """<!DOCTYPE s [<!ENTITY file SYSTEM "file:///etc/passwd">]><schema name="file"><module name="a">&file;</module></schema>""",
     """<?xml version="1.0" encoding="utf-16"?><schema name="bytes"><module name="a" src="../outside.txt"/></schema>""",
-    """<schema name="links"><module name="a" src="link.txt"/><module name="b" src="/etc/passwd"/>
-  <include src="loop.pml"/></schema>""",
+    """<schema name="links"><module name="a" src="link.txt"/><module name="b" src="/etc/passwd"/></schema>""",
 ]
 PROMPTS = [
     '<prompt schema="travel"><plan days="3"><oslo month="May"/></plan>By train.<user>Tell me more</user></prompt>',
@@ -43,7 +42,7 @@ PIECES = [
     "<", ">", "/", "&", '"', "'", "=", "<module", "</module>", "<union>", "</union>", "<param", "name=", 'len="0"',
     'len="99999999999"', 'src="../../etc/passwd"', 'src="pipe"', 'src=""', "&#0;", "&#xD800;", "&lt;", "<!--", "-->",
     "<![CDATA[", "]]>", "<?x?>", "\0", "\ud800", "\ufeff", "\u2028", "\x0b", "\r", "<user>", "</user>", "<scaffold>",
-    '<include src="loop.pml"/>', 'xml:space="preserve"', "<!DOCTYPE x>", "<plan>" * 70, "é", "\U0001f600", "<!ENTITY",
+    'xml:space="preserve"', "<!DOCTYPE x>", "<plan>" * 70, "é", "\U0001f600", "<!ENTITY",
     "%x;", "xmlns='y'", "a:b",
 ]  # fmt: skip
 
@@ -71,14 +70,12 @@ prompts = st.builds(edited, st.sampled_from(PROMPTS), edits)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of files, a pipe, a link that leads out of it, and includes in a circle."""
+    """A folder of files, a pipe, and a link that leads out of it."""
     folder = tmp_path_factory.mktemp("pml") / "root"
     (folder / "folder").mkdir(parents=True)
     (folder.parent / "outside.txt").write_text("secret")
     (folder / "a.txt").write_text("file a")
     (folder / "folder" / "b.txt").write_text("file b")
-    (folder / "more.pml").write_text('<schema name="more"><module name="included">more</module></schema>')
-    (folder / "loop.pml").write_text('<schema name="loop">again <include src="loop.pml"/></schema>')
     (folder / "link.txt").symlink_to(folder.parent / "outside.txt")
     os.mkfifo(folder / "pipe")
     return folder
@@ -189,12 +186,11 @@ def test_ten_thousand_malformed_documents(root: Path, document: str, prompt: str
         ('<schema name="s"><module name="a" src="../outside.txt"/></schema>', "lies outside of the folder 'root'"),
         ('<schema name="s"><module name="a" src="link.txt"/></schema>', "lies outside of the folder 'root'"),
         ('<schema name="s"><module name="a" src="/etc/passwd"/></schema>', "lies outside of the folder 'root'"),
-        ('<schema name="s"><module name="a" src="pipe"/></schema>', "it is not a regular file"),
-        ('<schema name="s"><module name="a" src="folder"/></schema>', "cannot be read"),
-        ('<schema name="s"><module name="a" src="none.txt"/></schema>', "No such file"),
-        ('<schema name="s"><include src="loop.pml"/></schema>', "includes itself: loop.pml -> loop.pml"),
-        ("<a>" * 100_000, "nested 65 deep"),
-        ('<schema name="s">' + "<module name='m'>" * 100 + "</module>" * 100 + "</schema>", "nested 65 deep"),
+        ('<schema name="s"><module name="a" src="pipe"/></schema>', "is no file there"),
+        ('<schema name="s"><module name="a" src="folder"/></schema>', "is no file there"),
+        ('<schema name="s"><module name="a" src="none.txt"/></schema>', "is no file there"),
+        ("<a>" * 100_000, "depth"),
+        ('<schema name="s">' + "<module name='m'>" * 100 + "</module>" * 100 + "</schema>", "nested deeper than 64"),
     ],
 )
 def test_an_attack_is_refused_and_opens_nothing(root: Path, document: str, message: str) -> None:
