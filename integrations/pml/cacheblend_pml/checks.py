@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from cacheblend_pml.nodes import (
@@ -25,9 +24,7 @@ from cacheblend_pml.nodes import (
 
 __all__ = ["check_prompt", "check_schema", "walk_imports"]
 
-_PARAM_NAME = re.compile(r"[^\W\d][\w.-]*")
 _MAX_PARAM_LENGTH = 100_000
-_MAX_NAME_LENGTH = 200
 
 
 def check_schema(name: str, children: Sequence[Node], source: str | None) -> None:
@@ -42,10 +39,8 @@ def check_schema(name: str, children: Sequence[Node], source: str | None) -> Non
         if isinstance(node, Param):
             _check_param(node, above)
         elif isinstance(node, Module):
-            if not isinstance(node.name, str) or not node.name.strip() or len(node.name) > _MAX_NAME_LENGTH:
-                raise node.place.error(
-                    f"{node.name!r:.60} cannot name a module; give up to {_MAX_NAME_LENGTH} characters, not all of them blank"
-                )
+            if not isinstance(node.name, str) or not node.name.strip():
+                raise node.place.error(f"{node.name!r:.60} cannot name a module; give a text that is not blank")
             twin = modules.setdefault(node.name, node)
             if twin is not node:
                 raise node.place.error(
@@ -65,7 +60,8 @@ def check_schema(name: str, children: Sequence[Node], source: str | None) -> Non
             not isinstance(child, Text) or child.text for child in node.children
         ):
             raise node.place.error(f"the {_called(node)} is empty; put something into it, or leave it out")
-    for first in messages[:1]:
+    if messages:
+        first = messages[0]
         for node, above in walk(children):
             if not isinstance(node, Role | Scaffold) and all(isinstance(each, Scaffold) for each in above):
                 raise node.place.error(
@@ -79,10 +75,6 @@ def _check_param(node: Param, above: Sequence[Node]) -> None:
     if not isinstance(owner, Module):
         raise node.place.error(
             f"parameter {node.name!r} stands in no module; put a <module> around it, which prompts import"
-        )
-    if not isinstance(node.name, str) or not _PARAM_NAME.fullmatch(node.name):
-        raise node.place.error(
-            f"{node.name!r:.60} cannot name a parameter; begin it with a letter or _, and go on with letters, digits, _, - and ."
         )
     if not isinstance(node.length, int) or not 1 <= node.length <= _MAX_PARAM_LENGTH:
         raise node.place.error(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from cacheblend_rag.cli.options import (
 )
 from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_same, show_table, write_json
 from cacheblend_rag.errors import PromptTooLongError
-
-if TYPE_CHECKING:
-    from cacheblend_pml.show import LayoutRow
 
 __all__ = ["pml_app"]
 
@@ -79,7 +76,7 @@ def check(
         _check_window(schema.name, layout.size, window)
         rows = layout_rows(layout)
         found = _show_rows(f"{schema.name}, in tokens of {Path(model).name}", "schema", rows, token_bytes)
-        kept = sum(row.cached_tokens for row in rows)
+        kept = sum(row["cached_tokens"] for row in rows)
         total = f"{_count(layout.size, 'position')}; {_count(kept, 'token')} of KV"
         console().print(total if token_bytes is None else f"{total}, {say_bytes(kept * token_bytes)}")
         for path, prompt in read:
@@ -151,22 +148,22 @@ def run(
     write_json(json_file, "pml run", rows, model=model, schema=loaded.name)
 
 
-def _show_rows(title: str, of: str, rows: list[LayoutRow], token_bytes: int | None) -> list[dict[str, Any]]:
+def _show_rows(title: str, of: str, rows: list[dict[str, Any]], token_bytes: int | None) -> list[dict[str, Any]]:
     """Print rows as a table; return them for the JSON file."""
-    scaffolds = any(row.scaffold for row in rows)
-    columns = ("", "kind", "positions", "tokens", "cached", "parameters", "bytes") + ("encoded with",) * scaffolds
-    lines, found = [], []
     for row in rows:
-        first, stop, kept = row.extent.start, row.extent.stop, row.cached_tokens
-        kept_bytes = None if token_bytes is None else kept * token_bytes
-        positions, shown = f"{first}-{stop - 1}" if row.extent else "-", say_bytes(kept_bytes) if kept_bytes else None
-        line = ("  " * row.depth + row.name, row.kind, positions, len(row.extent), kept or None)
-        lines.append((*line, sum(map(len, row.slots)) or None, shown, *((row.scaffold or None,) * scaffolds)))
-        figures = {"of": of, "name": row.name, "kind": row.kind, "depth": row.depth, "start": first, "stop": stop}
-        figures |= {"cached_tokens": kept, "cached_bytes": kept_bytes, "scaffold": row.scaffold or None}
-        found.append(figures | {"slots": [[slot.start, slot.stop] for slot in row.slots]})
-    show_table(title, columns, lines, text_columns=2)
-    return found
+        row |= {"of": of, "cached_bytes": None if token_bytes is None else row["cached_tokens"] * token_bytes}
+    lines = [
+        (
+            "  " * row["depth"] + row["name"][:40],
+            row["kind"],
+            f"{row['start']}-{row['stop'] - 1}",
+            row["cached_tokens"] or None,
+            say_bytes(row["cached_bytes"]) if row["cached_bytes"] else None,
+        )
+        for row in rows
+    ]
+    show_table(title, ("", "kind", "positions", "cached tokens", "bytes"), lines, text_columns=2)
+    return rows
 
 
 def _check_window(name: str, positions: int, window: int | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_pml.checks import check_prompt, check_schema, walk_imports
 from cacheblend_pml.nodes import (
@@ -222,61 +222,43 @@ class Prompt:
         """
         self.check_documents(module)
         place = self.schema.modules[module].place
-        documents = [Module(f"{module}-{number}", (Text(text, place),), place) for number, text in enumerate(texts, 1)]
-
-        def in_schema(nodes: Sequence[Node]) -> Iterator[Node]:
-            for node in nodes:
-                if isinstance(node, Text | Param):
-                    yield node
-                elif not isinstance(node, Module) or node.name != module:
-                    yield replace(node, children=tuple(in_schema(node.children)))  # type: ignore[arg-type]
-                else:
-                    for document in documents:
-                        yield document
-                        if separator:
-                            yield Text(separator, place)
-
-        def in_prompt(nodes: Sequence[PromptNode]) -> Iterator[PromptNode]:
-            for node in nodes:
-                if not isinstance(node, Import):
-                    yield node
-                elif node.name != module:
-                    yield replace(node, children=tuple(in_prompt(node.children)))
-                else:
-                    yield from (Import(document.name) for document in documents)
-
-        schema = Schema(self.schema.name, tuple(in_schema(self.schema.children)), self.schema.source)
-        return Prompt(schema, tuple(in_prompt(self.children)), self.place)
+        names = [f"{module}-{number}" for number in range(1, len(texts) + 1)]
+        documents: list[Node] = []
+        for name, text in zip(names, texts, strict=True):
+            documents += [Module(name, text, place), *([Text(separator, place)] if separator else [])]
+        nodes = _replaced(self.schema.children, Module, module, documents)
+        imports = _replaced(self.children, Import, module, [Import(name) for name in names])
+        return Prompt(Schema(self.schema.name, nodes, self.schema.source), imports, self.place)
 
     def plain_text(self) -> str:
         """Return what the prompt says, for people and logs: without the words of a chat template, new text after its import."""
-        texts: list[tuple[str | None, str]] = []
+        new: dict[str, list[str]] = {}
+        last = ""
 
-        def in_schema(nodes: Sequence[Node], module: str | None) -> None:
-            for node in nodes:
-                if isinstance(node, Text):
-                    texts.append((module, node.text))
-                elif isinstance(node, Param):
-                    texts.append((module, self.imports[module or ""].arguments[node.name]))
-                elif not isinstance(node, Module):
-                    in_schema(node.children, module)
-                elif node.name in self.imports:
-                    in_schema(node.children, node.name)
-
-        def in_prompt(nodes: Sequence[PromptNode], after: int) -> int:
+        def in_prompt(nodes: Sequence[PromptNode]) -> None:
+            nonlocal last
             for node in nodes:
                 if isinstance(node, Import):
-                    own = [number for number, (module, _) in enumerate(texts, 1) if module == node.name]
-                    after = in_prompt(node.children, own[-1] if own else after)
+                    last = node.name
+                    in_prompt(node.children)
                 else:
-                    texts.insert(after, (None, node.text))
-                    after += 1
-            return after
+                    new.setdefault(last, []).append(node.text)
 
-        in_schema(self.schema.children, None)
-        in_prompt(self.children[: self.body_length], 0)
-        in_prompt(self.children[self.body_length :], len(texts))
-        return "".join(text for _, text in texts)
+        def in_schema(nodes: Sequence[Node], module: str) -> Iterator[str]:
+            for node in nodes:
+                if isinstance(node, Text):
+                    yield node.text
+                elif isinstance(node, Param):
+                    yield self.imports[module].arguments[node.name]
+                elif not isinstance(node, Module):
+                    yield from in_schema(node.children, module)
+                elif node.name in self.imports:
+                    yield from in_schema(node.children, node.name)
+                    yield from new.get(node.name, ())
+
+        in_prompt(self.children[: self.body_length])
+        after = [node.text for node in self.children[self.body_length :] if not isinstance(node, Import)]
+        return "".join([*new.get("", ()), *in_schema(self.schema.children, ""), *after])
 
 
 class PMLText(str):
@@ -293,6 +275,19 @@ class PMLText(str):
         text = cls(prompt.plain_text())
         text.cacheblend_prompt = prompt
         return text
+
+
+def _replaced(nodes: Sequence[Any], kind: type[Any], name: str, by: Sequence[Any]) -> tuple[Any, ...]:
+    """Nodes with others in the place of the one of a kind and name, at whatever depth it stands."""
+    found: list[Any] = []
+    for node in nodes:
+        if isinstance(node, kind) and node.name == name:
+            found += by
+        elif hasattr(node, "children"):
+            found.append(replace(node, children=_replaced(node.children, kind, name, by)))
+        else:
+            found.append(node)
+    return tuple(found)
 
 
 def _texts_of(nodes: Sequence[PromptNode]) -> Iterator[str]:
