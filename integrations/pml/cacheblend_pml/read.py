@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import dedent
@@ -60,7 +59,8 @@ class SchemaReader:
     def read(self, text: str) -> tuple[str, tuple[Node, ...]]:
         """Return the name and the children of a schema, which is not yet validated as a whole."""
         root = _parse(text, "schema", self.source)
-        grammar = _grammar()
+        # Not shared between threads, since it keeps the errors of its last document.
+        grammar = etree.RelaxNG(etree.parse(Path(__file__).with_name("pml.rng")))
         if not grammar.validate(root):
             error = grammar.error_log[0]
             there = (each for each in root.iter() if each.sourceline == error.line)
@@ -176,11 +176,6 @@ def schema_beside(prompt: Path) -> Path:
             f"next to the prompt there is no file of its schema, {name!r:.60}; name it with --schema FILE"
         )
     return beside
-
-
-@cache
-def _grammar() -> etree.RelaxNG:
-    return etree.RelaxNG(etree.parse(Path(__file__).with_name("pml.rng")))
 
 
 def _parse(text: str, tag: str, source: str | None) -> etree._Element:
