@@ -214,6 +214,9 @@ class Import:
     ) -> None:
         _set(self, name=name, arguments=dict(arguments or {}), children=nodes_of(children, Import, Text), place=place)
 
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(sorted(self.arguments.items())), self.children))
+
 
 PromptNode: TypeAlias = Import | Text | Turn
 

@@ -162,6 +162,7 @@ TRAVEL = """<schema name="travel">
         ("<user>x</user> more", 1, "<user> at line 1"),
         ("<user>\n<plan days='3'/></user>", 1, "<plan>"),
         ("<plan days='3'>\n<user>x</user></plan>", 2, "Turn"),
+        ("\n<user><plan/></user>", 2, "<plan>"),
         ("<user name='Ada'>x</user>", 1, "'name'"),
         ("<module/>", 1, "name="),
         ("\n<plan days='3'>", 2, "plan"),
@@ -218,6 +219,10 @@ def test_python_and_markup_make_the_same_schema() -> None:
     assert made.prompt(Import("m", {"p": "x"}), "Go!") == made.parse_prompt("<prompt schema='s'><m p='x'/>Go!</prompt>")
 
 
+def nested(depth: int) -> Module:
+    return Module(f"m{depth}", [nested(depth - 1)] if depth else "a")
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -230,6 +235,8 @@ def test_python_and_markup_make_the_same_schema() -> None:
         (lambda: Union(["text"]), "Module"),  # type: ignore[list-item]
         (lambda: Module("m", [3]), "int"),  # type: ignore[list-item]
         (lambda: Schema("s", "a").prompt(3), "int"),  # type: ignore[arg-type]
+        (lambda: Schema("s", "a").prompt(Turn("judge", "b")), "'judge'"),  # type: ignore[arg-type]
+        (lambda: Schema("s", [nested(64)]), "deeper than 64"),
         (lambda: Schema("s", [Module("m", [Param("p", 1)])]).prompt(Import("m", {"p": 3})), "text"),  # type: ignore[dict-item]
     ],
 )
