@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_serve import chunks, completions, engine_calls
+from cacheblend_serve import chunks, completions
 from cacheblend_serve.backend import Backend
 from cacheblend_serve.errors import Denied, Overload, explained
 from cacheblend_serve.pages import PAGE_HEADERS
@@ -58,7 +58,7 @@ def make_app(backend: Backend, config: ServeConfig | None = None, note: Note | N
 
     app = FastAPI(title="cacheblend-rag", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    for part in (router, completions.router, chunks.router, engine_calls.router):
+    for part in (router, completions.router, chunks.router):
         app.include_router(part)
     for kind in (Denied, Overload, CacheBlendError, RecursionError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _explained)

@@ -78,10 +78,6 @@ class Asked:
         Strings that end the answer.
     timeout_s : float
         Seconds after which it is an error.
-    wait_s : float or None
-        Most seconds of these that it may wait for the model.
-    draws : bool or None
-        Whether tokens are drawn rather than the likeliest taken; None leaves it to the model, unless there is a temperature.
     temperature, top_p, top_k, min_p, repetition_penalty, seed
         How tokens are drawn; None leaves it to the model.
     ignore_eos : bool
@@ -105,8 +101,6 @@ class Asked:
     limit_tokens: int
     stop: tuple[str, ...]
     timeout_s: float
-    wait_s: float | None = None
-    draws: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

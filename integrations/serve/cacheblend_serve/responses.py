@@ -100,7 +100,9 @@ class Whole(_Live):
 
 
 class EventStream(_Live):
-    """A reply as server-sent events. What goes wrong before the first is told as if there were to be none, later as an event.
+    """A reply as server-sent events, with a sign of life each second that has none.
+
+    What goes wrong before the first of either is told as if there were to be none, later as an event.
 
     Parameters
     ----------
@@ -108,8 +110,6 @@ class EventStream(_Live):
         What is sent as JSON, an event each.
     reader_s, explain, end
         As above.
-    tells_life : bool
-        Whether each second without an event has a sign of life, from the first on; what goes wrong after it is told as an event.
     """
 
     def __init__(
@@ -118,12 +118,9 @@ class EventStream(_Live):
         reader_s: float,
         explain: Explain,
         end: Callable[[], None] | None = None,
-        *,
-        tells_life: bool = False,
     ) -> None:
         super().__init__(reader_s, explain, end)
         self._events = events
-        self._tells_life = tells_life
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -136,8 +133,7 @@ class EventStream(_Live):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
-        steps = _with_life(self._events) if self._tells_life else self._events
-        async with aclosing(self._events), aclosing(steps):
+        async with aclosing(self._events), aclosing(_with_life(self._events)) as steps:
             try:
                 async for event in steps:
                     await write(_LIFE if event is None else _data(json.dumps(event)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
 import math
 import threading
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
 from starlette.exceptions import HTTPException
 
 from cacheblend_attachments import CompareAnswers
@@ -140,6 +141,10 @@ class Asker:
     async def of_library(self, work: Callable[[ChunkLibrary], Result]) -> Result:
         """Return what `work` returns of the tenant's chunks, as `in_thread` does."""
         return await in_thread(lambda: work(self.server.backend.library(self.owner.tenant)))
+
+    async def written(self, work: Callable[[ChunkLibrary], Any]) -> Response:
+        """Return what `work` finds as JSON, which is long enough to be written outside of the loop that serves all clients."""
+        return Response(await self.of_library(lambda library: json.dumps(work(library))), media_type="application/json")
 
     async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
         """Yield an answer piece by piece, and at its end the whole of it."""

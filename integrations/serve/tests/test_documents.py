@@ -43,7 +43,7 @@ def test_chunks_come_and_go(engine: BlendEngine, serve: Serve) -> None:
     listed = client.get("/v1/chunks", params={"limit": 2}).json()
     assert [each["id"] for each in listed["data"]] == sorted(CHUNKS)[:2] and listed["has_more"]
     rest = client.get("/v1/chunks", params={"after": listed["data"][-1]["id"]}).json()
-    assert rest["data"] == [{"id": sorted(CHUNKS)[2], "document": "mara.md"}] and not rest["has_more"]
+    assert rest["data"] == [{"id": sorted(CHUNKS)[2], "document": "mara.md", "indexed": False}] and not rest["has_more"]
     assert hits(client, *CHUNKS) == (3, 0)
     assert client.post("/v1/prefetch", json={"ids": list(CHUNKS)}).status_code == 202
     assert client.post("/v1/chunks/delete", json={"ids": ["works", "nobody"]}).json() == {"deleted": 1}
@@ -146,7 +146,7 @@ async def test_encoding_is_in_nobodys_way(engine: BlendEngine, serve: Serve, mon
     monkeypatch.setattr(engine, "flush", is_over.wait)
 
     async def flush(client: httpx.AsyncClient) -> str:
-        return (await client.post("/v1/engine/flush")).text
+        return (await client.post("/v1/chunks/flush")).text
 
     async with httpx.AsyncClient(base_url=address, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
         waiting = [asyncio.create_task(flush(client)) for _ in range(60)]

@@ -15,9 +15,9 @@ from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
 from integrations.serve.tests.conftest import engine_of
 
-ADDRESSES = 31
+ADDRESSES = 22
 HERE = {"Host": "localhost"}
-SAMPLED, ALL = 217, 10_000
+SAMPLED, ALL = 154, 10_000
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.app import Guarded
 from cacheblend_serve.auth import KeyFile, Owner
-from cacheblend_serve.client.wire import AnswerCall, ChunksCall
 from cacheblend_serve.errors import Overload, explained
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.responses import EventStream, Whole
@@ -127,7 +126,6 @@ def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
     for name, value in unknown.items():
         assert error(tiny_client.post("/v1/completions", json={"prompt": "x", name: value}), 400)["param"] == name
     chunk = {"text": "She sings.", "id": "a", "sourc": "x"}
-    assert "sourc" in error(tiny_client.post("/v1/engine/add", json={"chunks": [chunk]}), 400)["message"]
     assert "sourc" in error(tiny_client.post("/v1/chunks", json={"chunks": [chunk]}), 400)["message"]
     error(tiny_client.get(CHAT), 405)
     assert "is not JSON" in error(tiny_client.post(CHAT, content=b"{not json", headers=JSON), 400)["message"]
@@ -155,9 +153,7 @@ def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
         (AddRequest, {"chunks": [{}] * MANY}),
         (DocumentRequest, {"chunks": [5] * MANY}),
         (IdsRequest, {"ids": [5] * MANY}),
-        (ChunksCall, {"chunks": [{"text": "x", "token_ids": [1.5] * MANY}]}),
-        (AnswerCall, {"prompt": {"segments": [[1.5] * MANY]}}),
-        (AnswerCall, {"prompt": {"segments": [{"chunk": {"text": "x", "positions": ["x"] * MANY}}]}}),
+        (CompletionRequest, {"prompt": [{"type": "document"}, {"type": "text"}, {}] * 7_000}),
     ],
 )
 def test_not_all_that_is_wrong_is_told(kind: type[BaseModel], body: dict[str, Any]) -> None:

@@ -75,10 +75,6 @@ class VLLMBackend(Backend):
                 f"{', '.join(others)} is not possible here: vLLM goes on after stored KV and recomputes nothing in it; leave it "
                 "out, or serve with --backend engine"
             )
-        if asked.wait_s is not None and asked.wait_s < asked.timeout_s:
-            raise ConfigError(
-                f"wait_s={asked.wait_s:g} is not possible here: vLLM cannot tell waiting from answering; leave it out"
-            )
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
         # A late request is told so at once, though what the thread encodes is encoded to its end.
         opening = anyio.to_thread.run_sync(stored_prefix, library, asked.prompt, abandon_on_cancel=True)
@@ -117,9 +113,9 @@ class VLLMBackend(Backend):
             "ignore_eos": asked.ignore_eos,
         }
         body |= {name: value for name in _GIVEN if (value := getattr(asked, name)) is not None}
-        if asked.temperature is not None and asked.draws is not False:
+        if asked.temperature is not None:
             body["temperature"] = asked.temperature
-        elif not (own.do_sample if asked.draws is None else asked.draws):
+        elif not own.do_sample:
             # vLLM draws unless it is told not to.
             body["temperature"] = 0
         if asked.grammar is not None:
