@@ -21,8 +21,7 @@ from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, UnknownChunkError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import AddResult
-from cacheblend_serve.errors import explained
-from cacheblend_serve.responses import EventStream, Whole
+from cacheblend_serve.responses import event_stream, unless_left
 from cacheblend_serve.server import Asker, FromAsker, in_thread
 from cacheblend_serve.wire import AddRequest, DeleteRequest, DocumentRequest, IdsRequest
 
@@ -88,7 +87,7 @@ async def _flush(asker: FromAsker) -> Response:
         await asyncio.shield(asker.server.begin(asker.server.flush(library)))
         yield {"status": "stored"}
 
-    return EventStream(events(), asker.server.config.reader_s, explained)
+    return await event_stream(events(), asker.server.config.reader_s)
 
 
 @router.get("/v1/documents", response_model=None)
@@ -213,8 +212,8 @@ async def _store(asker: Asker, add: Add, *, is_streamed: bool, document: str | N
         library = await asker.library()
         task = server.begin(work(library, entered.pop_all()))
     if is_streamed:
-        return EventStream(_progress(steps, task), server.config.reader_s, explained)
-    return Whole(partial(asyncio.shield, task), server.config.reader_s, explained)
+        return await event_stream(_progress(steps, task), server.config.reader_s)
+    return JSONResponse(await unless_left(asker.request, asyncio.shield(task)))
 
 
 async def _progress(

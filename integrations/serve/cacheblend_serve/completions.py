@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 from llguidance import LLMatcher
 from starlette.exceptions import HTTPException
 
@@ -36,8 +37,7 @@ from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError, 
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.thoughts import Thought
 from cacheblend_serve.backend import Asked
-from cacheblend_serve.errors import explained
-from cacheblend_serve.responses import EventStream, Whole
+from cacheblend_serve.responses import event_stream, unless_left
 from cacheblend_serve.server import Asker, FromAsker, in_thread
 from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies, ToolChoice
@@ -139,10 +139,10 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
         replies = Replies(server.backend.model_name, request)
         speak = partial(asker.answer, library)
         keep = partial(_keep, asker, library, request.keep, replies)
-        leave, reader_s = entered.pop_all().close, server.config.reader_s
         if request.stream:
-            return EventStream(_pieces(calls, replies, speak, keep), reader_s, explained, leave)
-        return Whole(partial(_whole, calls, replies, speak, keep), reader_s, explained, leave)
+            pieces, leave = _pieces(calls, replies, speak, keep), entered.pop_all().close
+            return await event_stream(pieces, server.config.reader_s, leave)
+        return JSONResponse(await unless_left(asker.request, _whole(calls, replies, speak, keep)))
 
 
 async def _whole(calls: Sequence[Asked], replies: Replies, speak: Speak, keep: Keep) -> dict[str, Any]:

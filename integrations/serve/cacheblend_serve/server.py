@@ -17,6 +17,9 @@ from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
 from fastapi import Depends, Request, Response
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import MovingWindowRateLimiter
 from starlette.exceptions import HTTPException
 
 from cacheblend_attachments import CompareAnswers
@@ -31,7 +34,7 @@ from cacheblend_serve.pages import KeptPages
 from cacheblend_serve.settings import LOOPBACK, ServeConfig
 from cacheblend_serve.spans import RequestSpans
 
-__all__ = ["Asker", "FromAsker", "Gate", "Note", "Rates", "Server", "in_thread"]
+__all__ = ["Asker", "FromAsker", "Gate", "Note", "Server", "in_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Server:
         self.backend = backend
         self.gate = Gate(config.requests)
         self.pages = KeptPages(config.pages_s)
-        self._rates = Rates()
+        self._rates = MovingWindowRateLimiter(MemoryStorage())
         self._keys = None if config.keys is None else KeyFile(config.keys)
         if self._keys is not None:
             self._keys.check()
@@ -104,8 +107,19 @@ class Server:
     def owner(self, authorization: str | None, is_page: bool = False) -> Owner:
         """Return who asks; `Denied` if the key is unknown, `Overload` if it is used too often."""
         owner = OPEN if self._keys is None else self._key_owner(self._keys, authorization or "", is_page)
-        self._rates.take(owner.digest, owner.per_minute or self.config.per_minute)
+        per_minute = owner.per_minute or self.config.per_minute
+        if per_minute is not None:
+            self._count(owner, RateLimitItemPerMinute(per_minute))
         return owner
+
+    def _count(self, owner: Owner, limit: RateLimitItemPerMinute) -> None:
+        """Count a request; `Overload` if it is one too many."""
+        if not self._rates.hit(limit, owner.digest):
+            reset_s = self._rates.get_window_stats(limit, owner.digest).reset_time - time.time()
+            text = (
+                f"this key has had its {limit.amount} requests of a minute; ask again later, or ask for a larger share"
+            )
+            raise Overload(text, reset_s, is_rate=True)
 
     def _key_owner(self, keys: KeyFile, authorization: str, is_page: bool) -> Owner:
         kind, _, given = authorization.partition(" ")
@@ -132,6 +146,7 @@ class Asker:
     def __init__(self, server: Server, owner: Owner, request: Request) -> None:
         self.server = server
         self.owner = owner
+        self.request = request
         self.spans = RequestSpans(request.url.path.removeprefix("/v1/"), request.headers)
 
     async def library(self) -> ChunkLibrary:
@@ -187,38 +202,6 @@ async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
     """Return what `work` returns; who else is served goes on being served meanwhile."""
     # Tokenizers, disks and models are waited for outside of the loop that serves all clients.
     return await anyio.to_thread.run_sync(partial(work, *arguments))
-
-
-class Rates:
-    """Lets each sender make a number of requests a minute, in a bucket that fills steadily and holds a minute's.
-
-    Parameters
-    ----------
-    clock : callable
-        Seconds, from any moment on.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._left: dict[str, tuple[float, float]] = {}
-
-    def take(self, sender: str, per_minute: int | None) -> None:
-        """Count a request; `Overload` if it is one too many. None sets no limit."""
-        if per_minute is None:
-            return
-        with self._lock:
-            now = self._clock()
-            left, seen = self._left.get(sender, (float(per_minute), now))
-            left = min(left + (now - seen) * per_minute / 60, float(per_minute))
-            if left < 1:
-                self._left[sender] = (left, now)
-                raise Overload(
-                    f"this key has had its {per_minute} requests of a minute; ask again later, or ask for a larger share",
-                    (1 - left) * 60 / per_minute,
-                    is_rate=True,
-                )
-            self._left[sender] = (left - 1, now)
 
 
 class Gate:

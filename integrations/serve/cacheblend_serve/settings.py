@@ -44,7 +44,7 @@ class ServeConfig(SettingsBase):
     timeout_s : float
         Seconds after which an answer ends with an error (504), the wait for the model included.
     reader_s : float
-        Seconds that a client may leave what is sent unread; then it has gone.
+        Seconds that a client may leave what a stream sends unread; then it has gone.
     drain_s : float
         Seconds that answers may still take once the server was told to stop.
     pages_s : float, optional

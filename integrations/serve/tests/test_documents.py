@@ -136,8 +136,8 @@ def test_long_work_gives_signs_of_life(engine: BlendEngine, serve: Serve, monkey
         body = {"chunks": [{"id": "mara", "text": CHUNKS["mara"]}], "stream": True}
         with client.stream("POST", "/v1/chunks", json=body) as reply:
             lines = (line for line in reply.iter_lines() if line)
-            told = list(islice(dropwhile(lambda line: line == ":", lines), 3))
-    assert told[1:] == [":", ":"]
+            told = list(islice(dropwhile(lambda line: line.startswith(":"), lines), 3))
+    assert all(line.startswith(":") for line in told[1:])
 
 
 async def test_encoding_is_in_nobodys_way(engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
