@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -20,7 +20,6 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_serve import chunks, completions
 from cacheblend_serve.backend import Backend
 from cacheblend_serve.errors import Denied, Overload, explained
-from cacheblend_serve.pages import PAGE_HEADERS
 from cacheblend_serve.server import FromAsker, Note, Server, in_thread
 from cacheblend_serve.settings import ServeConfig
 
@@ -96,22 +95,6 @@ async def _metrics(asker: FromAsker) -> Response:
     return Response(await in_thread(generate_latest, registry), media_type="text/plain; version=0.0.4")
 
 
-# Pages of answers
-
-
-@router.get("/ui", response_model=None)
-async def _list_pages(asker: FromAsker) -> Response:
-    return HTMLResponse(asker.server.pages.index(asker.owner), headers=PAGE_HEADERS)
-
-
-@router.get("/ui/{name}", response_model=None)
-async def _show_page(name: str, asker: FromAsker) -> Response:
-    page = asker.server.pages.page(asker.owner, name)
-    if page is None:
-        raise HTTPException(404, "there is no such page, or it is not kept any more")
-    return HTMLResponse(page, headers=PAGE_HEADERS)
-
-
 # What is asked without a key.
 _OPEN = ("/healthz", "/readyz", "/openapi.json")
 
@@ -163,9 +146,8 @@ class Guarded:
         length = headers.get("content-length", "0").encode()
         if not length.isdigit() or int(length) > self._server.config.body_bytes:
             raise self._too_large()
-        path = scope["path"]
-        if path not in _OPEN:
-            owner = await in_thread(self._server.owner, headers.get("authorization"), path.startswith("/ui"))
+        if scope["path"] not in _OPEN:
+            owner = await in_thread(self._server.owner, headers.get("authorization"))
             scope.setdefault("state", {})["owner"] = owner
 
     def _bounded(self, receive: Receive) -> Receive:

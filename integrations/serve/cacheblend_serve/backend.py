@@ -148,9 +148,6 @@ class Backend(Collector):
         The chunks of the first tenant. Who made it closes it.
     """
 
-    makes_pages = True
-    """Whether there are the inspector's pages of its answers."""
-
     def __init__(self, model_name: str, first: ChunkLibrary) -> None:
         self.model_name = model_name
         self._first = first

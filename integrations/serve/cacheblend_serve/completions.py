@@ -6,7 +6,7 @@ import asyncio
 import io
 import tempfile
 import zipfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
@@ -50,7 +50,6 @@ router = APIRouter()
 _TOLD = {"companions", "separator", "tenant"}
 
 Speak = Callable[[Asked], AsyncGenerator[str | Answer, None]]
-Keep = Callable[[list[Answer]], Awaitable[None]]
 
 
 @router.get("/v1/models", response_model=None)
@@ -126,10 +125,6 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
     server = asker.server
     if request.model is not None:
         _check_served(request.model, asker)
-    if request.keep:
-        server.pages.check()
-        if not server.backend.makes_pages:
-            raise PromptError("this server's model runs in another process, which makes no pages; leave keep out")
     # Those of a stream are answered one after the other.
     prompts = len(request.prompts) if isinstance(request, CompletionRequest) and not request.stream else 1
     with ExitStack() as entered:
@@ -138,21 +133,19 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
         calls = await in_thread(calls_for, library, request, server.config)
         replies = Replies(server.backend.model_name, request)
         speak = partial(asker.answer, library)
-        keep = partial(_keep, asker, library, request.keep, replies)
         if request.stream:
-            pieces, leave = _pieces(calls, replies, speak, keep), entered.pop_all().close
+            pieces, leave = _pieces(calls, replies, speak), entered.pop_all().close
             return await event_stream(pieces, server.config.reader_s, leave)
-        return JSONResponse(await unless_left(asker.request, _whole(calls, replies, speak, keep)))
+        return JSONResponse(await unless_left(asker.request, _whole(calls, replies, speak)))
 
 
-async def _whole(calls: Sequence[Asked], replies: Replies, speak: Speak, keep: Keep) -> dict[str, Any]:
+async def _whole(calls: Sequence[Asked], replies: Replies, speak: Speak) -> dict[str, Any]:
     tasks = [asyncio.create_task(_last(speak(call))) for call in calls]
     try:
         answers = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    await keep(answers)
     return replies.whole(answers, calls[0].reply(answers[0]))
 
 
@@ -164,9 +157,7 @@ async def _last(spoken: AsyncGenerator[str | Answer, None]) -> Answer:
     raise AssertionError("an answer has an end")
 
 
-async def _pieces(
-    calls: Sequence[Asked], replies: Replies, speak: Speak, keep: Keep
-) -> AsyncGenerator[dict[str, Any], None]:
+async def _pieces(calls: Sequence[Asked], replies: Replies, speak: Speak) -> AsyncGenerator[dict[str, Any], None]:
     answers: list[Answer] = []
     has_begun = False
     for number, call in enumerate(calls):
@@ -192,16 +183,8 @@ async def _pieces(
                 shown = piece if gate is None else gate.pass_on(piece)
                 if shown:
                     yield replies.piece(shown, number)
-    await keep(answers)
     for event in replies.last(answers):
         yield event
-
-
-async def _keep(asker: Asker, library: ChunkLibrary, keep: bool, replies: Replies, answers: list[Answer]) -> None:
-    """Keep the pages of all answers to a request, in the order of its prompts, if it asks for them."""
-    if keep:
-        make = asker.server.pages.keep
-        replies.pages = [await in_thread(make, asker.owner, library, answer.report) for answer in answers]
 
 
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import logging
 import math
@@ -30,7 +29,6 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner
 from cacheblend_serve.backend import Asked, Backend
 from cacheblend_serve.errors import Denied, Overload
-from cacheblend_serve.pages import KeptPages
 from cacheblend_serve.settings import LOOPBACK, ServeConfig
 from cacheblend_serve.spans import RequestSpans
 
@@ -55,7 +53,6 @@ class Server:
         self.note = note
         self.backend = backend
         self.gate = Gate(config.requests)
-        self.pages = KeptPages(config.pages_s)
         self._rates = MovingWindowRateLimiter(MemoryStorage())
         self._keys = None if config.keys is None else KeyFile(config.keys)
         if self._keys is not None:
@@ -104,9 +101,9 @@ class Server:
                 "names, or start it with keys",
             )
 
-    def owner(self, authorization: str | None, is_page: bool = False) -> Owner:
+    def owner(self, authorization: str | None) -> Owner:
         """Return who asks; `Denied` if the key is unknown, `Overload` if it is used too often."""
-        owner = OPEN if self._keys is None else self._key_owner(self._keys, authorization or "", is_page)
+        owner = OPEN if self._keys is None else self._key_owner(self._keys, authorization or "")
         per_minute = owner.per_minute or self.config.per_minute
         if per_minute is not None:
             self._count(owner, RateLimitItemPerMinute(per_minute))
@@ -121,18 +118,16 @@ class Server:
             )
             raise Overload(text, reset_s, is_rate=True)
 
-    def _key_owner(self, keys: KeyFile, authorization: str, is_page: bool) -> Owner:
+    def _key_owner(self, keys: KeyFile, authorization: str) -> Owner:
         kind, _, given = authorization.partition(" ")
-        key = given.strip() if kind.lower() == "bearer" else _password(given) if is_page else None
+        key = given.strip() if kind.lower() == "bearer" else None
         try:
             owner = None if key is None else keys.owner(key)
         except ConfigError as error:
             logger.error("all requests are refused: %s", error)
             raise Overload("who may ask cannot be read now; the server's log says why", 5, is_rate=False) from error
         if owner is None:
-            # A browser asks for a name and a password, which is the key.
-            schemes = 'Basic realm="cacheblend-rag"' if is_page else "Bearer"
-            raise Denied("this server answers those who have a key; send it as Authorization: Bearer KEY", schemes)
+            raise Denied("this server answers those who have a key; send it as Authorization: Bearer KEY")
         return owner
 
     def writer(self, tenant: str | None, document: str) -> asyncio.Lock:
@@ -188,14 +183,6 @@ FromAsker = Annotated[Asker, Depends(_asker)]
 def _without_port(host: str) -> str:
     """Return the name or the address in a Host header."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].lower()
-
-
-def _password(given: str) -> str | None:
-    """Return the password of HTTP's basic authentication; None where there is none."""
-    try:
-        return base64.b64decode(given, validate=True).decode().partition(":")[2] or None
-    except ValueError:
-        return None
 
 
 async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:

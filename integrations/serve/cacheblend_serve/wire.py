@@ -139,7 +139,6 @@ class Decoding(Bookkeeping, DoneAnyway):
     recompute_ratio: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=1000)
     report: bool = False
-    keep: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> Decoding:
@@ -385,15 +384,9 @@ class Replies:
         The name that clients call the model by.
     request : ChatRequest or CompletionRequest
         What was asked.
-
-    Attributes
-    ----------
-    pages : list of str
-        Where the pages of the answers can be looked at.
     """
 
     def __init__(self, model: str, request: ChatRequest | CompletionRequest) -> None:
-        self.pages: list[str] = []
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
         kind = "chat.completion" if self._is_chat else "text_completion"
@@ -440,15 +433,14 @@ class Replies:
 
     def last(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
         """Yield what a stream ends with, where it was asked for."""
-        if self._request.tells_usage or self._request.report or self._request.keep:
+        if self._request.tells_usage or self._request.report:
             yield self._chunk_head | {"choices": [], "usage": _usage(answers)} | self._report(answers)
 
     def _piece(self, choice: dict[str, Any], reason: str | None = None, number: int = 0) -> dict[str, Any]:
         return self._chunk_head | {"choices": [{"index": number, **choice, "logprobs": None, "finish_reason": reason}]}
 
     def _report(self, answers: list[Answer]) -> dict[str, Any]:
-        told: dict[str, Any] = {"pages": self.pages} if self._request.keep else {}
-        return told | ({"blend": [answer.report.to_dict() for answer in answers]} if self._request.report else {})
+        return {"blend": [answer.report.to_dict() for answer in answers]} if self._request.report else {}
 
 
 def _reason(answer: Answer, reply: ToolReply | None) -> str:

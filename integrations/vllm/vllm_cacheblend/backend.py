@@ -47,8 +47,6 @@ class VLLMBackend(Backend):
         How the model decodes where a request does not say.
     """
 
-    makes_pages = False
-
     def __init__(self, model_name: str, library: VLLMLibrary, client: VLLMClient, own: GenerationConfig) -> None:
         super().__init__(model_name, library)
         self._client = client
