@@ -30,7 +30,6 @@ from cacheblend_serve.auth import OPEN, KeyFile, Owner
 from cacheblend_serve.backend import Asked, Backend
 from cacheblend_serve.errors import Denied, Overload
 from cacheblend_serve.settings import LOOPBACK, ServeConfig
-from cacheblend_serve.spans import RequestSpans
 
 __all__ = ["Asker", "FromAsker", "Gate", "Note", "Server", "in_thread"]
 
@@ -142,7 +141,6 @@ class Asker:
         self.server = server
         self.owner = owner
         self.request = request
-        self.spans = RequestSpans(request.url.path.removeprefix("/v1/"), request.headers)
 
     async def library(self) -> ChunkLibrary:
         """Return the tenant's chunks, for which something may have to be made first."""
@@ -160,10 +158,8 @@ class Asker:
         """Yield an answer piece by piece, and at its end the whole of it."""
         async with aclosing(self.server.backend.answer(library, asked)) as spoken:
             async for piece in spoken:
-                if isinstance(piece, Answer):
-                    self.spans.record(piece)
-                    if self.server.note is not None:
-                        await in_thread(self.server.note, library, piece)
+                if isinstance(piece, Answer) and self.server.note is not None:
+                    await in_thread(self.server.note, library, piece)
                 yield piece
 
 
