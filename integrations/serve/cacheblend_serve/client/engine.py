@@ -362,7 +362,7 @@ class ServedEngine:
 
     def _load_tokenizer(self) -> Any:
         with tempfile.TemporaryDirectory() as folder:
-            with zipfile.ZipFile(io.BytesIO(self._server.get_bytes("/v1/tokenizer"))) as files:
+            with zipfile.ZipFile(io.BytesIO(self._server.get_reply("/v1/tokenizer").content)) as files:
                 files.extractall(folder)
             return AutoTokenizer.from_pretrained(folder)
 
