@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,8 +84,8 @@ class Asked:
         Whether the answer goes on after the tokens that end one, up to the most tokens.
     grammar : str or None
         What the answer may be, in llguidance's form of Lark.
-    blend : Mapping
-        Settings of `BlendConfig` that are others than the server's.
+    recompute_ratio : float or None
+        Share of the chunks' tokens that is recomputed; None for the engine's own.
     tools : sequence of dict
         The tools that the answer may call.
     must_call, one_call : bool
@@ -109,7 +109,7 @@ class Asked:
     seed: int | None = None
     ignore_eos: bool = False
     grammar: str | None = None
-    blend: Mapping[str, Any] = field(default_factory=dict)
+    recompute_ratio: float | None = None
     tools: Sequence[dict[str, Any]] = ()
     must_call: bool = False
     one_call: bool = False

@@ -303,7 +303,7 @@ def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         grammar=grammar,
-        blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
+        recompute_ratio=request.recompute_ratio,
     )
 
 

@@ -121,6 +121,6 @@ def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
             processors.append(SeededSampling(asked.seed, **drawn))
     if processors:
         options["logits_processor"] = processors
-    if asked.blend:
-        options["blend"] = engine.blend.replace(**asked.blend)
+    if asked.recompute_ratio is not None:
+        options["blend"] = engine.blend.replace(recompute_ratio=asked.recompute_ratio)
     return engine.stream(asked.prompt, **options)

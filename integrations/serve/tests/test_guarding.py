@@ -131,6 +131,8 @@ def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
     assert "Content-Type: application/json" in error(typed, 400)["message"]
     error(tiny_client.post("/v1/completions", json={"prompt": [-1, 3]}), 400)
     error(tiny_client.post("/v1/completions", json={"prompt": ["x"] * 65}), 400)
+    error(tiny_client.post("/v1/completions", json={"prompt": [{"type": "document"}]}), 400)
+    error(tiny_client.post("/v1/completions", json={"prompt": "x", "grammar": "start: ("}), 400)
     error(tiny_client.post("/v1/chunks/delete", json={"ids": ["x"] * 10_001}), 400)
     error(tiny_client.get("/v1/documents/nobody"), 404)
     assert tiny_client.get("/healthz").json() == {"status": "alive"}

@@ -26,8 +26,6 @@ from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 
 __all__ = ["VLLMBackend"]
 
-# Settings of blending that ask for what vLLM does anyway.
-_AS_IT_IS: dict[str, tuple[Any, ...]] = {"enabled": (True,), "recompute_ratio": (0,)}
 # What vLLM is told as it is asked.
 _GIVEN = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
@@ -67,11 +65,10 @@ class VLLMBackend(Backend):
         return self._client.is_up()
 
     async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
-        others = [f"{name}={value}" for name, value in asked.blend.items() if value not in _AS_IT_IS.get(name, ())]
-        if others:
+        if asked.recompute_ratio:
             raise ConfigError(
-                f"{', '.join(others)} is not possible here: vLLM goes on after stored KV and recomputes nothing in it; leave it "
-                "out, or serve with --backend engine"
+                f"recompute_ratio={asked.recompute_ratio} is not possible here: vLLM goes on after stored KV and recomputes "
+                "nothing in it; leave it out, or serve with --backend engine"
             )
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
         # A late request is told so at once, though what the thread encodes is encoded to its end.
