@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 from cacheblend_rag.errors import CacheBlendError
@@ -23,11 +24,11 @@ _IN_RAM, _ON_DISK, _AT_HOME = 1.0, 0.5, 0.1
 _MOST_SENT = 16_384
 # Of what a replica tells, the names of latest use.
 _MOST_TOLD = 16_384
-ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/engine/answer"})
+ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Paths at which answers are asked for, which have a time limit."""
 _DOCUMENTS = "/v1/documents/"
 # What has names in its body.
-_NAMING = ANSWERING | {"/v1/chunks", "/v1/chunks/delete", "/v1/prefetch", "/v1/engine/add"}
+_NAMING = ANSWERING | {"/v1/chunks", "/v1/chunks/delete", "/v1/prefetch"}
 # More than these say no more of where a request should go.
 _MOST_NAMES = 256
 # A chunk's namespace, which is a tenant's own, and its id.
@@ -89,13 +90,9 @@ def _named(said: Any) -> Iterator[Any]:
         yield document.get("id") if isinstance(document, dict) else document
     for chunk in _dicts(said.get("chunks")):
         yield chunk.get("document") or chunk.get("id")
-    for message in _dicts(said.get("messages")):
-        for part in _dicts(message.get("content")):
-            yield part.get("id") if part.get("type") == "document" else None
-    prompt = said.get("prompt")
-    for segment in _dicts(prompt.get("segments") if isinstance(prompt, dict) else None):
-        yield segment.get("ref")
-        yield from (chunk.get("id") for chunk in _dicts([segment.get("chunk")]))
+    contents = [said.get("prompt"), *(message.get("content") for message in _dicts(said.get("messages")))]
+    for part in chain.from_iterable(map(_dicts, contents)):
+        yield part.get("id") if part.get("type") == "document" else None
 
 
 def _items(given: Any) -> list[Any]:

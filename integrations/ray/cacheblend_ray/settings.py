@@ -112,9 +112,4 @@ class AppArgs(BaseModel):
             EngineConfig.from_mapping(values), BlendConfig.from_mapping(values), ServeConfig.from_mapping(values)
         )
         settings.check_replicas(self.max_replicas)
-        if settings.serve.pages_s is not None:
-            raise ConfigError(
-                "pages of answers are kept by the process that answered, and the next request may go to another; leave out "
-                "pages_s"
-            )
         return settings

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendPrompt, Chunk, FixedText
+from cacheblend_rag import BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_ray.nearness import HeldNames, Nearness, name_number, names_in, pack_numbers
-from cacheblend_serve.client.wire import PromptItem
+from cacheblend_serve.client.wire import parts_of
 
 REPLICAS = ("a", "b", "c")
 IDLE = dict.fromkeys(REPLICAS, 0)
@@ -186,10 +186,9 @@ def test_the_documents_and_chunks_of_a_request(path: str, body: Any, names: tupl
 
 
 def test_an_engine_of_frameworks_names_its_chunks() -> None:
-    prompt = BlendPrompt(segments=["q", FixedText("f"), Chunk("text", "a"), Chunk("nameless"), [1, 2]])
-    segments = PromptItem.of(prompt) | {"skip_unknown": True}
-    segments["segments"].append({"ref": "b"})
-    assert names_in("POST", "/v1/engine/answer", json.dumps({"prompt": segments}).encode()) == ("a", "b")
+    prompt = BlendPrompt(segments=["q", FixedText("f"), Chunk("text", "a"), Chunk("nameless"), ChunkRef("b")])
+    body = json.dumps({"prompt": parts_of(prompt)}).encode()
+    assert names_in("POST", "/v1/completions", body) == ("a", "b")
 
 
 def test_a_document_is_named_by_its_address() -> None:

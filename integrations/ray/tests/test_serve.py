@@ -220,7 +220,6 @@ def test_wrong_arguments_are_told(cluster: None) -> None:
         ({"modle": "reference"}, "modle"),
         ({"max_replicas": 2}, "remote"),
         ({"min_replicas": 3, "max_replicas": 2}, "min_replicas"),
-        ({"settings": {"pages_s": 60}}, "pages_s"),
         ({"settings": {"ratio": 1}}, "ratio"),
     ]:
         with pytest.raises(ConfigError, match=said):

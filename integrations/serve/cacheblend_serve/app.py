@@ -10,17 +10,16 @@ from contextlib import asynccontextmanager
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_serve import chunks, completions, engine_calls
+from cacheblend_serve import chunks, completions
 from cacheblend_serve.backend import Backend
 from cacheblend_serve.errors import Denied, Overload, explained
-from cacheblend_serve.pages import PAGE_HEADERS
 from cacheblend_serve.server import FromAsker, Note, Server, in_thread
 from cacheblend_serve.settings import ServeConfig
 
@@ -58,7 +57,7 @@ def make_app(backend: Backend, config: ServeConfig | None = None, note: Note | N
 
     app = FastAPI(title="cacheblend-rag", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    for part in (router, completions.router, chunks.router, engine_calls.router):
+    for part in (router, completions.router, chunks.router):
         app.include_router(part)
     for kind in (Denied, Overload, CacheBlendError, RecursionError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _explained)
@@ -94,22 +93,6 @@ async def _metrics(asker: FromAsker) -> Response:
     else:
         registry = (await asker.library()).metrics.registry
     return Response(await in_thread(generate_latest, registry), media_type="text/plain; version=0.0.4")
-
-
-# Pages of answers
-
-
-@router.get("/ui", response_model=None)
-async def _list_pages(asker: FromAsker) -> Response:
-    return HTMLResponse(asker.server.pages.index(asker.owner), headers=PAGE_HEADERS)
-
-
-@router.get("/ui/{name}", response_model=None)
-async def _show_page(name: str, asker: FromAsker) -> Response:
-    page = asker.server.pages.page(asker.owner, name)
-    if page is None:
-        raise HTTPException(404, "there is no such page, or it is not kept any more")
-    return HTMLResponse(page, headers=PAGE_HEADERS)
 
 
 # What is asked without a key.
@@ -163,9 +146,8 @@ class Guarded:
         length = headers.get("content-length", "0").encode()
         if not length.isdigit() or int(length) > self._server.config.body_bytes:
             raise self._too_large()
-        path = scope["path"]
-        if path not in _OPEN:
-            owner = await in_thread(self._server.owner, headers.get("authorization"), path.startswith("/ui"))
+        if scope["path"] not in _OPEN:
+            owner = await in_thread(self._server.owner, headers.get("authorization"))
             scope.setdefault("state", {})["owner"] = owner
 
     def _bounded(self, receive: Receive) -> Receive:

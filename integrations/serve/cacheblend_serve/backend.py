@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,18 +78,14 @@ class Asked:
         Strings that end the answer.
     timeout_s : float
         Seconds after which it is an error.
-    wait_s : float or None
-        Most seconds of these that it may wait for the model.
-    draws : bool or None
-        Whether tokens are drawn rather than the likeliest taken; None leaves it to the model, unless there is a temperature.
     temperature, top_p, top_k, min_p, repetition_penalty, seed
         How tokens are drawn; None leaves it to the model.
     ignore_eos : bool
         Whether the answer goes on after the tokens that end one, up to the most tokens.
     grammar : str or None
         What the answer may be, in llguidance's form of Lark.
-    blend : Mapping
-        Settings of `BlendConfig` that are others than the server's.
+    recompute_ratio : float or None
+        Share of the chunks' tokens that is recomputed; None for the engine's own.
     tools : sequence of dict
         The tools that the answer may call.
     must_call, one_call : bool
@@ -105,8 +101,6 @@ class Asked:
     limit_tokens: int
     stop: tuple[str, ...]
     timeout_s: float
-    wait_s: float | None = None
-    draws: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -115,7 +109,7 @@ class Asked:
     seed: int | None = None
     ignore_eos: bool = False
     grammar: str | None = None
-    blend: Mapping[str, Any] = field(default_factory=dict)
+    recompute_ratio: float | None = None
     tools: Sequence[dict[str, Any]] = ()
     must_call: bool = False
     one_call: bool = False
@@ -153,9 +147,6 @@ class Backend(Collector):
     first : ChunkLibrary
         The chunks of the first tenant. Who made it closes it.
     """
-
-    makes_pages = True
-    """Whether there are the inspector's pages of its answers."""
 
     def __init__(self, model_name: str, first: ChunkLibrary) -> None:
         self.model_name = model_name

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,12 +20,12 @@ from cacheblend_rag.documents.splitter import named_passages, split_text
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, UnknownChunkError
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_serve.errors import explained
-from cacheblend_serve.responses import EventStream, Whole
+from cacheblend_rag.report import AddResult
+from cacheblend_serve.responses import event_stream, unless_left
 from cacheblend_serve.server import Asker, FromAsker, in_thread
-from cacheblend_serve.wire import AddRequest, DocumentRequest, IdsRequest
+from cacheblend_serve.wire import AddRequest, DeleteRequest, DocumentRequest, IdsRequest
 
-__all__ = ["router", "store"]
+__all__ = ["router"]
 
 router = APIRouter()
 
@@ -38,7 +39,11 @@ async def _list_chunks(
     def found(library: ChunkLibrary) -> dict[str, Any]:
         ids = sorted(id for id in library.ids() if id > after)
         shown = ids[:limit]
-        data = [{"id": id, "document": place} for id, place in zip(shown, library.places(shown), strict=True)]
+        indexed = set(library.indexed())
+        data = [
+            {"id": id, "document": place, "indexed": id in indexed}
+            for id, place in zip(shown, library.places(shown), strict=True)
+        ]
         return {"object": "list", "data": data, "has_more": len(ids) > limit}
 
     return await asker.of_library(found)
@@ -46,13 +51,43 @@ async def _list_chunks(
 
 @router.post("/v1/chunks", response_model=None)
 async def _add_chunks(request: AddRequest, asker: FromAsker) -> Response:
-    chunks = [Chunk(**each.model_dump()) for each in request.chunks]
-    return await store(asker, partial(_add, request, lambda library: chunks, False), is_streamed=request.stream)
+    chunks = [each.chunk() for each in request.chunks]
+    return await _store(asker, partial(_add, request, lambda library: chunks), is_streamed=request.stream)
 
 
 @router.post("/v1/chunks/delete", response_model=None)
-async def _delete_chunks(request: IdsRequest, asker: FromAsker) -> dict[str, int]:
-    return {"deleted": await asker.of_library(lambda library: library.delete(request.ids))}
+async def _delete_chunks(request: DeleteRequest, asker: FromAsker) -> dict[str, int]:
+    def delete(library: ChunkLibrary) -> int:
+        made = library.indexed(request.sources) if request.sources else []
+        return library.delete([*request.ids, *made], sources=request.sources)
+
+    return {"deleted": await asker.of_library(delete)}
+
+
+@router.post("/v1/chunks/records", response_model=None)
+async def _records(request: IdsRequest, asker: FromAsker) -> Response:
+    def found(library: ChunkLibrary) -> list[dict[str, Any] | None]:
+        records = zip(library.records(request.ids), library.places(request.ids), strict=True)
+        return [None if record is None else asdict(record) | {"document": place} for record, place in records]
+
+    return await asker.written(lambda library: {"object": "list", "data": found(library)})
+
+
+@router.get("/v1/chunks/changes", response_model=None)
+async def _changes(asker: FromAsker, since: int | None = None) -> Response:
+    return await asker.written(lambda library: asdict(library.changes(since)))
+
+
+@router.post("/v1/chunks/flush", response_model=None)
+async def _flush(asker: FromAsker) -> Response:
+    library = await asker.library()
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        # It goes on if the client leaves.
+        await asyncio.shield(asker.server.begin(asker.server.flush(library)))
+        yield {"status": "stored"}
+
+    return await event_stream(events(), asker.server.config.reader_s)
 
 
 @router.get("/v1/documents", response_model=None)
@@ -76,8 +111,8 @@ async def _show_document(name: str, asker: FromAsker) -> dict[str, Any]:
 
 @router.put("/v1/documents/{name:path}", response_model=None)
 async def _put_document(name: str, request: DocumentRequest, asker: FromAsker) -> Response:
-    add = partial(_add, request, partial(_chunks_of, name, request), True)
-    return await store(asker, add, is_streamed=request.stream, document=name)
+    add = partial(_add, request, partial(_chunks_of, name, request))
+    return await _store(asker, add, is_streamed=request.stream, document=name)
 
 
 @router.delete("/v1/documents/{name:path}", response_model=None)
@@ -98,18 +133,31 @@ async def _prefetch(request: IdsRequest, asker: FromAsker) -> Response:
 def _add(
     request: AddRequest | DocumentRequest,
     chunks_of: Callable[[ChunkLibrary], Sequence[Chunk]],
-    whole: bool,
     library: ChunkLibrary,
     tell: Callable[[int, int], None],
 ) -> dict[str, Any]:
     chunks = chunks_of(library)
-    told = {"ids": [chunk.id for chunk in chunks], "tokens": 0, "encoded": 0, "unchanged": 0}
+    numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
+    refused: list[dict[str, Any]] = []
+
+    def refuse(chunk: Chunk, error: PromptError) -> None:
+        refused.append({"index": numbers[id(chunk)], "message": str(error)})
+
+    leaves_out = isinstance(request, AddRequest) and request.leave_out
+    add = partial(
+        library.add,
+        chunks,
+        ttl_s=request.ttl_s,
+        on_refused=refuse if leaves_out else None,
+        whole=isinstance(request, DocumentRequest),
+    )
     if request.background:
-        library.add(chunks, ttl_s=request.ttl_s, background=True, whole=whole)
-        return told | {"status": "named"}
-    result = library.add(chunks, ttl_s=request.ttl_s, progress=tell, whole=whole)
-    counts = {"tokens": result.tokens, "encoded": result.encoded, "unchanged": result.unchanged}
-    return told | counts | {"status": "stored"}
+        add(background=True)
+        done, status = AddResult(0, len(chunks) - len(refused), 0, 0), "named"
+    else:
+        done, status = add(progress=tell), "stored"
+    told = {"ids": [chunk.id for chunk in chunks], "status": status} | asdict(done)
+    return told | ({"refused": refused} if leaves_out else {})
 
 
 def _chunks_of(name: str, request: DocumentRequest, library: ChunkLibrary) -> list[Chunk]:
@@ -128,7 +176,7 @@ Add = Callable[[ChunkLibrary, Tell], dict[str, Any]]
 """Stores chunks in a library, telling how many are done of how many, and returns what the client is told at the end."""
 
 
-async def store(asker: Asker, add: Add, *, is_streamed: bool, document: str | None = None) -> Response:
+async def _store(asker: Asker, add: Add, *, is_streamed: bool, document: str | None = None) -> Response:
     """Encode and store chunks, to the end even if the client leaves; what is told is stored, whatever becomes of this process.
 
     Parameters
@@ -164,8 +212,8 @@ async def store(asker: Asker, add: Add, *, is_streamed: bool, document: str | No
         library = await asker.library()
         task = server.begin(work(library, entered.pop_all()))
     if is_streamed:
-        return EventStream(_progress(steps, task), server.config.reader_s, explained, tells_life=True)
-    return Whole(partial(asyncio.shield, task), server.config.reader_s, explained)
+        return await event_stream(_progress(steps, task), server.config.reader_s)
+    return JSONResponse(await unless_left(asker.request, asyncio.shield(task)))
 
 
 async def _progress(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+import io
+import tempfile
+import zipfile
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from llguidance import LLMatcher
 from starlette.exceptions import HTTPException
 
 from cacheblend_rag.chat.answer import Answer
@@ -27,22 +33,23 @@ from cacheblend_rag.chat.render import (
 from cacheblend_rag.chat.tools import ToolGate, call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.errors import PromptError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError, UnknownChunkError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.thoughts import Thought
 from cacheblend_serve.backend import Asked
-from cacheblend_serve.errors import explained
-from cacheblend_serve.responses import EventStream, Whole
+from cacheblend_serve.responses import event_stream, unless_left
 from cacheblend_serve.server import Asker, FromAsker, in_thread
 from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies, ToolChoice
 
-__all__ = ["router", "calls_for", "check_length"]
+__all__ = ["router", "calls_for"]
 
 router = APIRouter()
 
+# Settings of the engine that its clients look at.
+_TOLD = {"companions", "separator", "tenant"}
+
 Speak = Callable[[Asked], AsyncGenerator[str | Answer, None]]
-Keep = Callable[[list[Answer]], Awaitable[None]]
 
 
 @router.get("/v1/models", response_model=None)
@@ -60,7 +67,29 @@ async def _model(name: str, asker: FromAsker) -> dict[str, Any]:
         "created": 0,
         "owned_by": "cacheblend-rag",
         "max_model_len": library.window,
+        "namespace": library.namespace,
+        "end_ids": asker.server.backend.end_ids,
+        "config": library.config.model_dump(mode="json", include=_TOLD),
+        "blend": asker.server.backend.blend.model_dump(mode="json"),
     }
+
+
+@router.get("/v1/tokenizer", response_model=None)
+async def _tokenizer(asker: FromAsker) -> Response:
+    packed = await asker.of_library(lambda library: _packed(library.tokenizer))
+    return Response(packed, media_type="application/zip")
+
+
+@lru_cache(maxsize=1)
+def _packed(tokenizer: Any) -> bytes:
+    """Return the files of a tokenizer, as an archive."""
+    packed = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                archive.write(path, path.relative_to(folder))
+    return packed.getvalue()
 
 
 def _check_served(name: str, asker: Asker) -> None:
@@ -79,14 +108,23 @@ async def _complete(request: CompletionRequest, asker: FromAsker) -> Response:
     return await _answer(request, asker)
 
 
+@router.post("/v1/completions/layout", response_model=None)
+async def _layout(request: CompletionRequest, asker: FromAsker) -> Response:
+    """Return the tokens of a prompt, and which of them are chunks."""
+
+    def laid_out(library: ChunkLibrary) -> dict[str, Any]:
+        if len(request.prompts) > 1:
+            raise PromptError("the layout of several prompts is not told at once; ask for each")
+        call = _completion_call(library, request.prompts[0], request, asker.server.config)
+        return asdict(library.prompt_layout(call.prompt))
+
+    return await asker.written(laid_out)
+
+
 async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Response:
     server = asker.server
     if request.model is not None:
         _check_served(request.model, asker)
-    if request.keep:
-        server.pages.check()
-        if not server.backend.makes_pages:
-            raise PromptError("this server's model runs in another process, which makes no pages; leave keep out")
     # Those of a stream are answered one after the other.
     prompts = len(request.prompts) if isinstance(request, CompletionRequest) and not request.stream else 1
     with ExitStack() as entered:
@@ -95,21 +133,19 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
         calls = await in_thread(calls_for, library, request, server.config)
         replies = Replies(server.backend.model_name, request)
         speak = partial(asker.answer, library)
-        keep = partial(_keep, asker, library, request.keep, replies)
-        leave, reader_s = entered.pop_all().close, server.config.reader_s
         if request.stream:
-            return EventStream(_pieces(calls, replies, speak, keep), reader_s, explained, leave)
-        return Whole(partial(_whole, calls, replies, speak, keep), reader_s, explained, leave)
+            pieces, leave = _pieces(calls, replies, speak), entered.pop_all().close
+            return await event_stream(pieces, server.config.reader_s, leave)
+        return JSONResponse(await unless_left(asker.request, _whole(calls, replies, speak)))
 
 
-async def _whole(calls: Sequence[Asked], replies: Replies, speak: Speak, keep: Keep) -> dict[str, Any]:
+async def _whole(calls: Sequence[Asked], replies: Replies, speak: Speak) -> dict[str, Any]:
     tasks = [asyncio.create_task(_last(speak(call))) for call in calls]
     try:
         answers = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    await keep(answers)
     return replies.whole(answers, calls[0].reply(answers[0]))
 
 
@@ -121,9 +157,7 @@ async def _last(spoken: AsyncGenerator[str | Answer, None]) -> Answer:
     raise AssertionError("an answer has an end")
 
 
-async def _pieces(
-    calls: Sequence[Asked], replies: Replies, speak: Speak, keep: Keep
-) -> AsyncGenerator[dict[str, Any], None]:
+async def _pieces(calls: Sequence[Asked], replies: Replies, speak: Speak) -> AsyncGenerator[dict[str, Any], None]:
     answers: list[Answer] = []
     has_begun = False
     for number, call in enumerate(calls):
@@ -149,16 +183,8 @@ async def _pieces(
                 shown = piece if gate is None else gate.pass_on(piece)
                 if shown:
                     yield replies.piece(shown, number)
-    await keep(answers)
     for event in replies.last(answers):
         yield event
-
-
-async def _keep(asker: Asker, library: ChunkLibrary, keep: bool, replies: Replies, answers: list[Answer]) -> None:
-    """Keep the pages of all answers to a request, in the order of its prompts, if it asks for them."""
-    if keep:
-        make = asker.server.pages.keep
-        replies.pages = [await in_thread(make, asker.owner, library, answer.report) for answer in answers]
 
 
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
@@ -182,14 +208,13 @@ def calls_for(library: ChunkLibrary, request: ChatRequest | CompletionRequest, c
     if isinstance(request, ChatRequest):
         calls = [_chat_call(library, request, config)]
     else:
-        prompts = [_completion(library, prompt, request.documents) for prompt in request.prompts]
-        calls = [_asked(prompt, request, config) for prompt in prompts]
+        calls = [_completion_call(library, prompt, request, config) for prompt in request.prompts]
     for call in calls:
-        check_length(library, call.prompt, config)
+        _check_length(library, call.prompt, config)
     return calls
 
 
-def check_length(library: ChunkLibrary, prompt: BlendPrompt, config: ServeConfig) -> None:
+def _check_length(library: ChunkLibrary, prompt: BlendPrompt, config: ServeConfig) -> None:
     """Raise `PromptTooLongError` for a prompt of more tokens than the server takes."""
     if config.prompt_tokens is not None and (tokens := len(library.prompt_ids(prompt))) > config.prompt_tokens:
         raise PromptTooLongError(
@@ -235,11 +260,28 @@ def _variables(tokenizer: Any, request: ChatRequest) -> dict[str, Any]:
     return own | template_variables(tokenizer, {name: getattr(request, name) for name in VARIABLES})
 
 
-def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
-    before = [part for each in _passages(library, documents) for part in (*each.parts(), BLANK_LINE)]
-    if isinstance(prompt, str):
-        return catalog_of(library).prompt(library, [*before, *([prompt] if prompt else [])])
-    return BlendPrompt(segments=[*before, prompt])
+def _completion_call(library: ChunkLibrary, given: Any, request: CompletionRequest, config: ServeConfig) -> Asked:
+    if request.grammar is not None:
+        _check_grammar(request.grammar)
+    before = [part for each in _passages(library, request.documents) for part in (*each.parts(), BLANK_LINE)]
+    if isinstance(given, str):
+        prompt = catalog_of(library).prompt(library, [*before, *([given] if given else [])])
+    elif isinstance(given[0], int):
+        prompt = BlendPrompt(segments=[*before, given])
+    else:
+        prompt = BlendPrompt(segments=[*before, *(part.segment() for part in given)])
+        # Who writes the prompt tells the thoughts from the answer; stop strings are not looked for in them.
+        thinking = lexer_of(library.tokenizer).thinking(prompt.segments)
+        asked = _asked(prompt, request, config, request.grammar)
+        return replace(asked, thinking=thinking, is_raw=thinking is not None)
+    return _asked(prompt, request, config, request.grammar)
+
+
+def _check_grammar(grammar: str) -> None:
+    """Raise `ConfigError` if a grammar, in llguidance's form of Lark, is none."""
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
+    if problem:
+        raise ConfigError(f"the grammar cannot be read: {problem:.200}; give it in llguidance's form of Lark")
 
 
 def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar: str | None = None) -> Asked:
@@ -252,7 +294,7 @@ def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar:
         request.most_tokens,
         config.output_tokens,
         request.stop_strings,
-        config.timeout_s,
+        min(request.timeout_s or config.timeout_s, config.timeout_s),
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
@@ -261,7 +303,7 @@ def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         grammar=grammar,
-        blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
+        recompute_ratio=request.recompute_ratio,
     )
 
 

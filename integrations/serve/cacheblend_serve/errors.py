@@ -34,19 +34,7 @@ _PROBLEM_CHARS = 300
 
 
 class Denied(Exception):
-    """A request without a key that is known.
-
-    Parameters
-    ----------
-    message : str
-        What to do about it.
-    schemes : str
-        How a key may be sent, as the header of the reply says it.
-    """
-
-    def __init__(self, message: str, schemes: str = "Bearer") -> None:
-        super().__init__(message)
-        self.schemes = schemes
+    """A request without a key that is known."""
 
 
 class Overload(Exception):
@@ -75,7 +63,7 @@ def explained(error: Exception) -> JSONResponse:
     """Return the response that tells of an error."""
     if isinstance(error, Denied):
         body = error_body(str(error), code="invalid_api_key")
-        return JSONResponse(body, 401, {"WWW-Authenticate": error.schemes})
+        return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
     if isinstance(error, Overload):
         retry = {"Retry-After": str(max(1, round(error.retry_after_s + 0.5)))}
         if error.is_rate:

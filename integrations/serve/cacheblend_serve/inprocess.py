@@ -99,7 +99,7 @@ def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
     options: dict[str, Any] = {
         "max_new_tokens": min(most, asked.limit_tokens),
         "stopping_criteria": ending.criteria(engine.tokenizer),
-        "wait_s": asked.timeout_s if asked.wait_s is None else min(asked.wait_s, asked.timeout_s),
+        "wait_s": asked.timeout_s,
     }
     if asked.ignore_eos:
         options["eos_token_id"] = []
@@ -110,9 +110,8 @@ def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
     if "top_k" in drawn:
         # transformers writes 0 where OpenAI's clients may write -1: all tokens.
         drawn["top_k"] = max(drawn["top_k"], 0)
-    draws = own.do_sample or asked.temperature is not None if asked.draws is None else asked.draws
     options["do_sample"] = False
-    if draws and drawn.get("temperature", 1) > _LIKELIEST:
+    if (own.do_sample or asked.temperature is not None) and drawn.get("temperature", 1) > _LIKELIEST:
         owns = {name: given for name in _DRAWN if (given := getattr(own, name)) is not None}
         # transformers' own default of top_k is 50, which neither the request nor the model has asked for.
         drawn = {"temperature": 1.0, "top_k": 0} | owns | drawn
@@ -122,6 +121,6 @@ def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
             processors.append(SeededSampling(asked.seed, **drawn))
     if processors:
         options["logits_processor"] = processors
-    if asked.blend:
-        options["blend"] = engine.blend.replace(**asked.blend)
+    if asked.recompute_ratio is not None:
+        options["blend"] = engine.blend.replace(recompute_ratio=asked.recompute_ratio)
     return engine.stream(asked.prompt, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
+import json
 import logging
 import math
 import threading
@@ -15,7 +15,10 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import MovingWindowRateLimiter
 from starlette.exceptions import HTTPException
 
 from cacheblend_attachments import CompareAnswers
@@ -26,11 +29,9 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner
 from cacheblend_serve.backend import Asked, Backend
 from cacheblend_serve.errors import Denied, Overload
-from cacheblend_serve.pages import KeptPages
 from cacheblend_serve.settings import LOOPBACK, ServeConfig
-from cacheblend_serve.spans import RequestSpans
 
-__all__ = ["Asker", "FromAsker", "Gate", "Note", "Rates", "Server", "in_thread"]
+__all__ = ["Asker", "FromAsker", "Gate", "Note", "Server", "in_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ class Server:
         self.note = note
         self.backend = backend
         self.gate = Gate(config.requests)
-        self.pages = KeptPages(config.pages_s)
-        self._rates = Rates()
+        self._rates = MovingWindowRateLimiter(MemoryStorage())
         self._keys = None if config.keys is None else KeyFile(config.keys)
         if self._keys is not None:
             self._keys.check()
@@ -100,24 +100,33 @@ class Server:
                 "names, or start it with keys",
             )
 
-    def owner(self, authorization: str | None, is_page: bool = False) -> Owner:
+    def owner(self, authorization: str | None) -> Owner:
         """Return who asks; `Denied` if the key is unknown, `Overload` if it is used too often."""
-        owner = OPEN if self._keys is None else self._key_owner(self._keys, authorization or "", is_page)
-        self._rates.take(owner.digest, owner.per_minute or self.config.per_minute)
+        owner = OPEN if self._keys is None else self._key_owner(self._keys, authorization or "")
+        per_minute = owner.per_minute or self.config.per_minute
+        if per_minute is not None:
+            self._count(owner, RateLimitItemPerMinute(per_minute))
         return owner
 
-    def _key_owner(self, keys: KeyFile, authorization: str, is_page: bool) -> Owner:
+    def _count(self, owner: Owner, limit: RateLimitItemPerMinute) -> None:
+        """Count a request; `Overload` if it is one too many."""
+        if not self._rates.hit(limit, owner.digest):
+            reset_s = self._rates.get_window_stats(limit, owner.digest).reset_time - time.time()
+            text = (
+                f"this key has had its {limit.amount} requests of a minute; ask again later, or ask for a larger share"
+            )
+            raise Overload(text, reset_s, is_rate=True)
+
+    def _key_owner(self, keys: KeyFile, authorization: str) -> Owner:
         kind, _, given = authorization.partition(" ")
-        key = given.strip() if kind.lower() == "bearer" else _password(given) if is_page else None
+        key = given.strip() if kind.lower() == "bearer" else None
         try:
             owner = None if key is None else keys.owner(key)
         except ConfigError as error:
             logger.error("all requests are refused: %s", error)
             raise Overload("who may ask cannot be read now; the server's log says why", 5, is_rate=False) from error
         if owner is None:
-            # A browser asks for a name and a password, which is the key.
-            schemes = 'Basic realm="cacheblend-rag"' if is_page else "Bearer"
-            raise Denied("this server answers those who have a key; send it as Authorization: Bearer KEY", schemes)
+            raise Denied("this server answers those who have a key; send it as Authorization: Bearer KEY")
         return owner
 
     def writer(self, tenant: str | None, document: str) -> asyncio.Lock:
@@ -131,7 +140,7 @@ class Asker:
     def __init__(self, server: Server, owner: Owner, request: Request) -> None:
         self.server = server
         self.owner = owner
-        self.spans = RequestSpans(request.url.path.removeprefix("/v1/"), request.headers)
+        self.request = request
 
     async def library(self) -> ChunkLibrary:
         """Return the tenant's chunks, for which something may have to be made first."""
@@ -141,14 +150,16 @@ class Asker:
         """Return what `work` returns of the tenant's chunks, as `in_thread` does."""
         return await in_thread(lambda: work(self.server.backend.library(self.owner.tenant)))
 
+    async def written(self, work: Callable[[ChunkLibrary], Any]) -> Response:
+        """Return what `work` finds as JSON, which is long enough to be written outside of the loop that serves all clients."""
+        return Response(await self.of_library(lambda library: json.dumps(work(library))), media_type="application/json")
+
     async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
         """Yield an answer piece by piece, and at its end the whole of it."""
         async with aclosing(self.server.backend.answer(library, asked)) as spoken:
             async for piece in spoken:
-                if isinstance(piece, Answer):
-                    self.spans.record(piece)
-                    if self.server.note is not None:
-                        await in_thread(self.server.note, library, piece)
+                if isinstance(piece, Answer) and self.server.note is not None:
+                    await in_thread(self.server.note, library, piece)
                 yield piece
 
 
@@ -170,50 +181,10 @@ def _without_port(host: str) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].lower()
 
 
-def _password(given: str) -> str | None:
-    """Return the password of HTTP's basic authentication; None where there is none."""
-    try:
-        return base64.b64decode(given, validate=True).decode().partition(":")[2] or None
-    except ValueError:
-        return None
-
-
 async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
     """Return what `work` returns; who else is served goes on being served meanwhile."""
     # Tokenizers, disks and models are waited for outside of the loop that serves all clients.
     return await anyio.to_thread.run_sync(partial(work, *arguments))
-
-
-class Rates:
-    """Lets each sender make a number of requests a minute, in a bucket that fills steadily and holds a minute's.
-
-    Parameters
-    ----------
-    clock : callable
-        Seconds, from any moment on.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._left: dict[str, tuple[float, float]] = {}
-
-    def take(self, sender: str, per_minute: int | None) -> None:
-        """Count a request; `Overload` if it is one too many. None sets no limit."""
-        if per_minute is None:
-            return
-        with self._lock:
-            now = self._clock()
-            left, seen = self._left.get(sender, (float(per_minute), now))
-            left = min(left + (now - seen) * per_minute / 60, float(per_minute))
-            if left < 1:
-                self._left[sender] = (left, now)
-                raise Overload(
-                    f"this key has had its {per_minute} requests of a minute; ask again later, or ask for a larger share",
-                    (1 - left) * 60 / per_minute,
-                    is_rate=True,
-                )
-            self._left[sender] = (left - 1, now)
 
 
 class Gate:

@@ -44,12 +44,9 @@ class ServeConfig(SettingsBase):
     timeout_s : float
         Seconds after which an answer ends with an error (504), the wait for the model included.
     reader_s : float
-        Seconds that a client may leave what is sent unread; then it has gone.
+        Seconds that a client may leave what a stream sends unread; then it has gone.
     drain_s : float
         Seconds that answers may still take once the server was told to stop.
-    pages_s : float, optional
-        Seconds for which the inspector's page of an answer can be looked at, at ``/ui``, only by who asked for it (`keep`). By
-        default none is kept.
     compare_every : int, optional
         One answer in so many is compared with full prefill, in the background (`CompareAnswers`); by default none.
     """
@@ -71,7 +68,6 @@ class ServeConfig(SettingsBase):
     timeout_s: float = Field(default=300.0, gt=0)
     reader_s: float = Field(default=30.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
-    pages_s: float | None = Field(default=None, gt=0)
     compare_every: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")

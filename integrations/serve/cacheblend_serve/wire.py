@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.tools import ToolReply
-from cacheblend_serve.client.wire import Item
+from cacheblend_rag.chunk import Chunk, ChunkRef, FixedText, Segment
+from cacheblend_rag.config import did_you_mean
+from cacheblend_rag.errors import PromptError
 
 __all__ = [
     "AddRequest",
@@ -20,6 +23,7 @@ __all__ = [
     "ChunkItem",
     "CompletionRequest",
     "Decoding",
+    "DeleteRequest",
     "DocumentItem",
     "DocumentRequest",
     "IdsRequest",
@@ -28,7 +32,7 @@ __all__ = [
 
 # Of one request.
 _MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000
-_MOST_MESSAGES, _MOST_TOOLS = 10_000, 1000
+_MOST_MESSAGES, _MOST_PARTS, _MOST_TOOLS = 10_000, 20_000, 1000
 # Fields that are taken with the value that asks for what is done anyway, and refused with any other.
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _One = Annotated[float, Field(ge=1, le=1)]
@@ -36,12 +40,31 @@ _NoList = Annotated[list[Any], Field(max_length=0)]
 # The first thing that is wrong is said: a list of a million has a million.
 _Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 _NoObject = Annotated[dict[str, Any], Field(max_length=0)]
+# Of an unknown field, in what is said of it.
+_NAME_CHARS = 60
 
 
-class _Sent(Item):
-    """An object of a request, whose values are of the types that are asked for."""
+class _Sent(BaseModel):
+    """An object of a request. Only its fields may be given, each of its own type; null says that one is not."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        return _known_fields(given, [field.alias or name for name, field in cls.model_fields.items()])
+
+
+def _known_fields(given: Any, known: Collection[str]) -> Any:
+    """Return an object without what is null; `PydanticCustomError` if it has a field that is not known."""
+    if not isinstance(given, Mapping):
+        return given
+    said = {name: value for name, value in given.items() if value is not None}
+    for name in said:
+        if name not in known:
+            words = {"field": name[:_NAME_CHARS], "hint": did_you_mean(name[:_NAME_CHARS], known) or "; leave it out"}
+            raise PydanticCustomError("unknown_field", "not supported here{hint}", words)
+    return said
 
 
 class DocumentItem(_Sent):
@@ -112,10 +135,10 @@ class Decoding(Bookkeeping, DoneAnyway):
     stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     ignore_eos: bool = False
+    timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     recompute_ratio: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=1000)
     report: bool = False
-    keep: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> Decoding:
@@ -236,6 +259,59 @@ class ChatRequest(Decoding):
         return self
 
 
+class _Placed(_Sent):
+    """What `cacheblend_rag.Chunk` has beside its id and its text."""
+
+    document: str | None = Field(default=None, min_length=1)
+    start: int | None = Field(default=None, ge=0, lt=2**62)
+    previous: str | None = Field(default=None, min_length=1)
+    body: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
+    source: str | None = None
+    indexed: bool = False
+
+    def chunk(self) -> Chunk:
+        """Return the chunk."""
+        given = self.model_dump(exclude={"type"})
+        return Chunk(**given | {"body": None if self.body is None else tuple(self.body)})
+
+
+class ChunkItem(_Placed):
+    """A chunk that is to be stored."""
+
+    id: str = Field(min_length=1)
+    text: str = Field(min_length=1)
+
+
+class TextPart(_Sent):
+    """Text of a prompt; what is fixed is what many prompts begin with, and is stored like a chunk."""
+
+    type: Literal["text", "fixed"]
+    text: str
+
+    def segment(self) -> Segment:
+        """Return the segment of the prompt."""
+        return FixedText(self.text) if self.type == "fixed" else self.text
+
+
+class DocumentPart(_Placed):
+    """A chunk of a prompt: a stored one by its id, or its text, or both."""
+
+    type: Literal["document"]
+    id: str | None = Field(default=None, min_length=1)
+    text: str | None = Field(default=None, min_length=1)
+
+    def segment(self) -> Segment:
+        """Return the segment of the prompt."""
+        if self.text is not None:
+            return self.chunk()
+        if self.id is None:
+            raise PromptError("a document of the prompt has neither id nor text; give one of them")
+        return ChunkRef(self.id)
+
+
+_Part = Annotated[TextPart | DocumentPart, Field(discriminator="type")]
+
+
 class CompletionRequest(Decoding):
     """A request of ``/v1/completions``."""
 
@@ -244,33 +320,25 @@ class CompletionRequest(Decoding):
         | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
         | _Tokens
         | Annotated[list[_Tokens], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[_Part], Field(min_length=1, max_length=_MOST_PARTS, fail_fast=True)]
     )
     suffix: Literal[""] = ""
+    grammar: str | None = Field(default=None, min_length=1)
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Any]:
         """The prompts, one of which is what most requests have."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int | TextPart | DocumentPart):
             return [self.prompt]
         return [*self.prompt]
 
 
-class ChunkItem(_Sent):
-    """A chunk that is to be stored; the fields are those of `cacheblend_rag.Chunk`."""
-
-    id: str = Field(min_length=1)
-    text: str = Field(min_length=1)
-    document: str | None = Field(default=None, min_length=1)
-    start: int | None = Field(default=None, ge=0, lt=2**62)
-    previous: str | None = Field(default=None, min_length=1)
-    source: str | None = None
-
-
 class AddRequest(_Sent):
-    """A request to store chunks."""
+    """A request to store chunks; with `leave_out` those that cannot be stored are named in the reply, and the others stored."""
 
     chunks: list[ChunkItem] = Field(min_length=1, max_length=_MOST_CHUNKS)
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    leave_out: bool = False
     background: bool = False
     stream: bool = False
 
@@ -295,9 +363,16 @@ class DocumentRequest(_Sent):
 
 
 class IdsRequest(_Sent):
-    """A request about stored chunks: to forget them, or to read their KV ahead."""
+    """A request about stored chunks: what is known of them, or to read their KV ahead."""
 
     ids: list[str] = Field(min_length=1, max_length=_MOST_CHUNKS)
+
+
+class DeleteRequest(_Sent):
+    """A request to forget chunks, by their ids or by what they were made of."""
+
+    ids: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
+    sources: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
 
 
 class Replies:
@@ -309,15 +384,9 @@ class Replies:
         The name that clients call the model by.
     request : ChatRequest or CompletionRequest
         What was asked.
-
-    Attributes
-    ----------
-    pages : list of str
-        Where the pages of the answers can be looked at.
     """
 
     def __init__(self, model: str, request: ChatRequest | CompletionRequest) -> None:
-        self.pages: list[str] = []
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
         kind = "chat.completion" if self._is_chat else "text_completion"
@@ -364,15 +433,14 @@ class Replies:
 
     def last(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
         """Yield what a stream ends with, where it was asked for."""
-        if self._request.tells_usage or self._request.report or self._request.keep:
+        if self._request.tells_usage or self._request.report:
             yield self._chunk_head | {"choices": [], "usage": _usage(answers)} | self._report(answers)
 
     def _piece(self, choice: dict[str, Any], reason: str | None = None, number: int = 0) -> dict[str, Any]:
         return self._chunk_head | {"choices": [{"index": number, **choice, "logprobs": None, "finish_reason": reason}]}
 
     def _report(self, answers: list[Answer]) -> dict[str, Any]:
-        told: dict[str, Any] = {"pages": self.pages} if self._request.keep else {}
-        return told | ({"blend": [answer.report.to_dict() for answer in answers]} if self._request.report else {})
+        return {"blend": [answer.report.to_dict() for answer in answers]} if self._request.report else {}
 
 
 def _reason(answer: Answer, reply: ToolReply | None) -> str:

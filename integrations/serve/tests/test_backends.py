@@ -71,19 +71,6 @@ def test_what_is_attached_where_settings_say_so(engine: BlendEngine) -> None:
     assert engine.metrics.registry.get_sample_value("cacheblend_compared_answers_total", {"outcome": "same"}) == 0
 
 
-class Elsewhere(EngineBackend):
-    """One whose model answers in another process."""
-
-    makes_pages = False
-
-
-def test_pages_that_cannot_be_made_are_refused_before_there_is_an_answer(engine: BlendEngine) -> None:
-    with TestClient(make_app(Elsewhere(engine), ServeConfig(pages_s=60.0)), base_url=HERE) as client:
-        reply = client.post("/v1/completions", json={"prompt": "Who?", "max_tokens": 2, "keep": True})
-    assert reply.status_code == 400 and "leave keep out" in reply.text
-    assert not engine.metrics.registry.get_sample_value("cacheblend_output_tokens_total")
-
-
 class Lost(EngineBackend):
     """One whose model is elsewhere, and gone."""
 

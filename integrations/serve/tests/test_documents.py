@@ -43,7 +43,7 @@ def test_chunks_come_and_go(engine: BlendEngine, serve: Serve) -> None:
     listed = client.get("/v1/chunks", params={"limit": 2}).json()
     assert [each["id"] for each in listed["data"]] == sorted(CHUNKS)[:2] and listed["has_more"]
     rest = client.get("/v1/chunks", params={"after": listed["data"][-1]["id"]}).json()
-    assert rest["data"] == [{"id": sorted(CHUNKS)[2], "document": "mara.md"}] and not rest["has_more"]
+    assert rest["data"] == [{"id": sorted(CHUNKS)[2], "document": "mara.md", "indexed": False}] and not rest["has_more"]
     assert hits(client, *CHUNKS) == (3, 0)
     assert client.post("/v1/prefetch", json={"ids": list(CHUNKS)}).status_code == 202
     assert client.post("/v1/chunks/delete", json={"ids": ["works", "nobody"]}).json() == {"deleted": 1}
@@ -136,8 +136,8 @@ def test_long_work_gives_signs_of_life(engine: BlendEngine, serve: Serve, monkey
         body = {"chunks": [{"id": "mara", "text": CHUNKS["mara"]}], "stream": True}
         with client.stream("POST", "/v1/chunks", json=body) as reply:
             lines = (line for line in reply.iter_lines() if line)
-            told = list(islice(dropwhile(lambda line: line == ":", lines), 3))
-    assert told[1:] == [":", ":"]
+            told = list(islice(dropwhile(lambda line: line.startswith(":"), lines), 3))
+    assert all(line.startswith(":") for line in told[1:])
 
 
 async def test_encoding_is_in_nobodys_way(engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ async def test_encoding_is_in_nobodys_way(engine: BlendEngine, serve: Serve, mon
     monkeypatch.setattr(engine, "flush", is_over.wait)
 
     async def flush(client: httpx.AsyncClient) -> str:
-        return (await client.post("/v1/engine/flush")).text
+        return (await client.post("/v1/chunks/flush")).text
 
     async with httpx.AsyncClient(base_url=address, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
         waiting = [asyncio.create_task(flush(client)) for _ in range(60)]

@@ -15,15 +15,15 @@ from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
 from integrations.serve.tests.conftest import engine_of
 
-ADDRESSES = 31
+ADDRESSES = 20
 HERE = {"Host": "localhost"}
-SAMPLED, ALL = 217, 10_000
+SAMPLED, ALL = 140, 10_000
 
 
 @pytest.fixture(scope="module")
 def app(tiny: LlamaForCausalLM) -> Iterator[FastAPI]:
     with engine_of(tiny) as engine:
-        yield make_app(EngineBackend(engine), ServeConfig(output_tokens=3, timeout_s=20, pages_s=60))
+        yield make_app(EngineBackend(engine), ServeConfig(output_tokens=3, timeout_s=20))
 
 
 @pytest.fixture

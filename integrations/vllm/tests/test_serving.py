@@ -104,9 +104,6 @@ def test_what_vllm_cannot_do_is_said(http: httpx.Client, example: Example) -> No
     refused = http.post("/v1/chat/completions", json=body | {"recompute_ratio": 0.5})
     assert refused.status_code == 400
     assert "--backend engine" in refused.json()["error"]["message"]
-    call = {"prompt": {"segments": ["Who?"]}, "wait_s": 0}
-    refused = http.post("/v1/engine/answer", json=call)
-    assert refused.status_code == 400 and "wait_s=0 is not possible" in refused.text
     long = {"prompt": "word " * 3000, "max_tokens": 1}
     refused = http.post("/v1/completions", json=long)
     assert refused.status_code == 400

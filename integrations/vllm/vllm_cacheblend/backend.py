@@ -26,8 +26,6 @@ from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 
 __all__ = ["VLLMBackend"]
 
-# Settings of blending that ask for what vLLM does anyway.
-_AS_IT_IS: dict[str, tuple[Any, ...]] = {"enabled": (True,), "recompute_ratio": (0,)}
 # What vLLM is told as it is asked.
 _GIVEN = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
@@ -46,8 +44,6 @@ class VLLMBackend(Backend):
     own : GenerationConfig
         How the model decodes where a request does not say.
     """
-
-    makes_pages = False
 
     def __init__(self, model_name: str, library: VLLMLibrary, client: VLLMClient, own: GenerationConfig) -> None:
         super().__init__(model_name, library)
@@ -69,15 +65,10 @@ class VLLMBackend(Backend):
         return self._client.is_up()
 
     async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
-        others = [f"{name}={value}" for name, value in asked.blend.items() if value not in _AS_IT_IS.get(name, ())]
-        if others:
+        if asked.recompute_ratio:
             raise ConfigError(
-                f"{', '.join(others)} is not possible here: vLLM goes on after stored KV and recomputes nothing in it; leave it "
-                "out, or serve with --backend engine"
-            )
-        if asked.wait_s is not None and asked.wait_s < asked.timeout_s:
-            raise ConfigError(
-                f"wait_s={asked.wait_s:g} is not possible here: vLLM cannot tell waiting from answering; leave it out"
+                f"recompute_ratio={asked.recompute_ratio} is not possible here: vLLM goes on after stored KV and recomputes "
+                "nothing in it; leave it out, or serve with --backend engine"
             )
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
         # A late request is told so at once, though what the thread encodes is encoded to its end.
@@ -117,9 +108,9 @@ class VLLMBackend(Backend):
             "ignore_eos": asked.ignore_eos,
         }
         body |= {name: value for name in _GIVEN if (value := getattr(asked, name)) is not None}
-        if asked.temperature is not None and asked.draws is not False:
+        if asked.temperature is not None:
             body["temperature"] = asked.temperature
-        elif not (own.do_sample if asked.draws is None else asked.draws):
+        elif not own.do_sample:
             # vLLM draws unless it is told not to.
             body["temperature"] = 0
         if asked.grammar is not None:

@@ -88,21 +88,25 @@ class Connection:
 
     def get(self, path: str, **parameters: Any) -> Any:
         """Return what stands at an address, read as JSON."""
-        return self._read(self._answer("GET", path, params=parameters))
+        return _json(self.get_reply(path, **parameters))
 
-    def get_bytes(self, path: str) -> bytes:
+    def get_reply(self, path: str, **parameters: Any) -> httpx.Response:
         """Return what stands at an address."""
-        return self._answer("GET", path).content
+        with self._asked("GET", path, params=parameters) as reply:
+            reply.read()
+        return reply
 
     def post(self, path: str, body: Any) -> Any:
-        """Return what a request is answered by.
+        """Return what a request is answered by, read as JSON.
 
         Raises
         ------
         CacheBlendError
             What the server says is wrong; `BackendError` if it cannot be asked.
         """
-        return self._read(self._answer("POST", path, content=json.dumps(body)))
+        with self._asked("POST", path, lambda: body) as reply:
+            reply.read()
+        return _json(reply)
 
     def events(
         self,
@@ -124,60 +128,52 @@ class Connection:
         patience_s : float
             For how long a busy server is asked again, a minute at most.
         """
-        until = time.monotonic() + min(patience_s, _PATIENCE_S)
-        while not is_over():
-            with self._reached(), self._client.stream("POST", path, content=json.dumps(body())) as reply:
-                if reply.is_success:
-                    yield from self._events(reply, is_over)
+        with self._asked("POST", path, body, is_over, patience_s) as reply:
+            # Comments are lines too, by which it is noticed soon that an answer is over.
+            for line in reply.iter_lines():
+                if is_over():
                     return
-                reply.read()
-            self._wait(reply, until, is_over)
+                data = line.removeprefix("data: ")
+                if data == _END:
+                    return
+                if data == line:
+                    continue
+                event = json.loads(data)
+                if isinstance(event, dict) and "error" in event:
+                    raise _said(event["error"])
+                yield event
+            raise BackendError(f"the server at {self.url} cut an answer off; try again")
 
     def close(self) -> None:
         """Let go of the server."""
         self._client.close()
 
-    def _events(self, reply: httpx.Response, is_over: Callable[[], bool]) -> Iterator[Any]:
-        for line in reply.iter_lines():
-            if is_over():
-                return
-            data = line.removeprefix("data: ")
-            if data == _END:
-                return
-            if data == line:
-                continue
-            event = json.loads(data)
-            if isinstance(event, dict) and "error" in event:
-                raise _said(event["error"])
-            yield event
-        raise BackendError(f"the server at {self.url} cut an answer off; try again")
-
-    def _answer(self, method: str, path: str, **content: Any) -> httpx.Response:
-        until = time.monotonic() + _PATIENCE_S
-        while True:
-            with self._reached():
-                reply = self._client.request(method, path, **content)
-            if reply.is_success:
-                return reply
-            self._wait(reply, until)
-
-    def _wait(self, reply: httpx.Response, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait as long as a busy server says, unless `is_over`; raise what else it says."""
-        try:
-            pause = float(reply.headers.get("Retry-After", ""))
-        except ValueError:
-            pause = 0.0
-        if reply.status_code not in _BUSY or not pause or time.monotonic() + pause > until:
-            raise _error(reply)
-        begun = time.monotonic()
-        while (left := begun + pause - time.monotonic()) > 0 and not is_over():
-            time.sleep(min(left, _POLL_S))
-
-    def _read(self, reply: httpx.Response) -> Any:
-        try:
-            return reply.json()
-        except ValueError as error:
-            raise _stranger(reply) from error
+    @contextmanager
+    def _asked(
+        self,
+        method: str,
+        path: str,
+        body: Callable[[], Any] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+        patience_s: float = _PATIENCE_S,
+        **more: Any,
+    ) -> Iterator[httpx.Response]:
+        """Give the reply to a request, which is made again as long as a busy server says when."""
+        until = time.monotonic() + min(patience_s, _PATIENCE_S)
+        while not is_over():
+            content = None if body is None else json.dumps(body())
+            with self._reached(), self._client.stream(method, path, content=content, **more) as reply:
+                if reply.is_success:
+                    yield reply
+                    return
+                reply.read()
+            wait_s = float(said) if (said := reply.headers.get("Retry-After", "")).isdigit() else 0.0
+            begun = time.monotonic()
+            if reply.status_code not in _BUSY or not wait_s or begun + wait_s > until:
+                raise _error(reply)
+            while (left_s := begun + wait_s - time.monotonic()) > 0 and not is_over():
+                time.sleep(min(left_s, _POLL_S))
+        raise CacheBlendError("the answer was cut off; try again")
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -189,6 +185,13 @@ class Connection:
             raise BackendError(
                 f"the server at {self.url} cannot be reached ({type(error).__name__}: {error}); check that it is running"
             ) from error
+
+
+def _json(reply: httpx.Response) -> Any:
+    try:
+        return reply.json()
+    except ValueError as error:
+        raise _stranger(reply) from error
 
 
 def _error(reply: httpx.Response) -> CacheBlendError:

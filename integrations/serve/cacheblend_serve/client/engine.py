@@ -10,13 +10,14 @@ import tempfile
 import threading
 import weakref
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, overload
+from urllib.parse import quote
 
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer
@@ -28,12 +29,12 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult
 from cacheblend_rag.engine.many import options_of_each
 from cacheblend_rag.engine.protocol import AddOptions, EngineCollection, Present
-from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError
+from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import NameChanges, NodeRecord
 from cacheblend_serve.client.connection import Connection
-from cacheblend_serve.client.wire import PromptItem, asked_decoding, read_report
+from cacheblend_serve.client.wire import asked_options, chunk_item, parts_of, read_report
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,7 +44,8 @@ __all__ = ["ServedEngine", "served_engine"]
 logger = logging.getLogger(__name__)
 
 # Chunks or ids of one request, and about how many characters of chunks.
-_BATCH, _PART_WEIGHT = 2_000, 1_000_000
+_BATCH, _PART_CHARS = 2_000, 1_000_000
+_COUNTS = [field.name for field in fields(AddResult)]
 # Answers that are waited for at once; the server answers them together.
 _AT_ONCE = 16
 # Seconds that are left of a time limit at least: the server says that it has passed.
@@ -62,8 +64,8 @@ class ServedEngine:
     Give it as ``engine=`` wherever the frameworks' objects take a `BlendEngine`, or give these ``server=url``. It has the chunks
     of the tenant whose key it is given.
 
-    Some of what an engine of this process does stays there: schemas (PML), and transformers' own options of decoding beyond
-    temperature, `top_p`, `top_k` and stop strings.
+    Some of what an engine of this process does stays there, and is a `ConfigError` here: schemas (PML), estimates, settings of
+    blending beyond the ratio, and transformers' own options of decoding beyond temperature, `top_p`, `top_k` and stop strings.
 
     Parameters
     ----------
@@ -83,15 +85,15 @@ class ServedEngine:
     def __init__(self, url: str, key: str | None = None) -> None:
         self._server = Connection(url, os.environ.get(SERVER_KEY_VARIABLE) if key is None else key)
         try:
-            facts = self._server.get("/v1/engine")
+            facts = self._server.get("/v1/models")["data"][0]
             self.tokenizer = self._load_tokenizer()
-            self.model_name = str(facts["model"])
+            self.model_name = str(facts["id"])
             self.namespace = str(facts["namespace"])
-            self.window = facts["window"]
+            self.window = facts["max_model_len"]
             self.end_ids = tuple(facts["end_ids"])
             self.config = EngineConfig(**facts["config"])
             self.blend = BlendConfig(**facts["blend"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, IndexError, TypeError) as error:
             self._server.close()
             raise BackendError(f"{self._server.url} is not a cacheblend-rag server; check the address") from error
         except BaseException:
@@ -138,24 +140,23 @@ class ServedEngine:
         background: bool = False,
         whole: bool = False,
     ) -> AddResult | AddJob:
-        chunks = chunk_list(chunks)
-        if whole and len(list(islice(_parts(chunks, _weight), 2))) > 1:
+        if whole:
             raise ConfigError(
-                f"{len(chunks)} chunks are more than one request to a server takes ({_BATCH} chunks, {_PART_WEIGHT} "
-                "characters), and what is whole goes in one; add its documents in several calls"
+                "whole needs an engine in this process; a server replaces a document by PUT /v1/documents/NAME"
             )
-        body = {"ttl_s": ttl_s, "leave_out": on_refused is not None, "whole": whole}
+        body = {"ttl_s": ttl_s, "leave_out": on_refused is not None, "background": background, "stream": True}
+        chunks = chunk_list(chunks)
+        result = self._send(chunks, body, progress, on_refused)
         if not background:
-            return self._send(chunks, body, progress, on_refused)
-        # Checked and named when this returns, as by an engine of this process.
-        named = self._send(chunks, body | {"background": True}, None, on_refused)
+            return result
+        # Checked and named by now, as by an engine of this process.
         job = AddJob(0, len(chunks), progress)
 
         def wait(is_given_up: Callable[[], bool]) -> AddResult:
             self._wait_for_server(is_given_up)
             if not is_given_up():
                 job.advance(len(chunks))
-            return named
+            return result
 
         return self._jobs.submit(job, wait)
 
@@ -166,20 +167,20 @@ class ServedEngine:
         progress: Callable[[int, int], None] | None,
         on_refused: Callable[[Chunk, PromptError], None] | None,
     ) -> AddResult:
-        sums, begun = {"encoded": 0, "named": 0, "unchanged": 0, "tokens": 0}, 0
-        for part in _parts(_sendable(chunks, on_refused), _weight):
-            sent = body | {"chunks": [asdict(each) for each in part]}
-            for event in self._server.events("/v1/engine/add", partial(dict, sent)):
-                if "refused" not in event:
+        counts, begun = Counter[str](), 0
+        for part in _parts(_sendable(chunks, on_refused)):
+            sent = body | {"chunks": [chunk_item(each) for each in part]}
+            for event in self._server.events("/v1/chunks", partial(dict, sent)):
+                if "status" not in event:
                     if progress is not None:
                         progress(begun + event["done"], len(chunks))
                     continue
-                for number, message in event["refused"]:
+                for each in event.get("refused", ()):
                     if on_refused is not None:
-                        on_refused(part[number], PromptError(message))
-                sums = {name: count + event[name] for name, count in sums.items()}
+                        on_refused(part[each["index"]], PromptError(each["message"]))
+                counts.update({name: event[name] for name in _COUNTS})
                 begun += len(part)
-        return AddResult(**sums)
+        return AddResult(*(counts[name] for name in _COUNTS))
 
     def flush(self) -> None:
         self._jobs.flush()
@@ -187,26 +188,20 @@ class ServedEngine:
 
     def _wait_for_server(self, is_over: Callable[[], bool]) -> None:
         """Wait until what is added in the background is stored."""
-        for _ in self._server.events("/v1/engine/flush", dict, is_over):
+        for _ in self._server.events("/v1/chunks/flush", dict, is_over):
             pass
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
-        told = [
-            WarmEstimate(**self._server.post("/v1/engine/estimate", {"chunks": [asdict(each) for each in part]}))
-            for part in _parts(chunk_list(chunks), _weight)
-        ]
-        names = WarmEstimate.__dataclass_fields__
-        return WarmEstimate(**{name: sum(getattr(each, name) for each in told) for name in names})
-
-    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
-        parts, wanted = list(_parts(id_list(ids))) or [[]], id_list(sources)
-        return sum(
-            self._server.post("/v1/engine/delete", {"ids": part, "sources": [] if number + 1 < len(parts) else wanted})
-            for number, part in enumerate(parts)
+        raise ConfigError(
+            "an estimate needs an engine in this process; leave it out, or make a BlendEngine of the model"
         )
 
-    def delete_document(self, document: str) -> int:
-        return self.delete(self.document(document))
+    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
+        """Forget chunks, and all that is made of `sources`; return how many there were."""
+        bodies = [{"ids": part} for part in _parts(id_list(ids))] + [
+            {"sources": part} for part in _parts(id_list(sources))
+        ]
+        return sum(self._server.post("/v1/chunks/delete", body)["deleted"] for body in bodies)
 
     def sync(self, present_ids: Iterable[str]) -> int:
         present = set(id_list(present_ids))
@@ -216,28 +211,30 @@ class ServedEngine:
         return _ServedCollection(self)
 
     def document(self, document: str) -> list[str]:
-        return list(self._server.get("/v1/engine/document", name=document))
+        try:
+            return list(self._server.get(f"/v1/documents/{quote(document, safe='')}")["chunks"])
+        except UnknownChunkError:
+            return []
 
     def places(self, ids: Sequence[str]) -> list[str | None]:
-        return list(self._look_up("/v1/engine/places", ids))
-
-    def contains(self, id: str) -> bool:
-        return self.records([id]) != [None]
+        return [None if found is None else found["document"] for found in self._found(ids)]
 
     def ids(self) -> list[str]:
-        return list(self._server.get("/v1/engine/ids"))
+        return [each["id"] for each in self._listed()]
 
     def indexed(self, sources: Iterable[str] | None = None) -> list[str]:
-        body = {"sources": None if sources is None else id_list(sources)}
-        return list(self._server.post("/v1/engine/indexed", body))
+        if sources is not None:
+            raise ConfigError(
+                "which chunks are made of a source needs an engine in this process; delete(sources=) needs none"
+            )
+        return [each["id"] for each in self._listed() if each["indexed"]]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
-        return _records.validate_python(list(self._look_up("/v1/engine/records", ids)))
+        return _records.validate_python(list(self._found(ids)))
 
     def changes(self, since: int | None = None) -> NameChanges:
-        return _changes.validate_python(
-            self._server.get("/v1/engine/changes", **({} if since is None else {"since": since}))
-        )
+        given = {} if since is None else {"since": since}
+        return _changes.validate_python(self._server.get("/v1/chunks/changes", **given))
 
     def prefetch(self, ids: Iterable[str]) -> None:
         wanted = id_list(ids)
@@ -247,17 +244,21 @@ class ServedEngine:
         except CacheBlendError as error:
             logger.debug("chunks are not read ahead: %s", error)
 
-    def _look_up(self, path: str, ids: Sequence[str]) -> Iterator[Any]:
+    def _found(self, ids: Sequence[str]) -> Iterator[dict[str, Any] | None]:
         for part in _parts(id_list(ids)):
-            yield from self._server.post(path, {"ids": part})
+            yield from self._server.post("/v1/chunks/records", {"ids": part})["data"]
+
+    def _listed(self) -> Iterator[dict[str, Any]]:
+        after, has_more = "", True
+        while has_more:
+            page = self._server.get("/v1/chunks", after=after)
+            yield from page["data"]
+            has_more, after = page["has_more"], page["data"][-1]["id"] if page["data"] else after
 
     # Prompts
 
     def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
-        return _layout.validate_python(self._server.post("/v1/engine/layout", PromptItem.of(prompt)))
-
-    def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
-        return self.prompt_layout(prompt).token_ids
+        return _layout.validate_python(self._server.post("/v1/completions/layout", {"prompt": parts_of(prompt)}))
 
     # Answers
 
@@ -319,11 +320,11 @@ class ServedEngine:
         **options: Any,
     ) -> Callable[[Callable[[str], None] | None, threading.Event], GenerationResult]:
         """Return what asks for an answer, shows its pieces, and ends it when an event is set."""
-        asked, deadline = asked_decoding(options)
-        body = {"prompt": PromptItem.of(prompt), "max_tokens": max_new_tokens, "wait_s": wait_s} | asked
-        if blend is not None:
-            given = BlendConfig.of(blend)
-            body["blend"] = given.model_dump(mode="json", include=given.model_fields_set)
+        asked, deadline = asked_options(options)
+        if wait_s is not None and deadline is None:
+            raise ConfigError("wait_s is the server's own; give a time limit for the whole answer instead, timeout")
+        body = {"prompt": parts_of(prompt), "max_tokens": max_new_tokens, "stream": True, "report": True} | asked
+        body |= {} if blend is None else self._ratio(blend)
 
         def ask(show: Callable[[str], None] | None, stop: threading.Event) -> GenerationResult:
             def is_over() -> bool:
@@ -333,22 +334,35 @@ class ServedEngine:
             def asked_now() -> dict[str, Any]:
                 return body if deadline is None else body | {"timeout_s": max(deadline.left_s, _LEAST_S)}
 
+            text, reason = "", ""
             patience_s = math.inf if deadline is None else deadline.left_s
-            with closing(self._server.events("/v1/engine/answer", asked_now, is_over, patience_s)) as events:
+            with closing(self._server.events("/v1/completions", asked_now, is_over, patience_s)) as events:
                 for event in events:
-                    if "report" in event:
-                        report = read_report(event["report"])
+                    for choice in event["choices"]:
+                        text, reason = text + choice["text"], choice["finish_reason"] or reason
+                        if show is not None and choice["text"]:
+                            show(choice["text"])
+                    if "blend" in event:
                         # Which tokens it was made of, the server does not say: that of vLLM does not know.
-                        return GenerationResult(event["text"], (), (), report, event["reason"])
-                    if show is not None and "piece" in event:
-                        show(event["piece"])
+                        return GenerationResult(text, (), (), read_report(event["blend"][0]), reason)
             raise CacheBlendError("the answer was cut off; try again")
 
         return ask
 
+    def _ratio(self, blend: BlendConfig) -> dict[str, Any]:
+        """Return how a call's settings are said; `ConfigError` if they differ from the server's in more than the ratio."""
+        asked, own = self.check_blend(blend).model_dump(), self.blend.model_dump()
+        changed = [name for name, value in asked.items() if value != own[name]]
+        if others := [name for name in changed if name != "recompute_ratio"]:
+            raise ConfigError(
+                f"{', '.join(others)} of a call cannot be sent to a server, which takes recompute_ratio; leave it out, or set it "
+                "where the server is started"
+            )
+        return {name: asked[name] for name in changed}
+
     def _load_tokenizer(self) -> Any:
         with tempfile.TemporaryDirectory() as folder:
-            with zipfile.ZipFile(io.BytesIO(self._server.get_bytes("/v1/engine/tokenizer"))) as files:
+            with zipfile.ZipFile(io.BytesIO(self._server.get_reply("/v1/tokenizer").content)) as files:
                 files.extractall(folder)
             return AutoTokenizer.from_pretrained(folder)
 
@@ -378,8 +392,7 @@ class _ServedCollection:
         self._engine = engine
 
     def forget(self, ids: Sequence[str], sources: Sequence[str] = ()) -> None:
-        made = self._engine.indexed(sources) if sources else []
-        self._engine.delete([*ids, *made], sources=sources)
+        self._engine.delete(ids, sources=sources)
 
     def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
         return 0
@@ -399,19 +412,16 @@ def _sendable(chunks: list[Chunk], on_refused: Callable[[Chunk, PromptError], No
     return sendable
 
 
-def _weight(chunk: Chunk) -> int:
-    return len(chunk.text) + 10 * len(chunk.token_ids or ())
-
-
-def _parts(items: list[Any], weight: Callable[[Any], int] = lambda _: 0) -> Iterator[list[Any]]:
-    """Yield items in requests that are not too large for a server."""
+def _parts(items: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield chunks or ids in requests that are not too large for a server."""
     part: list[Any] = []
     total = 0
     for item in items:
-        total += weight(item)
-        if part and (total > _PART_WEIGHT or len(part) >= _BATCH):
+        size = len(item.text) if isinstance(item, Chunk) else 0
+        if part and (total + size > _PART_CHARS or len(part) >= _BATCH):
             yield part
-            part, total = [], weight(item)
+            part, total = [], 0
         part.append(item)
+        total += size
     if part:
         yield part
