@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -242,24 +243,28 @@ def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path)
 
 
 def test_a_channel_of_large_keys_costs_the_others_nothing() -> None:
-    """As Qwen2.5 has them, which codecs with one grid a token lose."""
-    errors = []
-    for factor in (1, 50):
-        model = tiny_model("llama")
-        with torch.no_grad():
-            for layer in model.get_decoder().layers:
-                # A channel of the first head of keys, and of the queries that read it, so that attention stays as it was but for
-                # what the rotation mixes.
-                layer.self_attn.k_proj.weight[3] *= factor
-                layer.self_attn.q_proj.weight[3] /= factor
-        logits = {}
-        for codec in ("native", "int8", "int4"):
-            settings = engine_settings(strict=True, recompute_ratio=0.0, ram_codec=codec)
-            with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
-                engine.add(CHUNKS)
-                logits[codec] = engine.prefill(PROMPT).logits
-        scale = logits["native"].norm()
-        errors.append({codec: float((logits[codec] - logits["native"]).norm() / scale) for codec in ("int8", "int4")})
-    plain, outlying = errors
-    assert outlying["int8"] < max(0.02, 2 * plain["int8"])
-    assert outlying["int4"] < max(0.2, 2 * plain["int4"])
+    """As Qwen2.5 has them, which codecs with one grid a token lose; the median of eight prompts."""
+    plain, outlying = ([errors_of(factor, seed) for seed in range(8)] for factor in (1, 50))
+    for codec, most in (("int8", 0.02), ("int4", 0.2)):
+        assert median(each[codec] for each in outlying) < max(most, 2 * median(each[codec] for each in plain))
+
+
+def errors_of(factor: float, seed: int) -> dict[str, float]:
+    """Return what each codec changes in the logits of a model with a channel of keys that is so much larger."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.get_decoder().layers:
+            # A channel of the first head of keys, and of the queries that read it, so that attention stays as it was but for
+            # what the rotation mixes.
+            layer.self_attn.k_proj.weight[3] *= factor
+            layer.self_attn.q_proj.weight[3] /= factor
+    chunks = [Chunk(words(9 + seed % 3, 100 * seed + number), f"n{number}") for number in range(3)]
+    prompt = BlendPrompt(words(3, 900 + seed), [str(chunk.id) for chunk in chunks], words(4, 950 + seed))
+    logits = {}
+    for codec in ("native", "int8", "int4"):
+        settings = engine_settings(strict=True, recompute_ratio=0.0, ram_codec=codec)
+        with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
+            engine.add(chunks)
+            logits[codec] = engine.prefill(prompt).logits
+    scale = logits["native"].norm()
+    return {codec: float((logits[codec] - logits["native"]).norm() / scale) for codec in ("int8", "int4")}

@@ -128,7 +128,7 @@ def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.M
     [
         ({"device": "gpu"}, "device='gpu': unknown device; give cpu, cuda or cuda:N"),
         ({"selector": "random", "seed": 2**70}, "seed=1180591620717411303424 must be"),
-        ({"gradual_start": float("inf")}, "gradual_start=inf must be"),
+        ({"selector": "hkvd", "gradual_start": float("inf")}, "gradual_start=inf must be"),
         ({"kv_capacity": 8}, r"kv_capacity is attached, not set: engine.attach\(SnapKV\(kv_capacity\)\)"),
         ({"selector": "query", "look_layers": (3, 2)}, "look_layers=.*ascending"),
         ({"selector": "query", "look_layers": ()}, "look_layers=.*at least one"),

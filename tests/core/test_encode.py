@@ -119,22 +119,22 @@ def with_template(template: str | None) -> Any:
 
 def test_it_begins_as_a_chat_does() -> None:
     text = default_preamble(load_tokenizer())
-    assert text.startswith("<s><|user|>\nUse the following context to answer.\n\nThe weather")
-    assert text.endswith("only firewood.\n\n")
+    assert text.startswith("<s><|user|>\nUse the following pieces of context to answer")
+    assert text.endswith(".\n\n")
 
 
 def test_without_a_chat_template_there_is_no_opening() -> None:
-    assert default_preamble(with_template(None)).startswith("Use the following context")
+    assert default_preamble(with_template(None)).startswith("Use the following pieces of context")
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{{ 'nothing of yours' }}", "{% broken"])
 def test_a_template_that_shows_no_words_of_a_user(template: str) -> None:
-    assert default_preamble(with_template(template)).startswith("Use the following context")
+    assert default_preamble(with_template(template)).startswith("Use the following pieces of context")
 
 
 def test_it_is_the_same_tomorrow() -> None:
     text = default_preamble(with_template(DATED))
-    assert text.startswith("Today is 01 January 2026.\n<user>Use the following context")
+    assert text.startswith("Today is 01 January 2026.\n<user>Use the following pieces of context")
     assert f"{datetime.now():%d %B %Y}" not in text
 
 

@@ -358,7 +358,7 @@ def test_the_report_says_what_was_loaded_and_from_where(stored: BlendEngine, tmp
         assert [chunk.tier for chunk in second.chunks] == ["ram"] * 5
         assert second.load_bytes == 6 * second.context_tokens * 2 * 2 * 8 * 4
         # The layer before the check layer is computed in full.
-        blend = engine.blend.replace(recompute_ratio=0.15)
+        blend = engine.blend.replace(recompute_ratio=0.15, selector="hkvd")
         assert engine.prefill(PROMPT, blend=blend).report.load_bytes == 5 * layer_bytes
         assert 0 < second.load_s < second.ttft_s
         whole = engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).report

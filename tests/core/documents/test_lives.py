@@ -168,7 +168,7 @@ def test_a_replacement(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pyt
         return
     result = engine.add(chunks, whole=True)
     names = [chunk.id for chunk in chunks]
-    assert (result.named, seen) == (3, [old])
+    assert result.named == 3 and seen and all(found == old for found in seen)
     assert sorted(other.ids()) == names
     assert all(max(distances(other, str(chunk.id))) < TOLERANCE for chunk in chunks)
     engine.add(chunks[:2], whole=True)
