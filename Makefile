@@ -111,9 +111,10 @@ fmt: $(STAMP)  ## format the code and repair what the linter can
 	$(BIN)/ruff format .
 
 .PHONY: lint
-lint: $(STAMP)  ## formatting, lint and types
+lint: $(STAMP)  ## formatting, lint, which modules import which, and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	PYTHONPATH=integrations/gguf $(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 PYTEST := $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
