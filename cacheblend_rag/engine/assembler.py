@@ -366,21 +366,18 @@ class Assembler:
         if record is not None and (
             isinstance(chunk, ChunkRef) or (chunk.token_ids is None and record.text_hash == text_hash(chunk.text))
         ):
-            ids, separator = record.token_ids, record.separator
-            named = (record.id, record.key, record.key, ids, separator)
-            return PromptChunk(0, 0, 0, *named, later=record.later, named=True)
+            return _unplaced(record.id, record, later=record.later, named=True)
         assert isinstance(chunk, Chunk)
         fresh = self.record(chunk)
         if known is None and chunk.id is not None:
             # Its id may have been deleted, and its KV with it.
             note = "the ids in the store cannot be read now, so it is computed like text"
-            ids, places = fresh.token_ids, self.places(chunk)
-            return PromptChunk(
-                *(0, 0, 0, chunk.id, fresh.key, fresh.key, ids), positions=places, computed="unread", note=note
-            )
+            alone = replace(fresh, separator=())
+            return _unplaced(chunk.id, alone, positions=self.places(chunk), computed="unread", note=note)
         is_other = record is not None and record.key != fresh.key
-        return PromptChunk(
-            *(0, 0, 0, chunk.id, fresh.key, fresh.key, fresh.token_ids, fresh.separator),
+        return _unplaced(
+            chunk.id,
+            fresh,
             positions=self.places(chunk),
             named=record is not None and not is_other,
             text_hash=fresh.text_hash if record is None else None,
@@ -396,6 +393,21 @@ class Assembler:
         if chunk.document is not None and self._store.document(self.namespace, chunk.document) == []:
             return f"{never}, like all of its document {chunk.document!r:.40}"
         return never
+
+
+def _unplaced(id: str | None, record: NodeRecord, **known: Any) -> PromptChunk:
+    """Return a chunk that is still to be given its place in a prompt."""
+    return PromptChunk(
+        start=0,
+        stop=0,
+        position=0,
+        id=id,
+        key=record.key,
+        name_key=record.key,
+        token_ids=record.token_ids,
+        separator=record.separator,
+        **known,
+    )
 
 
 def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
