@@ -8,7 +8,7 @@ from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 from cacheblend_rag.chunk import Chunk, text_hash
@@ -21,10 +21,7 @@ _CONVERTED = (".pdf", ".docx", ".html", ".htm")
 SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", *_CONVERTED)
 """Files that are read in folders."""
 _BLOCK_BYTES = 2**16
-_HEADING = re.compile(r"#{1,6} ")
-_FENCE = re.compile(r"(```|~~~)")
-# Where a paragraph that is too long may be cut, best place first.
-_CUTS = (re.compile(r"\n"), re.compile(r"(?<=[.!?])\s+(?=\S)|(?<=[。！？])"), re.compile(r"(?<=\s)(?=\S)"))
+_MARKDOWN = re.compile(r"^(#{1,6} |```|~~~)", re.MULTILINE)
 
 TokenCount = Callable[[str], int]
 
@@ -146,70 +143,15 @@ def named_passages(source: str, pieces: Sequence[str]) -> Iterator[Passage]:
 
 
 def split_text(text: str, count_tokens: TokenCount, chunk_tokens: int) -> list[str]:
-    """Cut plain text or markdown into pieces of at most `chunk_tokens` tokens, at paragraphs as far as they fit.
+    """Cut plain text or Markdown into pieces of at most `chunk_tokens` tokens, at headings, paragraphs and sentences as far as
+    they fit.
 
-    A heading stays with the paragraph below it, and begins a new piece when the one before is at least half full. There is
-    no white space around pieces, and none is empty; only a single character may have more tokens.
+    Each piece is as it stands in the text. There is no white space around pieces, and none is empty; only a single character may
+    have more tokens.
     """
-    pieces: list[str] = []
-    current = ""
-    for block in _blocks(text):
-        joined = f"{current}\n\n{block}" if current else block
-        heads = _HEADING.match(block) is not None and current and count_tokens(current) * 2 >= chunk_tokens
-        if not heads and count_tokens(joined) <= chunk_tokens:
-            current = joined
-            continue
-        if current:
-            pieces.append(current)
-        *full, current = _cut(block, count_tokens, chunk_tokens)
-        pieces.extend(full)
-    return [*pieces, current] if current else pieces
-
-
-def _blocks(text: str) -> Iterator[str]:
-    """Yield paragraphs; a fenced block of code is one, and a heading is part of what follows it."""
-    lines: list[str] = []
-    heading_only = False
-    fence = ""
-    for line in [*text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), ""]:
-        marker = _FENCE.match(line.lstrip())
-        if marker is not None and (not fence or marker[1] == fence):
-            fence = "" if fence else marker[1]
-        if not fence and _HEADING.match(line) is not None and not heading_only:
-            if lines:
-                yield "\n".join(lines).strip()
-            lines, heading_only = [line.rstrip()], True
-        elif line.strip() or fence:
-            lines.append(line.rstrip())
-            heading_only = heading_only and _HEADING.match(line) is not None
-        elif heading_only:
-            lines.append("")
-        elif lines:
-            yield "\n".join(lines).strip()
-            lines = []
-    if any(lines):
-        yield "\n".join(lines).strip()
-
-
-def _cut(block: str, count_tokens: TokenCount, chunk_tokens: int, level: int = 0) -> list[str]:
-    """Cut a paragraph that is too long at line breaks, else after sentences, else between words, else anywhere."""
-    if count_tokens(block) <= chunk_tokens or len(block) == 1:
-        return [block]
-    if level == len(_CUTS):
-        half = len(block) // 2
-        return [
-            piece for part in (block[:half], block[half:]) for piece in _cut(part, count_tokens, chunk_tokens, level)
-        ]
-    starts = [0, *(match.end() for match in _CUTS[level].finditer(block)), len(block)]
-    parts = [block[start:stop] for start, stop in pairwise(starts) if block[start:stop].strip()]
-    pieces: list[str] = []
-    current = ""
-    for part in parts:
-        if current and count_tokens((current + part).strip()) <= chunk_tokens:
-            current += part
-            continue
-        if current:
-            pieces.append(current.strip())
-        *full, current = _cut(part, count_tokens, chunk_tokens, level + 1)
-        pieces.extend(full)
-    return [*pieces, current.strip()] if current.strip() else pieces
+    with needs_extra("documents", "cutting documents"):
+        from semantic_text_splitter import MarkdownSplitter, TextSplitter
+    # To Markdown, a line of asterisks under a heading would be a rule across the page.
+    splitter = MarkdownSplitter if _MARKDOWN.search(text) else TextSplitter
+    pieces = map(str.strip, splitter.from_callback(count_tokens, chunk_tokens).chunks(text))
+    return [piece for piece in pieces if piece]

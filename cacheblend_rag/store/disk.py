@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 
 # Recency is written when this many uses have gathered, or on the next write.
 _TOUCHES_KEPT = 1024
+# KV that is stored now may get its name when all of its document is.
+_NAMED_WITHIN_S = 3600.0
 # How often room is made for one write: what another program fills is not worth the whole store.
 _ROOM_MADE = 4
 
@@ -194,7 +196,7 @@ class DiskTier:
                 # In this order: to shorten the log takes room.
                 had_reserve = self.folder.give_up_reserve()
                 if self.index.shorten_log() < wanted_bytes and not had_reserve:
-                    victims = self.index.oldest(wanted_bytes, spared)
+                    victims = self.index.oldest(wanted_bytes, spared, self.clock() - _NAMED_WITHIN_S)
                     if not victims:
                         raise
                     # Their files go first: to note in the index that they are gone takes room, too.

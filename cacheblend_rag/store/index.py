@@ -224,10 +224,13 @@ class Index(Database):
         """Return the keys of at most `limit` entries that no name leads to and that were added before that time."""
         return [key for (key,) in self.rows(_UNNAMED, before, limit)]
 
-    def oldest(self, nbytes: int, spared: Collection[str]) -> list[str]:
-        """Return the keys of entries to drop for room: what no name leads to first, then the least recently used."""
+    def oldest(self, nbytes: int, spared: Collection[str], recent: float) -> list[str]:
+        """Return the keys of entries to drop for room: what no name leads to first, then the least recently used.
+
+        What was added after `recent` may be about to get its name.
+        """
         with self.read() as connection:
-            return _oldest(connection, spared, nbytes, "named, last_used")
+            return _oldest(connection, spared, nbytes, f"named OR added_at > {float(recent)}, last_used")
 
     def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""

@@ -4,9 +4,10 @@ import logging
 import resource
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,10 @@ def test_by_default_half_of_the_disk_stays_free(disk: Path, caplog: pytest.LogCa
 def test_what_no_name_leads_to_goes_first(disk: Path, engine: BlendEngine) -> None:
     named = [chunk(number) for number in range(4)]
     engine.add(named)
-    # As a killed ingestion leaves them, used more recently than what is named.
+    # As an ingestion that was killed hours ago leaves them, used more recently than what is named.
     engine.add([Chunk(words(60, number)) for number in range(4, 60)])
+    with closing(sqlite3.connect(disk / "store" / "index.sqlite", isolation_level=None)) as index:
+        index.execute("UPDATE entries SET added_at = added_at - 7200 WHERE NOT named")
     engine.add([chunk(number) for number in range(60, 64)])
     assert engine.store.stats().evictions > 0
     assert engine.store.holds(engine.ids()) == [True] * 8
