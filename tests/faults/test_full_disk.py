@@ -96,12 +96,12 @@ def test_what_no_name_leads_to_goes_first(disk: Path, engine: BlendEngine) -> No
     named = [chunk(number) for number in range(4)]
     engine.add(named)
     # As an ingestion that was killed hours ago leaves them, used more recently than what is named.
-    engine.add([Chunk(words(60, number)) for number in range(4, 60)])
+    engine.add([Chunk(words(60, number)) for number in range(4, 22)])
     with closing(sqlite3.connect(disk / "store" / "index.sqlite", isolation_level=None)) as index:
         index.execute("UPDATE entries SET added_at = added_at - 7200 WHERE NOT named")
-    engine.add([chunk(number) for number in range(60, 64)])
+    engine.add([chunk(number) for number in range(60, 68)])
     assert engine.store.stats().evictions > 0
-    assert engine.store.holds(engine.ids()) == [True] * 8
+    assert engine.store.holds(engine.ids()) == [True] * 12
 
 
 def test_another_program_fills_the_disk(disk: Path, engine: BlendEngine) -> None:
