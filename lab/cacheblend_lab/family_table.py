@@ -1,4 +1,4 @@
-"""The table of families: a row each, exact or refused and why; as it was when this version was made, and as Markdown.
+"""The table of families: exact or refused and why, as it was when this version was made; and by kind, as Markdown.
 
 Nothing here imports torch, so that the table is shown at once.
 """
@@ -6,6 +6,7 @@ Nothing here imports torch, so that the table is shown at once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,15 @@ class FamilyRow:
         """Whether blending is exact."""
         return self.verdict == "exact"
 
+    @property
+    def kind(self) -> str:
+        """What blending does with the family, in the words that it shares with others."""
+        if self.is_exact:
+            return "exact, at the position of encoding only" if "fixed" in self.positions else "exact"
+        # Without the name of its class, sizes, types of layers and what was raised.
+        reason = re.sub(r"^layer \d+: |[:;] .*| \(.*", "", self.verdict.split(maxsplit=2)[2])
+        return "refused: " + re.sub(r" of type [\w, ]+,(?= which)|(?<= of) \d+", "", reason)
+
 
 def shipped_table() -> tuple[str, list[FamilyRow]]:
     """Return the version of transformers that the shipped table was made with, and its rows."""
@@ -50,9 +60,9 @@ def shipped_table() -> tuple[str, list[FamilyRow]]:
 
 
 def table_lines(rows: Sequence[FamilyRow]) -> list[str]:
-    """Return the table as lines of Markdown."""
-    lines = ["| family | verdict | attention of its layers | positions in their KV |", "|---|---|---|---|"]
+    """Return the families by kind, most first, as lines of Markdown."""
+    kinds: dict[str, list[str]] = {}
     for row in rows:
-        cells = (f"`{row.family}`", row.verdict, row.attention, row.positions)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return lines
+        kinds.setdefault(row.kind, []).append(f"`{row.family}`")
+    lines = [f"| {kind} | {', '.join(kinds[kind])} |" for kind in sorted(kinds, key=lambda kind: -len(kinds[kind]))]
+    return ["| verdict | families |", "|---|---|", *lines]

@@ -95,10 +95,16 @@ _MODELS = (
 
 
 def name_lines() -> list[str]:
-    """Return what was proved of all models, as lines of Markdown."""
+    """Return what was proved of all models, those of which the same was proved together, as lines of Markdown."""
     rows = _families()
-    lines = ["| models | transformers | GGUF, by llama.cpp | vLLM's connector |", "|---|---|---|---|"]
-    return lines + [f"| {' | '.join((', '.join(model.names), *_backends(model, rows)))} |" for model in _MODELS]
+    alike: dict[str, list[str]] = {}
+    for model in _MODELS:
+        families = [rows[family] for family in model.families]
+        verdicts = "; ".join(dict.fromkeys(map(_verdict, families)))
+        cells = f"{verdicts}{_real(model)} | {_gguf(model, families)} | {_vllm(families)} |"
+        alike.setdefault(cells, []).append(", ".join(model.names))
+    lines = [f"| {', '.join(names)} | {cells}" for cells, names in alike.items()]
+    return ["| models | transformers | GGUF, by llama.cpp | vLLM's connector |", "|---|---|---|---|", *lines]
 
 
 def proved(name: str) -> str | None:
@@ -133,16 +139,18 @@ def _backends(model: _Model, rows: dict[str, FamilyRow]) -> tuple[str, str, str]
 def _transformers(model: _Model, families: Sequence[FamilyRow]) -> str:
     said: dict[str, list[str]] = {}
     for row in families:
-        if row.family in _STATES:
-            verdict = "not blended: with the extra `hybrid`, the state after a head and one document is stored"
-        elif row.is_exact:
-            verdict = "exact, at the position of encoding only" if "fixed" in row.positions else "exact"
-        else:
-            # Without the name of its class.
-            verdict = f"refused: {row.verdict.split(maxsplit=2)[2]}"
-        said.setdefault(verdict, []).append(f"`{row.family}`")
-    tried = f"; {model.real}, real weights" if model.real else ""
-    return "; ".join(f"{verdict} ({', '.join(names)}, tiny random{tried})" for verdict, names in said.items())
+        said.setdefault(_verdict(row), []).append(f"`{row.family}`")
+    return "; ".join(f"{verdict} ({', '.join(names)}, tiny random{_real(model)})" for verdict, names in said.items())
+
+
+def _verdict(row: FamilyRow) -> str:
+    if row.family in _STATES:
+        return "not blended: with the extra `hybrid`, the state after a head and one document is stored"
+    return row.kind
+
+
+def _real(model: _Model) -> str:
+    return f"; {model.real}, real weights" if model.real else ""
 
 
 def _gguf(model: _Model, families: Sequence[FamilyRow]) -> str:
