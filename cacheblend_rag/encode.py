@@ -19,7 +19,7 @@ from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches", "shared_length"]
 
 # Sharing the preamble saves its rows, but rows after a cache need a mask where rows from the start are plainly causal, and the
-# preamble's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
+# preamble's KV is copied for each row: with a few tokens it is no faster.
 _SHARED_PREAMBLE_TOKENS = 16
 # Of a batch's width, in each of its rows.
 _LEAST_FILLED = 0.75
