@@ -48,7 +48,7 @@ def test_the_smallest_ratio_that_reaches_the_target_is_chosen(engine: BlendEngin
     assert first.recovered_low < first.recovered < first.recovered_high
     assert second.recovered == pytest.approx(1, abs=1e-3) and third.recovered == pytest.approx(1, abs=1e-3)
     assert second.charged_ratio > 0.9 > first.charged_ratio
-    assert (found.recompute_ratio, found.selector, found.questions, found.skipped) == (0.998, "hkvd", 10, 0)
+    assert (found.recompute_ratio, found.selector, found.questions, found.skipped) == (0.998, "boundary", 10, 0)
     assert found.reason.startswith("0.998 is the smallest ratio that reaches 0.999")
     assert seen == [f"question {number} of 10" for number in range(1, 11)]
     none = calibrate(engine, prompts[:10], ratios=(0.0,), target=0.9999)
