@@ -82,7 +82,7 @@ def test_compact(make_llm: MakeLLM, nodes: Nodes, events: EventLog, template: st
     # A prompt cannot end with a blended chunk: the row of its last token is what the answer begins with.
     at_end = template == "context last" and not chat
     assert (report["hits"], report["misses"]) == (len(nodes) * times - at_end, 0)
-    assert report["selector"] == "boundary"
+    assert report["selector"] == "hkvd"
     assert report["recomputed_tokens"] == report["context_tokens"]
     assert report["fallback_reason"] is None
     assert report["dropped"] == []
