@@ -238,7 +238,8 @@ def test_a_thinking_model_is_told_whether_to_think(tmp_path: Path) -> None:
             body = asked | {"chat_template_kwargs": {"enable_thinking": is_thinking}}
             reply = http.post("/v1/chat/completions", json=body).json()
             answer = engine_answer(engine, body)
-            assert reply["choices"][0]["message"]["content"] == answer.text
+            # Of half a character at the end, one of the two says that there is something.
+            assert reply["choices"][0]["message"]["content"].rstrip("\ufffd") == answer.text.rstrip("\ufffd")
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == answer.cached_tokens > 0
             prompts.append(reply["usage"]["prompt_tokens"])
         # The empty thoughts that it is not to think.
