@@ -207,7 +207,6 @@ class Ingest:
             return WarmEstimate(0, tokens)
         supply, encoder = self._supply, self._supply.encoder
         plan = [[text.target for text in batch] for batch in self._planned(todo.texts)]
-        counts = [encoder.num_tokens(batch) for batch in plan]
         # One whose texts are of about the usual length.
         usual = sorted(plan, key=lambda batch: sum(len(target.token_ids) for target in batch) / len(batch))[
             len(plan) // 2
@@ -221,7 +220,7 @@ class Ingest:
             tried_s += elapsed
             # That of the most texts counts: a token takes less time among many, and more where much stands before it.
             token_s = elapsed / encoder.num_tokens(trial)
-        computing_s = token_s * sum(counts)
+        computing_s = token_s * sum(map(encoder.num_tokens, plan))
         written = encoded[-_WRITTEN:]
         started = time.perf_counter()
         # A full disk, most likely.

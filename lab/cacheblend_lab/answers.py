@@ -14,6 +14,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, median
@@ -39,12 +40,12 @@ _COPIED_WORDS = 8
 
 def manual() -> QuestionSet:
     """Return pages of Python's manual: the demonstration's questions, and more of their kind."""
-    lines = files("cacheblend_lab.eval").joinpath("manual_questions.jsonl").read_text("utf-8").splitlines()
-    asked = [(each.text, each.answers) for each in QUESTIONS]
-    asked += [(row["question"], tuple(row["answers"])) for row in map(json.loads, lines)]
+    lines = files("cacheblend_lab.demo").joinpath("manual_questions.jsonl").read_text("utf-8").splitlines()
+    more = [Question(row["question"], tuple(row["answers"])) for row in map(json.loads, lines)]
     documents = [re.sub(r"[ \t]+", " ", page) for page in pages().values()]
     everything = tuple(range(len(documents)))
-    return QuestionSet(documents, [Question(text, answers, everything) for text, answers in asked], score=holds)
+    asked = [replace(question, documents=everything) for question in (*QUESTIONS, *more)]
+    return QuestionSet(documents, asked, score=holds)
 
 
 def copying(given: QuestionSet, each: int) -> QuestionSet:
@@ -125,6 +126,8 @@ class Trial:
                 start += len(text)
             self._of.append(range(first, len(self._chunks)))
         self._tokens = [self._ids(chunk.text) for chunk in self._chunks]
+        # Of the chunks of documents that are asked about together.
+        self._near: dict[tuple[int, ...], Nearness] = {}
         self._engines: dict[str, BlendEngine] = {}
 
     def _ids(self, text: str) -> list[int]:
@@ -140,9 +143,13 @@ class Trial:
     def prompt(self, question: Question) -> BlendPrompt:
         """Return the prompt of a question."""
         numbers = [number for document in question.documents for number in self._of[document]]
-        near = Nearness([self._tokens[number] for number in numbers])
-        nearest = near.nearest(self._ids(question.text), self._retrieved)
-        chosen = numbers[::-1] if self._whole else [numbers[each] for each in nearest]
+        if self._whole:
+            chosen = numbers[::-1]
+        else:
+            if question.documents not in self._near:
+                self._near[question.documents] = Nearness([self._tokens[number] for number in numbers])
+            nearest = self._near[question.documents].nearest(self._ids(question.text), self._retrieved)
+            chosen = [numbers[each] for each in nearest]
         return BlendPrompt(self._head, list(map(str, chosen)), self._tail.replace("{}", question.text))
 
     def engine(self, companions: str) -> BlendEngine:

@@ -52,11 +52,11 @@ def _scorer() -> Any:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, its right answers, and the numbers of the documents that it is asked about."""
+    """What is asked, its right answers, and the numbers of the documents that it is asked about, where they are numbered."""
 
     text: str
     answers: tuple[str, ...]
-    documents: tuple[int, ...]
+    documents: tuple[int, ...] = ()
 
     def is_answered_by(self, answer: str) -> bool:
         """Whether an answer holds a right one."""

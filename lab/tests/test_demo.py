@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from cacheblend_lab.cli.demo import _default_model
-from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
+from cacheblend_lab.demo.manual import QUESTIONS, pages
 from cacheblend_lab.demo.run import METHODS, Answered, score
 from cacheblend_lab.demo.screen import show_demo
 from cacheblend_lab.real_model import RealModel
+from cacheblend_lab.sets import Question
 from tests.cli.conftest import model_folder as model_folder
 from tests.command import read_rows, run
 
@@ -67,7 +68,7 @@ def test_every_answer_is_in_the_pages() -> None:
 
 
 def test_scores_and_the_example_follow_from_the_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = Asked("Which?", ("nothing",)), Asked("How many?", ("pow(2,n)", "three"))
+    one, two = Question("Which?", ("nothing",)), Question("How many?", ("pow(2,n)", "three"))
     answered = [
         Answered("LlamaIndex", METHODS[0], one, "It does nothing.", 4.0, 6.0, 900),
         Answered("LlamaIndex", METHODS[1], one, "It does something.", 0.1, 2.0, 900),

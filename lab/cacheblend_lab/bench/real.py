@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from cacheblend_lab.bench.runner import Figures, Row, in_rounds, median_ratio, percentile
+from cacheblend_lab.bench.runner import Figures, Row, in_rounds, median_ratio, percentile, seconds_of
 from cacheblend_lab.demo.manual import pages
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.cli.options import JsonOption
@@ -75,7 +75,7 @@ def main(
             for _ in range(rounds):
                 # Behind an answer of one token llama-cpp-python still has the scores, and computes nothing at all.
                 again(whole, 2)
-                twice.append((_timed(again, whole, 1), _timed(sharing.generate, plain, 1)))
+                twice.append((seconds_of(again, whole, 1), seconds_of(sharing.generate, plain, 1)))
         rows.append(_row(len(whole), "first token, the same plain text again", *zip(*twice, strict=True)))
         kind = "GGUF" if hasattr(engine, "llama") else str(engine.model.dtype).removeprefix("torch.")
     title = f"{Path(model).name}, {kind}, {torch.get_num_threads()} threads, medians of {rounds}"
@@ -127,14 +127,8 @@ def _ours(engine: BlendEngine, prompt: BlendPrompt, count: int) -> Any:
 def _round(
     engine: BlendEngine, alone: Answer, prompt: BlendPrompt, whole: Sequence[int], answer_tokens: int
 ) -> tuple[float, ...]:
-    first, answer = (_timed(alone, whole, count) for count in (1, answer_tokens))
-    return first, answer, *(_timed(_ours, engine, prompt, count) for count in (1, answer_tokens))
-
-
-def _timed(work: Callable[..., object], *given: Any) -> float:
-    started = time.perf_counter()
-    work(*given)
-    return time.perf_counter() - started
+    first, answer = (seconds_of(alone, whole, count) for count in (1, answer_tokens))
+    return first, answer, *(seconds_of(_ours, engine, prompt, count) for count in (1, answer_tokens))
 
 
 def _alone(engine: BlendEngine) -> tuple[Answer, Answer]:

@@ -22,7 +22,8 @@ from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import llama_index_cacheblend as blend
-from cacheblend_lab.demo.manual import QUESTIONS, Asked, pages
+from cacheblend_lab.demo.manual import QUESTIONS, pages
+from cacheblend_lab.sets import Question
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.documents.library import open_chroma
 from cacheblend_rag.engine import BlendEngine
@@ -45,7 +46,7 @@ class Answered:
     ----------
     framework, method : str
         Through which, and by which of `METHODS`.
-    question : Asked
+    question : Question
         What was asked.
     answer : str
         What came back.
@@ -57,7 +58,7 @@ class Answered:
 
     framework: str
     method: str
-    question: Asked
+    question: Question
     answer: str
     first_s: float
     whole_s: float

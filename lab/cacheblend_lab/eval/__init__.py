@@ -1,1 +1,0 @@
-"""Questions of the evaluation: of pages of the Python manual."""
