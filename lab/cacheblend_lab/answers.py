@@ -1,7 +1,7 @@
 """Answers from stored KV beside full prefill's: ``python -m cacheblend_lab.answers MODEL SET [WAY ...] --out FILE``.
 
-SET is "manual", "ledgers" or a file (`cacheblend_lab.sets`). A way is ``COMPANIONS``, or ``COMPANIONS/SELECTOR@RATIO``: "own",
-"similar/boundary@0.07".
+MODEL is an id of the Hugging Face Hub, a folder or a GGUF file; SET is "manual", "ledgers" or a file (`cacheblend_lab.sets`).
+A way is ``COMPANIONS``, or ``COMPANIONS/SELECTOR@RATIO``: "own", "similar/boundary@0.07".
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from cacheblend_lab.demo.manual import QUESTIONS, pages
 from cacheblend_lab.sets import Question, QuestionSet, holds, read_set
@@ -34,6 +33,7 @@ from cacheblend_rag.engine import BlendEngine
 __all__ = ["Trial", "copying", "ledgers", "manual", "table"]
 
 CHUNK_TOKENS, RETRIEVED, ANSWER_TOKENS = 220, 5, 24
+FULL_PREFILL = BlendConfig(selector="full", recompute_ratio=1)
 _SENTENCE = re.compile(r"[A-Z][^.!?\n]{80,240}[.]")
 _COPIED_WORDS = 8
 
@@ -89,8 +89,8 @@ class Trial:
 
     Parameters
     ----------
-    model, tokenizer
-        The model.
+    engine : BlendEngine or GGUFEngine
+        The model; engines over it are made with stores of their own.
     given : QuestionSet
         What is asked.
     folder : Path
@@ -103,15 +103,15 @@ class Trial:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: Any,
+        engine: Any,
         given: QuestionSet,
         folder: Path,
         chunk_tokens: int = CHUNK_TOKENS,
         retrieved: int = RETRIEVED,
         whole: bool = False,
     ) -> None:
-        self._model, self._tokenizer, self._set, self._folder = model, tokenizer, given, folder
+        self._model, self._tokenizer, self._set, self._folder = engine, engine.tokenizer, given, folder
+        tokenizer = self._tokenizer
         self._retrieved, self._whole = retrieved, whole
         parts = given.head, given.tail
         head, self._tail = around_context(tokenizer, *parts) if getattr(tokenizer, "chat_template", None) else parts
@@ -152,29 +152,29 @@ class Trial:
             chosen = [numbers[each] for each in nearest]
         return BlendPrompt(self._head, list(map(str, chosen)), self._tail.replace("{}", question.text))
 
-    def engine(self, companions: str) -> BlendEngine:
+    def engine(self, companions: str) -> Any:
         """Return the engine with these companions; its chunks are named, and encoded when they are first asked for."""
         if companions not in self._engines:
             config = EngineConfig(separator="\n\n", prefix_bytes=0, companions=companions)
             store = self._folder / companions
-            namer = BlendEngine(self._model, self._tokenizer, config=config, store=store)
+            namer = self._beside(config, store)
             namer.add(self._chunks, background=True)
             namer.close(wait=False)
-            self._engines[companions] = BlendEngine(self._model, self._tokenizer, config=config, store=store)
+            self._engines[companions] = self._beside(config, store)
         return self._engines[companions]
 
-    @torch.no_grad()
-    def full(self, ids: Sequence[int], ends: Sequence[int]) -> tuple[list[int], torch.Tensor]:
-        """Return the model's own greedy answer, and the log-probabilities at each of its tokens, ``(tokens, vocab)``."""
-        cache, given = DynamicCache(), torch.tensor([list(ids)])
-        answer: list[int] = []
-        found = []
-        while len(answer) < ANSWER_TOKENS and (not answer or answer[-1] not in ends):
-            logits = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
-            found.append(logits.log_softmax(-1))
-            answer.append(int(logits.argmax()))
-            given = torch.tensor([answer[-1:]])
-        return answer, torch.stack(found)
+    def _beside(self, config: EngineConfig, store: Path) -> Any:
+        if isinstance(self._model, BlendEngine):
+            return BlendEngine(self._model.model, self._tokenizer, config=config, store=store)
+        return self._model.another(config=config, store=store)
+
+    def after(
+        self, engine: Any, prompt: BlendPrompt, answer: Sequence[int], blend: BlendConfig
+    ) -> tuple[torch.Tensor, float]:
+        """Return the log-probabilities at each token of an answer, ``(tokens, vocab)``, and the seconds that they took."""
+        forced = BlendPrompt(segments=[*prompt.segments, answer[:-1]]) if answer[1:] else prompt
+        found = engine.prefill(forced, blend=blend, logits_to_keep=len(answer))
+        return found.logits.float().reshape(len(answer), -1).log_softmax(-1), found.report.ttft_s
 
     def ask(self, number: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield what each way makes of the question of a number, full prefill first.
@@ -184,9 +184,10 @@ class Trial:
         """
         prompt = self.prompt(self._set.questions[number])
         some = self.engine(ways[0].partition("/")[0])
-        answer, wanted = self.full(some.prompt_ids(prompt), some.end_ids)
-        text = self._tokenizer.decode(answer, skip_special_tokens=True)
-        yield self._row(number, "full", text, True, 0.0)
+        given = some.generate(prompt, ANSWER_TOKENS, blend=FULL_PREFILL, do_sample=False)
+        text, answer = given.text, list(given.token_ids)
+        wanted, seconds = self.after(some, prompt, answer, FULL_PREFILL)
+        yield self._row(number, "full", text, True, 0.0, seconds)
         for way in ways:
             companions, _, rest = way.partition("/")
             selector, _, ratio = rest.partition("@")
@@ -197,19 +198,17 @@ class Trial:
             if engine.prefill(prompt, blend=blend).report.misses:
                 # Now they are stored, as they are for the next question.
                 engine.flush()
-            forced = BlendPrompt(segments=[*prompt.segments, answer[:-1]]) if answer[1:] else prompt
-            logits = engine.prefill(forced, blend=blend, logits_to_keep=len(answer)).logits.float()
-            given = logits.reshape(len(answer), -1)[:, : wanted.shape[1]].log_softmax(-1)
-            loss = float((wanted.exp() * (wanted - given)).sum(-1).mean())
-            own, same = text, bool((given.argmax(-1) == torch.tensor(answer)).all())
+            found, seconds = self.after(engine, prompt, answer, blend)
+            loss = float((wanted.exp() * (wanted - found)).sum(-1).mean())
+            own, same = text, bool((found.argmax(-1) == torch.tensor(answer)).all())
             if not same:
                 own = engine.generate(prompt, ANSWER_TOKENS, blend=blend, do_sample=False).text
-            yield self._row(number, way, own, same, loss)
+            yield self._row(number, way, own, same, loss, seconds)
 
-    def _row(self, number: int, way: str, answer: str, same: bool, loss: float) -> dict[str, Any]:
+    def _row(self, number: int, way: str, answer: str, same: bool, loss: float, seconds: float) -> dict[str, Any]:
         question = self._set.questions[number]
         score, right = self._set.score(answer, question.answers), question.is_answered_by(answer)
-        told = {"number": number, "question": question.text, "way": way, "answer": answer}
+        told = {"number": number, "question": question.text, "way": way, "answer": answer, "seconds": seconds}
         return {**told, "score": score, "right": right, "same": same, "loss": loss}
 
     def close(self) -> None:
@@ -225,8 +224,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         by_way[row["way"]][row["number"]] = row
     right = {number for number, row in by_way["full"].items() if row["right"]}
     lines = [
-        "| | loss, mean | loss, median | score | right | of full prefill's | same answer |",
-        "|---|---|---|---|---|---|---|",
+        "| | loss, mean | loss, median | score | right | of full prefill's | same answer | first token sooner |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for way, found in by_way.items():
         asked, wanted = list(found.values()), [found[each]["right"] for each in right & found.keys()]
@@ -238,6 +237,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             f"{sum(row['right'] for row in asked)} of {len(asked)}",
             f"{sum(wanted)} of {len(wanted)}",
             f"{fmean(row['same'] for row in asked):.2f}",
+            f"{median(by_way['full'][each]['seconds'] / row['seconds'] for each, row in found.items()):.1f}x",
         ]
         lines.append(f"| {way} | {' | '.join(figures)} |")
     return "\n".join(lines)
@@ -246,11 +246,11 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Ask, and print a table; what is in the output already is not asked again."""
     parser = argparse.ArgumentParser(prog="python -m cacheblend_lab.answers", description=__doc__)
-    parser.add_argument("model", help="an id of the Hugging Face Hub, or a folder")
+    parser.add_argument("model", help="an id of the Hugging Face Hub, a folder, or a GGUF file")
     parser.add_argument("set", help="manual, ledgers, or a file of questions")
     parser.add_argument("ways", nargs="*", default=["own", "own/boundary@0.07"])
     parser.add_argument("--out", type=Path, required=True, help="answers, one a line")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="float32", help="of a model that transformers load")
     parser.add_argument("--step", type=int, default=1, help="ask every so many questions one")
     parser.add_argument("--copying", type=int, help="continue so many sentences of each document instead")
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
@@ -260,11 +260,12 @@ def main(arguments: list[str] | None = None) -> None:
     given = copying(given, options.copying) if options.copying else given
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     known = {row["number"] for row in rows}
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
     with ExitStack() as stack:
+        engine = stack.enter_context(
+            BlendEngine.from_pretrained(options.model, config=EngineConfig(dtype=options.dtype))
+        )
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trial = Trial(model, tokenizer, given, folder, options.chunk_tokens, whole=options.set == "ledgers")
+        trial = Trial(engine, given, folder, options.chunk_tokens, whole=options.set == "ledgers")
         stack.callback(trial.close)
         out = stack.enter_context(options.out.open("a"))
         for number in range(0, len(given.questions), options.step):

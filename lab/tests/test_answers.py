@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_lab.answers import Trial, copying, ledgers, manual, table
+from cacheblend_lab.answers import ANSWER_TOKENS, FULL_PREFILL, Trial, copying, ledgers, manual, table
 from cacheblend_lab.sets import Question, QuestionSet, holds
 from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.engine import BlendEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
 DOCUMENTS = [words(40, seed) for seed in range(3)]
@@ -17,7 +18,8 @@ ASKED = [Question(words(4, 9), ("nothing",), (0, 1, 2)), Question(words(4, 10), 
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Trial:
-    return Trial(tiny_model("llama"), tiny_tokenizer(), QuestionSet(DOCUMENTS, ASKED, score=holds), tmp_path, 12, 3)
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
+    return Trial(engine, QuestionSet(DOCUMENTS, ASKED, score=holds), tmp_path, 12, 3)
 
 
 def test_what_is_recomputed_whole_is_full_prefill(trial: Trial) -> None:
@@ -33,13 +35,16 @@ def test_what_is_recomputed_whole_is_full_prefill(trial: Trial) -> None:
 def test_the_loss_is_that_of_naive_distributions(trial: Trial) -> None:
     prompt = trial.prompt(ASKED[0])
     engine = trial.engine("own")
-    answer, wanted = trial.full(engine.prompt_ids(prompt), engine.end_ids)
+    answer = engine.generate(prompt, ANSWER_TOKENS, blend=FULL_PREFILL, do_sample=False).token_ids
     [_, row] = trial.ask(0, ["own"])
     losses = []
     for number in range(len(answer)):
         segments = [*prompt.segments, answer[:number]] if number else prompt.segments
         given = engine.prefill(BlendPrompt(segments=segments)).logits.log_softmax(-1)
-        losses.append(torch.nn.functional.kl_div(given, wanted[number], log_target=True, reduction="sum"))
+        ids = torch.tensor([[*engine.prompt_ids(prompt), *answer[:number]]])
+        with torch.no_grad():
+            wanted = engine.model(ids).logits[0, -1].log_softmax(-1)
+        losses.append(torch.nn.functional.kl_div(given, wanted, log_target=True, reduction="sum"))
     assert row["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-3)
     trial.close()
 
@@ -53,7 +58,16 @@ def test_chunks_are_those_of_the_questions_documents(trial: Trial) -> None:
 
 def test_table() -> None:
     rows = [
-        {"number": q, "way": way, "answer": "", "score": 1.0, "right": right, "same": right, "loss": loss}
+        {
+            "number": q,
+            "way": way,
+            "answer": "",
+            "score": 1.0,
+            "right": right,
+            "same": right,
+            "loss": loss,
+            "seconds": 2 if way == "full" else 0.5,
+        }
         for q, way, right, loss in [
             ("a", "full", True, 0),
             ("a", "own", True, 1),
@@ -61,7 +75,7 @@ def test_table() -> None:
             ("b", "own", False, 4),
         ]
     ]
-    assert table(rows).splitlines()[-1] == "| own | 2.5000 | 2.5000 | 1.000 | 1 of 2 | 1 of 2 | 0.50 |"
+    assert table(rows).splitlines()[-1] == "| own | 2.5000 | 2.5000 | 1.000 | 1 of 2 | 1 of 2 | 0.50 | 4.0x |"
 
 
 def test_own_sets() -> None:
