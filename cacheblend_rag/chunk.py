@@ -101,10 +101,7 @@ class Chunk:
         blank name or NaN means no document.
     start : int, optional
         Where the chunk's body begins in the document, in characters. Chunks are ordered by it, and if two overlap, the first
-        counts up to where the second begins. Without it, two chunks overlap if the end of one is the beginning of the other, for
-        at least 16 characters.
-    previous : str, optional
-        The id of the chunk before it, for a chunk without `start`; a chunk that has neither comes at the end.
+        counts up to where the second begins. Of a chunk without it, nothing is known to stand before or behind it.
     body : (int, int), optional
         The half-open range of characters of `text` that come from the document; all of them by default. Other text, such as a
         block of metadata, counts neither for `start` nor as overlap.
@@ -129,7 +126,6 @@ class Chunk:
     positions: Sequence[int] | None = None
     document: str | None = None
     start: int | None = None
-    previous: str | None = None
     body: tuple[int, int] | None = None
     source: str | None = None
     indexed: bool = False
@@ -162,14 +158,14 @@ class Chunk:
         if self.source is not None:
             object.__setattr__(self, "source", document_name(self.source))
         if self.document is not None and document_name(self.document) is None:
-            for name in ("document", "start", "previous", "body"):
+            for name in ("document", "start", "body"):
                 object.__setattr__(self, name, None)
         if self.document is not None:
             self._check_place()
-        elif self.start is not None or self.previous is not None or self.body is not None:
+        elif self.start is not None or self.body is not None:
             raise ConfigError(
-                f"chunk {self.id!r} has a place (start={self.start}, previous={self.previous!r}, body={self.body}) but no "
-                "document; set document to the name of its document"
+                f"chunk {self.id!r} has a place (start={self.start}, body={self.body}) but no document; set document to the name "
+                "of its document"
             )
 
     def _check_place(self) -> None:
@@ -188,8 +184,6 @@ class Chunk:
             raise ConfigError(
                 f"start={self.start!r} of chunk {self.id!r} must be a number of characters, from 0 to 2^62"
             )
-        if self.previous is not None and (not isinstance(self.previous, str) or self.previous in ("", self.id)):
-            raise ConfigError(f"previous={self.previous!r:.40} of chunk {self.id!r} must be the id of another chunk")
         if self.body is not None:
             begin, end = self.body
             if not 0 <= begin <= end <= len(self.text):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["Ending", "Member", "Place", "end_before", "in_order", "overlap", "relinked"]
-
-_LEAST_OVERLAP = 16
-"""Characters; fewer are alike by chance."""
+__all__ = ["Ending", "Member", "Place", "end_before", "in_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +16,11 @@ class Place:
     """Place of a chunk in its document."""
 
     document: str
-    # Where the chunk's body begins in it, in characters.
-    start: int | None
-    # The id of the chunk before it, where it has no `start`.
-    previous: str | None
-    # Characters of its body.
-    length: int
-    # The body, where there is no `start` to tell overlaps by; else empty.
-    text: str
-    # For each of its tokens, how many characters of the body have ended with it.
-    ends: tuple[int, ...]
+    # Where the chunk's body begins in it, in characters; None where that is not known.
+    start: int | None = None
+    # Characters of its body, and for each of its tokens how many of them have ended with it; only with a `start`.
+    length: int = 0
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +44,20 @@ AnyMember = TypeVar("AnyMember", bound=Member)
 
 
 def in_order(members: Collection[AnyMember]) -> list[AnyMember]:
-    """Return a document's chunks in reading order: those with a `start` by it, others after their `previous`, or last."""
-    known = {member.id for member in members}
-    followers: dict[str, list[AnyMember]] = {}
-    firsts: list[AnyMember] = []
-    for member in members:
-        place = member.place
-        if place.start is None and place.previous in known:
-            followers.setdefault(str(place.previous), []).append(member)
-        else:
-            firsts.append(member)
-    firsts.sort(key=lambda member: math.inf if member.place.start is None else member.place.start)
-    ordered: list[AnyMember] = []
-    for first in firsts:
-        stack = [first]
-        while stack:
-            member = stack.pop()
-            ordered.append(member)
-            stack.extend(reversed(followers.pop(member.id, [])))
-    # Chunks that name each other in a circle come last.
-    ordered += [member for circle in followers.values() for member in circle]
-    return ordered
-
-
-def overlap(before: Place, after: Place) -> int:
-    """Return how many characters of `before` are read again at the beginning of `after`, which follows it."""
-    if before.start is not None and after.start is not None:
-        return max(0, before.start + before.length - after.start)
-    head, tail = after.text[:_LEAST_OVERLAP], before.text[-len(after.text) :] if after.text else ""
-    place = tail.find(head) if len(head) == _LEAST_OVERLAP else -1
-    while place >= 0 and not after.text.startswith(tail[place:]):
-        place = tail.find(head, place + 1)
-    return len(tail) - place if place >= 0 else 0
+    """Return a document's chunks in reading order, by where they start; those that do not say so come last."""
+    return sorted(members, key=lambda member: math.inf if member.place.start is None else member.place.start)
 
 
 def end_before(ordered: Sequence[Member], number: int, most: int, separator: tuple[int, ...]) -> Ending:
     """Return the end, `most` tokens, of the text before a chunk of a document, whose chunks are given in reading order.
 
-    What the chunk itself begins with, because the two overlap, is not among it.
+    What the chunk itself begins with, because the two overlap, is not among it. Nothing is known to stand before a chunk without
+    a `start`.
     """
     tokens: tuple[int, ...] = ()
     ids: list[str] = []
+    if ordered[number].place.start is None:
+        return Ending()
     while number and len(tokens) < most:
         number -= 1
         tokens = _left(ordered[number], ordered[number + 1], separator if tokens else ()) + tokens
@@ -101,22 +66,9 @@ def end_before(ordered: Sequence[Member], number: int, most: int, separator: tup
 
 
 def _left(before: Member, after: Member, separator: tuple[int, ...]) -> tuple[int, ...]:
-    shared = overlap(before.place, after.place)
-    if not shared:
+    assert before.place.start is not None and after.place.start is not None
+    left = after.place.start - before.place.start
+    if left >= before.place.length:
         return before.token_ids + separator
-    end = before.place.length - shared
     # Of a chunk that begins no earlier than the next one nothing is left, nor of the words around its body.
-    return before.token_ids[: bisect_right(before.place.ends, end)] if end > 0 else ()
-
-
-def relinked(members: Iterable[Member], gone: Iterable[Member]) -> Iterator[tuple[str, str | None]]:
-    """Yield the id and new predecessor of each of `members` whose predecessor is `gone`."""
-    predecessors = {member.id: member.place.previous for member in gone}
-    for member in members:
-        previous = member.place.previous
-        if previous in predecessors:
-            seen = set()
-            while previous in predecessors and previous not in seen:
-                seen.add(previous)
-                previous = predecessors[previous]
-            yield member.id, None if previous in predecessors else previous
+    return before.token_ids[: bisect_right(before.place.ends, left)] if left > 0 else ()

@@ -166,10 +166,11 @@ class Assembler:
         place = None
         if chunk.token_ids is not None:
             ids = self.tokenize(chunk.token_ids)
-        elif chunk.document is None or not self.reads_documents:
+        elif chunk.document is None or chunk.start is None or not self.reads_documents:
             ids = self.tokenize(lexer_of(self.tokenizer).said(chunk.text))
+            place = Place(chunk.document) if chunk.document is not None and self.reads_documents else None
         else:
-            ids, place = self._placed(chunk)
+            ids, place = self._placed(chunk, chunk.document)
             if max(ids, default=0) >= self._num_embeddings:
                 self.tokenize(ids)
         if not ids:
@@ -193,23 +194,14 @@ class Assembler:
         origin = chunk.source, chunk.indexed
         return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place, *origin)
 
-    def _placed(self, chunk: Chunk) -> tuple[tuple[int, ...], Place]:
-        """Return the tokens of a piece of a document, and its place."""
-        assert chunk.document is not None
+    def _placed(self, chunk: Chunk, document: str) -> tuple[tuple[int, ...], Place]:
+        """Return the tokens of a piece of a document, and where it stands in it."""
         begin, end = (0, len(chunk.text)) if chunk.body is None else chunk.body
         lexer = lexer_of(self.tokenizer)
         ids, stops = lexer.read(lexer.said(chunk.text), placed=True)
         stops = stops or [len(lexer.text(ids[: count + 1])) for count in range(len(ids))]
         ends = np.maximum.accumulate(np.asarray(stops, dtype=np.int64)) - begin
-        place = Place(
-            chunk.document,
-            chunk.start,
-            None if chunk.start is not None else chunk.previous,
-            end - begin,
-            chunk.text[begin:end] if chunk.start is None else "",
-            tuple(ends.clip(min=0).tolist()),
-        )
-        return tuple(ids), place
+        return tuple(ids), Place(document, chunk.start, end - begin, tuple(ends.clip(min=0).tolist()))
 
     def assemble(self, prompt: BlendPrompt) -> AssembledPrompt:
         """Look up and tokenise a whole prompt, or raise the `CacheBlendError` that says why it cannot be served."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cacheblend_rag.chunk import CATEGORY, MOST_RECORDS, Chunk
+from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
@@ -137,7 +137,6 @@ class Ingest:
         self._config = config
         self._form = form
         self._has_told = False
-        self._categories: set[str] = set()
         self.jobs = Jobs()
 
     def add(
@@ -261,8 +260,6 @@ class Ingest:
         # Chunks without an id are all kept; of several with one id the last counts.
         by_id = {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}
         for chunk in by_id.values():
-            if chunk.document in self._categories and chunk.start is None and chunk.previous is None:
-                chunk = replace(chunk, document=None, body=None, source=None)
             try:
                 record = self._assembler.record(chunk)
             except PromptError as error:
@@ -290,10 +287,6 @@ class Ingest:
         if refused and not is_trial:
             self._store.forget(self._namespace, refused)
         targets, documents = self._store.names.rehearse(self._namespace, records, ttl_s=ttl_s, whole=whole)
-        for target, record in zip(targets, records, strict=True):
-            if record.place is not None and target.document is None and record.place.document not in self._categories:
-                self._categories.add(record.place.document)
-                logger.warning(CATEGORY, record.place.document, MOST_RECORDS)
         targets = self._with_companions(targets, documents, positions)
         texts = self._texts(targets, positions)
         lacking = {id(target) for text in texts for target in text.names}

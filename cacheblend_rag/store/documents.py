@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
-from cacheblend_rag.chunk import are_records
 from cacheblend_rag.keys import chunk_key, context_digest
-from cacheblend_rag.reading import Member, Place, in_order, relinked
+from cacheblend_rag.reading import Member, Place, in_order
 from cacheblend_rag.store.base import Later, NamedTarget, NodeRecord, earliest, latest
 from cacheblend_rag.store.chunkfile import unpack_tokens
 
@@ -72,7 +71,7 @@ class Drafts:
             self.load(place.document)
             draft = self._drafts.setdefault(place.document, _Draft(place.document))
             old = draft.pieces.get(record.id) if current == place.document else None
-            if old is not None and (old.place.start, old.place.previous) == (place.start, place.previous):
+            if old is not None and old.place.start == place.start:
                 kept = replace(
                     record,
                     source=record.source if record.indexed else record.source or old.record.source,
@@ -95,36 +94,13 @@ class Drafts:
             draft.pieces[record.id] = _Piece(record.id, record.token_ids, place, record, expires_at, True, arrival)
             self._of[record.id] = place.document
 
-    def apart(self, records: Sequence[NodeRecord]) -> list[NodeRecord]:
-        """Return records, without place and source those whose document is a category (`are_records`)."""
-        given: dict[str, dict[str, Place]] = {}
-        for record in records:
-            if record.id and record.place is not None:
-                given.setdefault(record.place.document, {})[record.id] = record.place
-        apart = set[str]()
-        for name, places in given.items():
-            draft = self.load(name)
-            held = {} if draft is None else {id: piece.place for id, piece in draft.pieces.items()}
-            every = (held | places).values()
-            if all(each.start is None and each.previous is None for each in every):
-                apart |= places.keys() if are_records([each.text for each in every]) else set()
-        return [replace(each, place=None, source=None) if each.id in apart else each for each in records]
-
     def remove(self, ids: Iterable[str]) -> None:
-        gone: dict[str, list[_Piece]] = {}
         for id in ids:
             document = self.document_of(id)
             if document is not None:
-                piece = self._drafts[document].pieces.pop(id, None)
-                if piece is not None:
-                    gone.setdefault(document, []).append(piece)
+                self._drafts[document].pieces.pop(id, None)
                 self._of[id] = None
                 self.left.add(id)
-        for document, left in gone.items():
-            pieces = self._drafts[document].pieces
-            for id, previous in list(relinked(pieces.values(), left)):
-                place = replace(pieces[id].place, previous=previous)
-                pieces[id] = replace(pieces[id], place=place, is_changed=True)
 
     def others(self, records: Iterable[NodeRecord]) -> dict[str, str]:
         """Return the chunks of the records' documents that are not among the records, and the document of each."""
@@ -237,13 +213,13 @@ def with_later(
 
 def _read_pieces(connection: sqlite3.Connection, namespace: str, document: str, number: int) -> Iterator[_Piece]:
     query = (
-        "SELECT seq, id, key, text_hash, token_ids, separator, source, indexed, later, behind, arrival, start, previous, length, "
-        "body, ends, expires_at FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
+        "SELECT seq, id, key, text_hash, token_ids, separator, source, indexed, later, behind, arrival, start, length, ends, "
+        "expires_at FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
     )
     for row in connection.execute(query, (number,)).fetchall():
         seq, id, key, text_hash, tokens, separator, source, indexed, later, behind, *stands = row
-        arrival, start, previous, length, body, ends, expires_at = stands
-        place = Place(document, start, previous, length, body, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
+        arrival, start, length, ends, expires_at = stands
+        place = Place(document, start, length, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
         packed = unpack_tokens(tokens), unpack_tokens(separator)
         record = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
         record = with_later(connection, namespace, seq, later, behind, record)
@@ -253,9 +229,9 @@ def _read_pieces(connection: sqlite3.Connection, namespace: str, document: str, 
 def _write_piece(connection: sqlite3.Connection, namespace: str, number: int, piece: _Piece) -> None:
     place = piece.place
     ends = np.asarray(place.ends, dtype="<u4").tobytes()
-    row = (number, piece.arrival, place.start, place.previous, place.length, place.text, ends, piece.expires_at)
+    row = (number, piece.arrival, place.start, place.length, ends, piece.expires_at)
     connection.execute(
-        "INSERT OR REPLACE INTO members (seq, document, arrival, start, previous, length, body, ends, expires_at) "
-        "SELECT seq, ?, ?, ?, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
+        "INSERT OR REPLACE INTO members (seq, document, arrival, start, length, ends, expires_at) "
+        "SELECT seq, ?, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
         (*row, namespace, piece.id),
     )

@@ -45,8 +45,8 @@ CREATE TABLE documents (
 );
 CREATE TABLE seen (seq INTEGER NOT NULL, other INTEGER NOT NULL, PRIMARY KEY (seq, other)) WITHOUT ROWID;
 CREATE TABLE members (
-    seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
-    length INTEGER NOT NULL, body TEXT NOT NULL, ends BLOB NOT NULL, expires_at REAL
+    seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER,
+    length INTEGER NOT NULL, ends BLOB NOT NULL, expires_at REAL
 );
 CREATE TABLE changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
 CREATE TABLE namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
@@ -138,7 +138,7 @@ class Dropped:
 class Index(Database):
     """The entries in the database; each method is one transaction, and the files of what it drops go with that."""
 
-    version = 8
+    version = 9
     schema = _SCHEMA
 
     def entry(self, key: str) -> Entry | None:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -379,28 +379,6 @@ def test_streams_end_with_the_interpreter_and_what_was_given_is_encoded(tmp_path
 def test_what_names_no_document_is_none(name: Any) -> None:
     chunk = Chunk("Ticket 1.", "t1", document=name, start=0 if name else None, source=name)
     assert (chunk.document, chunk.start, chunk.source) == (None, None, None)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_many_short_texts_of_one_name_are_encoded_alone(engine: BlendEngine, background: bool, caplog: Any) -> None:
-    def add(name: str, text: str = "{0} {1}", **places: Sequence[Any]) -> list[str | None]:
-        about = [{key: values[n] for key, values in places.items()} for n in range(50)]
-        ids = [f"{name}{n}" for n in range(50)]
-        texts = [text.format(words(2, n), n) for n in range(50)]
-        chunks = [Chunk(*each, document=name, source=name, **at) for *each, at in zip(texts, ids, about, strict=True)]
-        for some in (chunks[:40], *([chunk] for chunk in chunks[40:])):
-            engine.add(some, background=background)
-        engine.flush()
-        return engine.places(ids)
-
-    assert add("news") == [None] * 50
-    assert not engine.indexed(["news"])
-    assert len([record for record in caplog.records if "is treated as a category" in record.message]) == 1
-    assert all(held(engine).values())
-    # What says where it stands, or is no line, is a document.
-    assert None not in add("starts", start=range(50))
-    assert None not in add("linked", previous=[None, *(f"linked{n}" for n in range(49))])
-    assert None not in add("lines", "{0}\n{1}")
 
 
 @pytest.mark.parametrize("place", [{}, {"document": "d", "start": 0}])

@@ -99,10 +99,7 @@ class Trial:
 
     def __init__(self) -> None:
         self.model, self.tokenizer = tiny_model("llama"), tiny_tokenizer()
-        self.chunks = [
-            Chunk(words(12, n), f"n{n}", document=f"d{n % 2}", previous=f"n{n - 2}" if n > 1 else None)
-            for n in range(8)
-        ]
+        self.chunks = [Chunk(words(12, n), f"n{n}", document=f"d{n % 2}", start=100 * n) for n in range(8)]
         self.asked = 0
         with self.engine(None) as engine:
             engine.add(self.chunks)

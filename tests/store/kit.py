@@ -47,7 +47,7 @@ def record(node: str, number: int) -> NodeRecord:
 
 def piece(node: str, document: str, start: int, number: int = 0) -> NodeRecord:
     """Return the record of a chunk of a document, which a vector store has."""
-    place = Place(document, start, None, 3, "", (1, 2, 3))
+    place = Place(document, start, 3, (1, 2, 3))
     return NodeRecord(node, key_of(number), f"hash{number}", (number, 1, 2), place=place, source=document, indexed=True)
 
 

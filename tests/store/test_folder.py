@@ -283,7 +283,7 @@ def test_another_index(tmp_path: Path, version: int) -> None:
     connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     data = (folder / "index.sqlite").read_bytes()
-    said = f"format version {version}, but this cacheblend-rag reads version 8; remove the (store )?folder and warm it again"
+    said = f"format version {version}, but this cacheblend-rag reads version 9; remove the (store )?folder and warm it again"
     with pytest.raises(StoreFormatError, match=said):
         open_store(folder, 0)
     with pytest.raises(StoreFormatError, match=said):

@@ -8,20 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.companions import Companions
-from cacheblend_rag.reading import Member, Place, end_before, overlap
+from cacheblend_rag.reading import Member, Place, end_before
 from cacheblend_rag.store import NodeRecord
 from tests.store.kit import key_of, open_store
-
-
-def place(text: str) -> Place:
-    return Place("d", None, None, len(text), text, ())
-
-
-@given(st.text("ab ", max_size=60), st.text("ab ", max_size=60), st.text("ab ", max_size=40))
-def test_an_overlap_is_the_longest_there_is(before: str, after: str, shared: str) -> None:
-    one, two = before + shared, shared + after
-    sizes = [size for size in range(16, min(len(one), len(two)) + 1) if one[len(one) - size :] == two[:size]]
-    assert overlap(place(one), place(two)) == max(sizes, default=0)
 
 
 @given(
@@ -36,7 +25,7 @@ def test_what_stands_before_a_chunk_is_read_as_one_after_the_other(
     members, start = [], 0
     for number, (size, step) in enumerate(sizes):
         ids = tuple(range(100 * number, 100 * number + size))
-        members.append(Member(str(number), ids, Place("d", start, None, size, "", tuple(range(1, size + 1)))))
+        members.append(Member(str(number), ids, Place("d", start, size, tuple(range(1, size + 1)))))
         start += step
     for number in range(len(members)):
         whole: tuple[int, ...] = ()
@@ -52,7 +41,7 @@ def test_what_stands_before_a_chunk_is_read_as_one_after_the_other(
 def test_companions_of_many_chunks_take_time_and_memory_of_the_text_alone() -> None:
     store, count = open_store(None, 0), 4000
     records = [
-        NodeRecord(f"n{number}", key_of(number), "h", (number, 1, 2, 3), (), Place("d", 4 * number, None, 4, "", ()))
+        NodeRecord(f"n{number}", key_of(number), "h", (number, 1, 2, 3), (), Place("d", 4 * number, 4, ()))
         for number in range(count)
     ]
     chooser = Companions("own", "ns", (), None, lambda text: (1, 2), lambda: store.names)
@@ -66,10 +55,3 @@ def test_companions_of_many_chunks_take_time_and_memory_of_the_text_alone() -> N
     # Tracing makes it slow.
     assert peak_bytes < 40_000_000 and taken < 10.0
     assert all(later.behind and later.seen for later in chosen)
-
-
-def test_overlaps_of_long_texts_take_no_time() -> None:
-    begun = time.thread_time()
-    assert overlap(place("a" * 199_999 + "c"), place("a" * 200_000)) == 0
-    assert overlap(place("x" + "a" * 200_000), place("a" * 200_000 + "b")) == 200_000
-    assert time.thread_time() - begun < 1.0

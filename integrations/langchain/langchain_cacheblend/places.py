@@ -106,7 +106,6 @@ class DocumentPlaces:
             pieces[id] = (text, self._source(metadata), _start_index(metadata))
         known = dict(zip(pieces, self._engine.places(list(pieces)), strict=True)) if self._reads else {}
         self._find_categories(pieces.values())
-        stood: dict[str, dict[str, str | None]] = {}
         before: dict[str, _Piece] = {}
         chunks = []
         for id, (text, source, start) in pieces.items():
@@ -116,22 +115,14 @@ class DocumentPlaces:
                 continue
             last = before.get(source)
             if last is None or (start is not None and last.start is not None and start <= last.start):
-                document, previous = self._document(source, known[id], text, start, last is not None), None
+                document = self._document(source, known[id], text, start, last is not None)
             else:
-                document, previous = last.document, last.id
+                document = last.document
                 if start is None and last.start is not None:
                     # Splitters that do not find a piece again say nothing, or -1.
                     start = last.start + len(last.text) - overlap(last.text, text)
-            if start is not None:
-                previous = None
-            elif known[id] == document:
-                # Added again: the chunk before it counts, unless that is added again too.
-                if document not in stood:
-                    placed = self._engine.document(document)
-                    stood[document] = dict(zip(placed, [None, *placed], strict=False))
-                previous = previous if stood[document].get(id) in pieces else stood[document].get(id)
             before[source] = _Piece(document, id, text, start)
-            chunks.append(Chunk(text, id, document=document, start=start, previous=previous))
+            chunks.append(Chunk(text, id, document=document, start=start))
         for source, piece in before.items():
             self._sources.setdefault(source, _Source()).last = piece
         return [replace(chunk, source=made_of[str(chunk.id)], indexed=True) for chunk in chunks]

@@ -183,7 +183,6 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, followers: Containe
     begin = len(chunk.text) - len(text) if chunk.text.endswith(text) else chunk.text.find(text)
     if document is None or not text or begin < 0:
         return chunk
-    previous = _related(node, NodeRelationship.PREVIOUS)
     # A parser counts from the beginning of the text that it was given. After another parser that is a section of the document,
     # and nothing says so but this: LlamaIndex then notes for each node the previous one, and for none the next. Of a document's
     # last node that shows in its predecessor.
@@ -194,7 +193,7 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, followers: Containe
         start = None
     else:
         start += len(content) - len(content.lstrip())
-    return replace(chunk, document=document, start=start, previous=previous, body=(begin, begin + len(text)))
+    return replace(chunk, document=document, start=start, body=(begin, begin + len(text)))
 
 
 def _related(node: BaseNode, where: NodeRelationship) -> str | None:

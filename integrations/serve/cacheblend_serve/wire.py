@@ -264,7 +264,6 @@ class _Placed(_Sent):
 
     document: str | None = Field(default=None, min_length=1)
     start: int | None = Field(default=None, ge=0, lt=2**62)
-    previous: str | None = Field(default=None, min_length=1)
     body: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     source: str | None = None
     indexed: bool = False

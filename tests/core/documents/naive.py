@@ -27,7 +27,6 @@ class Piece:
     """A chunk as it was added; the words of the tiny tokenizer are `t` and the number of their token."""
 
     chunk: Chunk
-    previous: str | None
     expires_at: float
 
     @property
@@ -74,14 +73,14 @@ class Library:
     def add(self, chunks: Iterable[Chunk], expires_at: float) -> None:
         """Add chunks, of several with one id the last, where the first stood."""
         for chunk in {chunk.id: chunk for chunk in chunks}.values():
-            new = Piece(chunk, None if chunk.start is not None else chunk.previous, expires_at)
+            new = Piece(chunk, expires_at)
             if chunk.document is None:
                 self.remove([new.id])
                 self.alone[new.id] = new
                 continue
             there = self.pieces.get(chunk.document, [])
             old = next((piece for piece in there if piece.id == new.id), None)
-            if old is not None and (old.chunk.start, old.previous) == (chunk.start, new.previous):
+            if old is not None and old.chunk.start == chunk.start:
                 there[there.index(old)] = replace(new, expires_at=max(old.expires_at, expires_at))
                 continue
             self.remove([new.id])
@@ -100,27 +99,15 @@ class Library:
                 gone = next((piece for piece in pieces if piece.id == id), None)
                 if gone is None:
                     continue
-                left = [replace(p, previous=gone.previous) if p.previous == id else p for p in pieces if p is not gone]
+                left = [piece for piece in pieces if piece is not gone]
                 self.pieces[document] = left
                 if not left:
                     del self.pieces[document]
 
     def order(self, document: str) -> list[Piece]:
         pieces = self.pieces.get(document, [])
-        known = {piece.id for piece in pieces}
-        firsts = [piece for piece in pieces if piece.previous not in known]
-        placed = sorted((piece for piece in firsts if piece.chunk.start is not None), key=lambda each: each.chunk.start)
-
-        def with_followers(piece: Piece) -> list[Piece]:
-            followers = [each for each in pieces if each.previous == piece.id]
-            return [piece, *(each for follower in followers for each in with_followers(follower))]
-
-        ordered = placed + [piece for piece in firsts if piece.chunk.start is None]
-        return [each for piece in ordered for each in with_followers(piece)]
-
-    def has_circle(self) -> bool:
-        """Return whether chunks name each other as predecessors, so that no order is theirs."""
-        return any(len(self.order(document)) < len(pieces) for document, pieces in self.pieces.items())
+        placed = sorted((piece for piece in pieces if piece.chunk.start is not None), key=lambda each: each.chunk.start)
+        return placed + [piece for piece in pieces if piece.chunk.start is None]
 
     def readings(self, now: float) -> dict[str, Reading]:
         """Return how the KV right behind the preamble is read; all of a document lives no longer than any of it."""
