@@ -199,5 +199,5 @@ class WarmEstimate:
     ram_bytes: int = 0
     # Size of their files as `disk_codec` packs them, in a store with a folder.
     disk_bytes: int = 0
-    # Time to compute and store it, with no other work going on.
+    # Time to compute it, with no other work going on.
     seconds: float = 0.0

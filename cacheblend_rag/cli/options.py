@@ -7,14 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli.output import STANDARD_OUTPUT, json_alone
-
 __all__ = [
     "AnswerTokensOption",
     "CompareOption",
     "EmbeddingOption",
     "JsonOption",
-    "MarkdownOption",
     "ModelOption",
     "QuestionArgument",
     "RatioOption",
@@ -40,36 +37,13 @@ def output_option(flag: str, help: str) -> Any:
     return typer.Option(flag, metavar="FILE", dir_okay=False, writable=True, callback=in_a_folder, help=help)
 
 
-def _json_target(context: typer.Context, path: Path | None) -> Path | None:
-    """See that the folder is there, or keep standard output free: the callback of ``--json``."""
-    if path != STANDARD_OUTPUT:
-        return in_a_folder(path)
-    # The root's resources are given back even where a later argument turns out to be wrong.
-    context.find_root().with_resource(json_alone())
-    return path
-
-
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        dir_okay=False,
-        writable=True,
-        allow_dash=True,
-        callback=_json_target,
-        help="Also write the figures to FILE as JSON; with -, to standard output, and everything else to standard error.",
-    ),
-]
-MarkdownOption = Annotated[Path | None, output_option("--markdown", "Write the tables to FILE as Markdown too.")]
-
-
 def _asked(question: str) -> str:
     if not question.strip():
         raise typer.BadParameter("the question is empty")
     return question
 
 
+JsonOption = Annotated[Path | None, output_option("--json", "Also write the figures to FILE as JSON.")]
 QuestionArgument = Annotated[str, typer.Argument(callback=_asked, help="What to ask.")]
 _MODEL = "A Hugging Face id, a folder or a GGUF file"
 ModelOption = Annotated[str, typer.Option("--model", metavar="NAME", help=f"{_MODEL}.")]

@@ -6,15 +6,13 @@ import json
 import platform
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -28,12 +26,9 @@ if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine, GenerationResult
 
 __all__ = [
-    "STANDARD_OUTPUT",
     "console",
-    "json_alone",
     "make_quiet",
     "on_interrupt",
-    "parse_bytes",
     "print_answer",
     "progress_bar",
     "say_bytes",
@@ -43,13 +38,8 @@ __all__ = [
     "write_json",
 ]
 
-STANDARD_OUTPUT = Path("-")
-"""Name of standard output for ``--json``."""
 _LINE_S = 5.0
-# Where `write_json` writes to standard output: what that was before it was kept free for it.
-_kept_free: ContextVar[TextIO | None] = ContextVar("kept_free", default=None)
 _POWERS = ("", "K", "M", "G", "T")
-_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?\s*", re.IGNORECASE)
 _PACKAGES = "cacheblend-rag torch transformers chromadb sentence-transformers llama-index-core langchain-core".split()
 
 
@@ -60,68 +50,22 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def json_alone() -> Iterator[None]:
-    """Keep standard output free for `write_json`: what else is printed goes to standard error."""
-    token = _kept_free.set(sys.stdout)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        _kept_free.reset(token)
-
-
-@contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how far a command is; yields what is called with the number of things done and of all.
-
-    It is a bar on a terminal, else a line at the beginning, at the end and every five seconds: JSON where standard output is.
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    screen = console(stderr=True)
-    if not screen.is_terminal:
-        with _progress_lines(label) as tell:
-            yield tell
-        return
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, transient=True) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _progress_lines(label: str) -> Iterator[Callable[[int, int], None]]:
-    started, ended = time.monotonic(), threading.Event()
-    reached = (-1, 0)
-    as_json = _kept_free.get() is not None
-
-    def say(done: int, total: int) -> None:
-        seconds = time.monotonic() - started
-        facts = {"progress": label, "done": done, "total": total, "seconds": round(seconds, 3)}
-        after = f" after {say_seconds(seconds)}" if done or seconds >= 1 else ""
-        typer.echo(json.dumps(facts) if as_json else f"{label}: {done} of {total}{after}", err=True)
+    """Show how far a command is, in lines; yields what is called with the number of things done and of all."""
+    started = said_at = time.monotonic()
+    most = -1
 
     def tell(done: int, total: int) -> None:
-        nonlocal reached
+        nonlocal most, said_at
+        now, is_first = time.monotonic(), most < 0
         # After a change, things that were done are done again.
-        done, first = min(done, total), reached[0] < 0
-        if done > reached[0]:
-            reached = (done, total)
-            if first or done == total:
-                say(done, total)
+        if done > most and (is_first or done >= total or now - said_at > _LINE_S):
+            after = f" after {say_seconds(now - started)}" if done else ""
+            typer.echo(f"{label}: {done} of {total}{after}", err=True)
+            said_at = now
+        most = max(most, done)
 
-    def go_on() -> None:
-        while not ended.wait(_LINE_S):
-            if reached[0] >= 0:
-                say(*reached)
-
-    thread = threading.Thread(target=go_on, name="cacheblend-progress", daemon=True)
-    thread.start()
-    try:
-        yield tell
-    finally:
-        ended.set()
-        thread.join()
+    yield tell
 
 
 @contextmanager
@@ -161,15 +105,6 @@ def say_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as ``"2GB"``, ``"1.5 GiB"`` or ``"800000"`` means."""
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"{text!r} is not a size; write for example 500MB, 2GB or 1.5GiB")
-    step = 1024 if found["binary"] else 1000
-    return int(float(found["number"]) * step ** _POWERS.index(found["unit"].upper()))
 
 
 def print_answer(
@@ -219,7 +154,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
 
 
 def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Write a command's rows and other facts, if a file was asked for or standard output; a key that a row lacks is null."""
+    """Write a command's rows and other facts, if a file was asked for; a key that a row lacks is null."""
     if path is None:
         return
     keys = list(dict.fromkeys(key for row in rows for key in row))
@@ -233,12 +168,8 @@ def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], 
         **facts,
         "rows": [{key: row.get(key) for key in keys} for row in rows],
     }
-    text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    if path == STANDARD_OUTPUT:
-        print(text, end="", file=_kept_free.get(), flush=True)
-        return
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
 

@@ -11,10 +11,10 @@ import typer
 
 from cacheblend_rag.cli.options import JsonOption, StoreOption
 from cacheblend_rag.cli.output import say_bytes, show_table, write_json
-from cacheblend_rag.documents.settings import LibrarySettings, is_library, kv_folder
+from cacheblend_rag.documents.settings import LibrarySettings, kv_folder
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["kv_folder_of", "store_app"]
+__all__ = ["store_app"]
 
 store_app = typer.Typer(
     help="Maintain a store: show figures, check every byte, clean up, empty it.",
@@ -23,11 +23,6 @@ store_app = typer.Typer(
 )
 
 _DEFAULT = Path(".cacheblend")
-
-
-def kv_folder_of(store: Path | None) -> Path | None:
-    """Return the folder of KV in what ``warm`` made, or the folder itself where it is one."""
-    return store if store is None or not _is_store(kv_folder(store)) else kv_folder(store)
 
 
 @store_app.command()
@@ -53,17 +48,11 @@ def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
         held = f"{share.nodes} ids, {share.entries} with KV, {say_bytes(share.disk_bytes)}"
         lines.append((f"tenant {tenant}" if tenant else "no tenant", held))
     show_table(str(kv), ("", ""), lines)
-    row = {
-        "store": str(kv),
-        "model": model,
-        "names": figures.nodes,
-        "entries": figures.entries,
-        "disk_bytes": figures.disk_bytes,
-        "tenants": {
-            tenant: {"names": share.nodes, "entries": share.entries, "disk_bytes": share.disk_bytes}
-            for tenant, share in shares.items()
-        },
-    }
+    whole, *parts = [
+        {"names": each.nodes, "entries": each.entries, "disk_bytes": each.disk_bytes}
+        for each in (figures, *shares.values())
+    ]
+    row = {"store": str(kv), "model": model, **whole, "tenants": dict(zip(shares, parts, strict=True))}
     write_json(json_file, "store stats", [row])
 
 
@@ -120,37 +109,27 @@ def clear(
     store: StoreOption = _DEFAULT,
     tenant: Annotated[str | None, typer.Option(help="Remove only the KV and ids of this tenant.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    json_file: JsonOption = None,
 ) -> None:
     """Remove all warmed passages from Chroma, and all KV. With --tenant, remove only the KV and ids of that tenant."""
     kv = _kv(store)
     from cacheblend_rag.documents.library import clear_library, open_to_clear
 
-    whole_library = tenant is None and is_library(store)
+    what = "" if tenant is None else f" of tenant {tenant}"
     with closing(open_to_clear(kv)) as opened:
         figures = opened.stats(tenant)
-        what = "" if tenant is None else f" of tenant {tenant}"
-        if not yes and not typer.confirm(
-            f"remove {figures.nodes} chunks and {say_bytes(figures.disk_bytes)} of KV{what} from {store}?"
-        ):
-            typer.echo("nothing was removed")
-            raise typer.Exit(1)
-        if not whole_library:
+        if not yes:
+            size = say_bytes(figures.disk_bytes)
+            typer.confirm(f"remove {figures.nodes} chunks and {size} of KV{what} from {store}?", abort=True)
+        if tenant is not None or kv == store:
             opened.clear(tenant)
-    if whole_library:
+    if tenant is None and kv != store:
         clear_library(store)
     typer.echo(f"{store} is empty" if tenant is None else f"{store} no longer holds anything{what}")
-    row = {"store": str(kv), "removed_names": figures.nodes, "removed_bytes": figures.disk_bytes}
-    write_json(json_file, "store clear", [row])
-
-
-def _is_store(folder: Path) -> bool:
-    return (folder / "store.json").is_file()
 
 
 def _kv(store: Path) -> Path:
-    """Return the folder of KV in a store that there must be."""
-    kv = kv_folder_of(store)
-    if kv is None or not _is_store(kv):
-        raise ConfigError(f"there is no store in {store}")
-    return kv
+    """Return the folder of KV in what ``warm`` made, or the folder itself where it is a store."""
+    for folder in (kv_folder(store), store):
+        if (folder / "store.json").is_file():
+            return folder
+    raise ConfigError(f"there is no store in {store}")

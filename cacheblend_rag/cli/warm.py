@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,22 +16,20 @@ from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelO
 from cacheblend_rag.cli.output import (
     make_quiet,
     on_interrupt,
-    parse_bytes,
     progress_bar,
     say_bytes,
     say_seconds,
     show_table,
     write_json,
 )
-from cacheblend_rag.documents.settings import LibrarySettings, is_library, kv_folder
-from cacheblend_rag.documents.splitter import SUFFIXES, Passage, cut, read_files
+from cacheblend_rag.documents.settings import LibrarySettings, kv_folder
+from cacheblend_rag.documents.splitter import SUFFIXES, cut, read_files
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lexer import lexer_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig, EngineConfig
-    from cacheblend_rag.documents.embedding import Embedding
     from cacheblend_rag.documents.library import Library
     from cacheblend_rag.engine import BlendEngine
 
@@ -40,8 +37,6 @@ __all__ = ["CHUNK_TOKENS", "needs_documents", "texts_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
 """Maximum tokens of a passage, unless the store or an option says otherwise."""
-# Passages that an estimate embeds.
-_EMBEDDED = 16
 
 
 def warm(
@@ -56,12 +51,8 @@ def warm(
         int | None, typer.Option(min=1, help=f"Maximum tokens of a passage; by default the store's, or {CHUNK_TOKENS}.")
     ] = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Print the bytes and the time this would take, and stop.")
+        bool, typer.Option("--estimate", help="Print the bytes of KV and the time that it would take, and stop.")
     ] = False,
-    budget: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Stop before the store holds more KV than this, such as 2GB or 500MiB."),
-    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Put files into the vector store and compute their KV, so that questions about them start quickly.
@@ -69,7 +60,6 @@ def warm(
     Unchanged files are not encoded again; changed files are replaced, and removed files deleted. If a run is stopped, in
     whatever way, the next run finishes it.
     """
-    budget_bytes = None if budget is None else parse_bytes(budget)
     known = LibrarySettings.load(store)
     texts, left_out = texts_of(paths, may_be_none=known is not None)
     name = model or (known.model if known else None)
@@ -87,6 +77,8 @@ def warm(
             make_quiet()
             _ = finder.model
     # Asking what it would take must leave nothing, so a store that is not there is not made for it.
+    if not estimate:
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = kv_folder(store) if kv_folder(store).is_dir() or not estimate else None
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
         if engine.store.path is None and not estimate:
@@ -95,7 +87,18 @@ def warm(
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)
         if estimate:
-            _estimate(engine, passages, finder, store, settings.model, budget_bytes, json_file)
+            cost = engine.estimate([passage.chunk for passage in passages])
+            lines = [
+                ("passages", len(passages)),
+                ("to encode", cost.chunks),
+                ("tokens", cost.tokens),
+                ("KV on disk", say_bytes(cost.disk_bytes)),
+                ("KV in RAM at most", say_bytes(cost.ram_bytes)),
+                ("time for the KV", say_seconds(cost.seconds)),
+            ]
+            show_table(f"warming {store} for {settings.model} would take", ("", ""), lines)
+            row = {"passages": len(passages), **asdict(cost)}
+            write_json(json_file, "warm --estimate", [row], model=settings.model)
             return
         settings.save(store)
         started = time.perf_counter()
@@ -112,7 +115,7 @@ def warm(
                 progress(done, total)
 
             read = [path for path in paths if path not in left_out]
-            result = library.warm(passages, read, budget_bytes=budget_bytes, progress=advance)
+            result = library.warm(passages, read, progress=advance)
         seconds = time.perf_counter() - started
     if not passages and not result.removed:
         raise _no_text(paths)
@@ -123,15 +126,8 @@ def warm(
         f"{result.removed} removed; {say_bytes(result.kv_bytes)} of KV in {store}; {say_seconds(seconds)}"
     )
     row = {"files": files, "passages": len(passages), "seconds": seconds, **asdict(result)}
-    row |= {"budget_bytes": budget_bytes, "complete": result.left_out == 0}
     write_json(json_file, "warm", [row], **asdict(settings))
-    if result.left_out:
-        typer.echo(
-            f"stopped: the budget of {say_bytes(budget_bytes or 0)} has no room for the remaining {result.left_out} passages; "
-            "give a larger --budget and warm again",
-            err=True,
-        )
-    if result.left_out or left_out.keys() & set(paths):
+    if left_out.keys() & set(paths):
         raise typer.Exit(1)
 
 
@@ -170,7 +166,7 @@ def warmed(
     Models that are not named are those that it was warmed with; `changes` are settings of `blend`, as `open_engine` takes them.
     """
     known = LibrarySettings.load(store)
-    if known is None or not is_library(store):
+    if known is None or not kv_folder(store).is_dir():
         raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --store {store}")
     from cacheblend_rag.documents.embedding import Embedding
     from cacheblend_rag.documents.library import open_library, passage_config
@@ -184,60 +180,3 @@ def warmed(
         if not len(library):
             raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --store {store}")
         yield engine, library, name
-
-
-def _estimate(
-    engine: BlendEngine,
-    passages: list[Passage],
-    finder: Embedding,
-    store: Path,
-    model: str,
-    budget_bytes: int | None,
-    json_file: Path | None,
-) -> None:
-    cost = engine.estimate([passage.chunk for passage in passages])
-    sample = [passage.text for passage in passages[:: max(1, len(passages) // _EMBEDDED)]]
-    embedding_s: float | None = None
-    with suppress(ConfigError):  # what embeds is not installed
-        # The first call loads the model.
-        finder.embed(sample[:1])
-        started = time.perf_counter()
-        finder.embed(sample)
-        embedding_s = (time.perf_counter() - started) / max(1, len(sample)) * cost.chunks
-    held_bytes = engine.store.stats().disk_bytes
-    there = next(folder for folder in [store.absolute(), *store.absolute().parents] if folder.exists())
-    free_bytes = shutil.disk_usage(there).free
-    lines = [
-        ("passages", len(passages)),
-        ("to encode", cost.chunks),
-        ("tokens", cost.tokens),
-        ("KV on disk", say_bytes(cost.disk_bytes)),
-        ("KV in RAM at most", say_bytes(cost.ram_bytes)),
-        ("KV per token", say_bytes(cost.disk_bytes / cost.tokens) if cost.tokens else None),
-        ("time for the KV", say_seconds(cost.seconds)),
-        ("time for embedding", None if embedding_s is None else say_seconds(embedding_s)),
-        ("KV held already", say_bytes(held_bytes)),
-        ("free on disk", say_bytes(free_bytes)),
-    ]
-    show_table(f"warming {store} for {model} would take", ("", ""), lines)
-    limit_bytes = engine.config.disk_bytes
-    if limit_bytes is None:
-        limit_bytes = (free_bytes + held_bytes) // 2
-    if held_bytes + cost.disk_bytes > limit_bytes:
-        typer.echo(f"the store keeps at most {say_bytes(limit_bytes)} on this disk (disk_bytes)", err=True)
-    if budget_bytes is not None and held_bytes + cost.disk_bytes > budget_bytes:
-        typer.echo(f"this exceeds the budget of {say_bytes(budget_bytes)}; warming would stop before it does", err=True)
-    row = {
-        "passages": len(passages),
-        "to_encode": cost.chunks,
-        "tokens": cost.tokens,
-        "kv_bytes": cost.disk_bytes,
-        "ram_bytes": cost.ram_bytes,
-        "bytes_per_token": cost.disk_bytes // cost.tokens if cost.tokens else None,
-        "seconds": cost.seconds,
-        "embedding_seconds": embedding_s,
-        "held_bytes": held_bytes,
-        "free_bytes": free_bytes,
-        "budget_bytes": budget_bytes,
-    }
-    write_json(json_file, "warm --estimate", [row], model=model)

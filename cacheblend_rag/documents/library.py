@@ -15,7 +15,7 @@ from cacheblend_rag.chat.render import around_context
 from cacheblend_rag.chunk import BlendPrompt, Chunk, is_part
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.embedding import Embedding
-from cacheblend_rag.documents.settings import kv_folder, make_private
+from cacheblend_rag.documents.settings import kv_folder
 from cacheblend_rag.documents.splitter import Passage
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -43,8 +43,6 @@ PASSAGES = "passages"
 # Passages encoded, embedded and shown together; what a killed run has to do again at most.
 _GROUP = 64
 _DELETE_GROUP = 1000
-# A chunk's file holds some words about each layer beside the KV itself.
-_FILE_BYTES_PER_LAYER = 512
 _INSTRUCTION = "Answer the question from the context only.\n\n"
 _SEPARATOR = "\n"
 
@@ -73,7 +71,7 @@ def open_chroma(folder: Path) -> Iterator[Client]:
 
     try:
         # Chroma's files hold the passages, and are as open as the folder.
-        make_private(folder / "chroma")
+        (folder / "chroma").mkdir(mode=0o700, parents=True, exist_ok=True)
         settings = Settings(anonymized_telemetry=False)
         client = cast("Client", chromadb.PersistentClient(str(folder / "chroma"), settings=settings))
     except Exception as error:
@@ -112,8 +110,6 @@ class WarmResult:
     encoded: int
     unchanged: int
     removed: int
-    # Passages that did not fit the budget any more.
-    left_out: int
     tokens: int
     # Bytes of KV in the store now.
     kv_bytes: int
@@ -168,12 +164,10 @@ class Library:
         passages: Sequence[Passage],
         roots: Sequence[Path],
         *,
-        budget_bytes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> WarmResult:
         """Make the library hold exactly `passages`, all of the files at and below `roots`; other files' passages stay.
 
-        The passages from the first on that would have the store hold more than `budget_bytes` of KV are left out.
         `progress` is called with the number of finished passages and of all. `StoreError` if another process is changing
         this library, or KV cannot be stored; what was warmed until then stays.
         """
@@ -184,17 +178,14 @@ class Library:
             done = encoded = tokens = 0
             report = progress or (lambda done, total: None)
             for group in _groups(passages, _GROUP):
-                fitting = self._fitting(group, budget_bytes)
                 added = self._engine.add(
-                    [passage.chunk for passage in fitting],
+                    [passage.chunk for passage in group],
                     progress=lambda count, _, before=done: report(before + count, len(passages)),  # type: ignore[misc]
                 )
-                encoded, tokens, done = encoded + added.encoded, tokens + added.tokens, done + len(fitting)
-                self._show(fitting, shown)
-                if len(fitting) < len(group):
-                    break
+                encoded, tokens, done = encoded + added.encoded, tokens + added.tokens, done + len(group)
+                self._show(group, shown)
             kv_bytes = self._engine.store.stats().disk_bytes
-            return WarmResult(encoded, done - encoded, removed, len(passages) - done, tokens, kv_bytes)
+            return WarmResult(encoded, done - encoded, removed, tokens, kv_bytes)
 
     def passages(self) -> list[Passage]:
         """Return all passages, by their files and in the order in which they stand there."""
@@ -245,24 +236,6 @@ class Library:
         for group in _groups(orphans, _DELETE_GROUP):
             self._engine.delete(group)
         return len(stale)
-
-    def _fitting(self, group: list[Passage], budget_bytes: int | None) -> list[Passage]:
-        """Return the passages, from the first on, that the budget has room for."""
-        decoder = self._engine.decoder
-        if budget_bytes is None or decoder is None:
-            return group
-        room = budget_bytes - self._engine.store.stats().disk_bytes
-        held = self._engine.store.holds([passage.id for passage in group])
-        for number, (passage, is_held) in enumerate(zip(group, held, strict=True)):
-            if is_held:
-                continue
-            # The KV of what follows each passage is kept with it.
-            texts = [text for text in (passage.text, self._engine.config.separator) if text]
-            tokens = sum(map(len, self._engine.tokenizer(texts, add_special_tokens=False)["input_ids"]))
-            room -= 2 * (tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_kv_layers)
-            if room < 0:
-                return group[:number]
-        return group
 
     def _show(self, passages: list[Passage], shown: dict[str, tuple[str, int]]) -> None:
         """Put passages into Chroma, and correct the place of those that moved within their file."""

@@ -11,27 +11,18 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import replace_text
 
-__all__ = ["LibrarySettings", "is_library", "kv_folder", "make_private"]
-
-_PARTS = frozenset({"library.json", "warm.lock", "chroma", "kv"})
+__all__ = ["LibrarySettings", "kv_folder"]
 
 
 def kv_folder(folder: Path) -> Path:
     """Return where a library keeps its chunk KV."""
     return folder / "kv"
-
-
-def is_library(folder: Path) -> bool:
-    """Return whether something was warmed into `folder`."""
-    return (folder / "library.json").is_file() and kv_folder(folder).is_dir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +47,7 @@ class LibrarySettings:
     def save(self, folder: Path) -> None:
         """Write the settings, replacing earlier ones at once."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Not where other things are kept too.
-            if _PARTS.issuperset(os.listdir(folder)):
-                make_private(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_text(folder / "library.json", json.dumps(asdict(self), indent=2) + "\n", private=True)
         except OSError as error:
             raise ConfigError(f"folder {folder} cannot be written: {error.strerror}") from error
-
-
-def make_private(folder: Path) -> None:
-    """Close a folder, made if it is not there, to other users; one that this user may not change stays as it is."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(OSError):
-        folder.chmod(0o700)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from codecs import getincrementaldecoder
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +18,8 @@ __all__ = ["SUFFIXES", "Passage", "cut", "named_passages", "read_files", "read_t
 _CONVERTED = (".pdf", ".docx", ".html", ".htm")
 SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", *_CONVERTED)
 """Files that are read in folders."""
-_BLOCK_BYTES = 2**16
+# What is no text has a NUL byte among so many, as a rule.
+_BEGINNING_BYTES = 2**16
 _MARKDOWN = re.compile(r"^(#{1,6} |```|~~~)", re.MULTILINE)
 
 TokenCount = Callable[[str], int]
@@ -86,48 +85,61 @@ def _plain(file: Path) -> str:
     """Return the text of a file; of what is none, no more than its beginning is read."""
     if file.exists() and not file.is_file():
         raise ConfigError("it is not a file")
-    decoder = getincrementaldecoder("utf-8-sig")()
-    pieces = []
     with open(file, "rb") as opened:
-        while block := opened.read(_BLOCK_BYTES):
-            if b"\0" in block:
-                raise ConfigError("it has NUL bytes, so it is not UTF-8 text")
-            pieces.append(decoder.decode(block))
-    return "".join(pieces) + decoder.decode(b"", final=True)
+        data = opened.read(_BEGINNING_BYTES)
+        if b"\0" not in data:
+            data += opened.read()
+    if b"\0" in data:
+        raise ConfigError("it has NUL bytes, so it is not UTF-8 text")
+    return data.decode("utf-8-sig")
 
 
 def _converted(file: Path) -> str:
-    """Return the text of a file of another format as Markdown."""
+    """Return the text of a file of another format."""
     with needs_extra("files", "its format"):
-        from markitdown import MarkItDown
-    try:
-        text: str = MarkItDown().convert_local(file).markdown
-    except Exception as error:  # each format's library has its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise ConfigError(f"it cannot be converted to text: {reason.strip(' -')}") from error
+        convert = _of_pdf if file.suffix.lower() == ".pdf" else _as_markdown
+        try:
+            text = convert(file)
+        except ImportError:
+            raise
+        except Exception as error:  # each format's library has its own
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise ConfigError(f"it cannot be converted to text: {reason.strip(' -')}") from error
     if not text.strip() or "\0" in text:
         raise ConfigError("no text was found in it; if its pages are images, convert them with OCR first")
     return text
 
 
+def _as_markdown(file: Path) -> str:
+    from markitdown import MarkItDown
+
+    return str(MarkItDown().convert_local(file).markdown)
+
+
+def _of_pdf(file: Path) -> str:
+    # PDFium finds the blanks between words that a page only leaves as room.
+    from pypdfium2 import PdfDocument
+
+    with PdfDocument(file) as document:
+        pages = [page.get_textpage().get_text_range() for page in document]
+    # This stands for a hyphen at the end of a line.
+    return "\n\n".join(pages).replace("\ufffe", "").replace("\r\n", "\n")
+
+
 def _files(folder: Path, refuse: Callable[[Path, str], object]) -> Iterator[Path]:
-    """Yield the files below a folder that may have text; links to folders are followed last."""
-    waiting, seen = deque([folder]), set[Path]()
-    while waiting:
-        folder = waiting.popleft()
-        if (found := folder.resolve()) in seen:
-            continue
+    """Yield the files below a folder that may have text."""
+    seen: set[str] = set()
+
+    def cannot_be_read(error: OSError) -> None:
+        refuse(Path(error.filename), str(error.strerror))
+
+    for place, folders, names in os.walk(folder, onerror=cannot_be_read, followlinks=True):
+        found = os.path.realpath(place)
+        folders[:] = [] if found in seen else sorted(name for name in folders if not name.startswith("."))
+        if found not in seen:
+            paths = (Path(place, name) for name in sorted(names) if not name.startswith("."))
+            yield from (path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
         seen.add(found)
-        try:
-            entries = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-        except OSError as error:
-            refuse(folder, str(error.strerror))
-            continue
-        for path in entries:
-            if path.is_dir():
-                (waiting.append if path.is_symlink() else waiting.appendleft)(path)
-            elif path.is_file() and path.suffix.lower() in SUFFIXES:
-                yield path
 
 
 def named_passages(source: str, pieces: Sequence[str]) -> Iterator[Passage]:
@@ -143,8 +155,7 @@ def named_passages(source: str, pieces: Sequence[str]) -> Iterator[Passage]:
 
 
 def split_text(text: str, count_tokens: TokenCount, chunk_tokens: int) -> list[str]:
-    """Cut plain text or Markdown into pieces of at most `chunk_tokens` tokens, at headings, paragraphs and sentences as far as
-    they fit.
+    """Cut plain text or Markdown into pieces of at most `chunk_tokens` tokens, at headings, paragraphs and sentences.
 
     Each piece is as it stands in the text. There is no white space around pieces, and none is empty; only a single character may
     have more tokens.

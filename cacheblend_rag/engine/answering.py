@@ -110,14 +110,11 @@ class TenantStore:
         The folder, if there is one and it may be written.
     outlives_process : bool
         Whether it is over a folder, which is there when this process has ended.
-    samples : callable
-        Returns what opens an empty store of each tier, to measure how fast it is read.
     """
 
     def __init__(self, store: KVStore, tenant: str, namespace: str) -> None:
         self.path: Path | None = store.path
         self.outlives_process = store.outlives_process
-        self.samples = store.samples
         self._store, self._tenant, self._namespace = store, tenant, namespace
 
     def stats(self) -> StoreStats:

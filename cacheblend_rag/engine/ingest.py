@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -31,11 +30,8 @@ __all__ = ["Ingest"]
 
 logger = logging.getLogger(__name__)
 
-# An estimate tries texts, more and more of them, for this long. This many of them are written.
+# An estimate tries texts, more and more of them, for this long.
 _TRIAL_S = 1.0
-_WRITTEN = 8
-# Beside its file a chunk has a row, and is brought to its place: each is synced as well.
-_SYNCED = 2
 # Batches that are planned together.
 _TOGETHER = 8
 # Tokens a byte that text seldom has, and how many tokens of such chunks are worth a warning.
@@ -204,7 +200,7 @@ class Ingest:
         targets, tokens = [text.target for text in todo.texts], sum(text.num_tokens for text in todo.texts)
         if not targets:
             return WarmEstimate(0, tokens)
-        supply, encoder = self._supply, self._supply.encoder
+        encoder = self._supply.encoder
         plan = [[text.target for text in batch] for batch in self._planned(todo.texts)]
         # One whose texts are of about the usual length.
         usual = sorted(plan, key=lambda batch: sum(len(target.token_ids) for target in batch) / len(batch))[
@@ -214,23 +210,11 @@ class Ingest:
         while len(encoded) < len(usual) and tried_s < _TRIAL_S:
             trial = usual[: max(1, 4 * len(encoded))]
             started = time.perf_counter()
-            encoded = [kv for batch in supply.encode(trial) for _, kv in batch]
+            encoded = [kv for batch in self._supply.encode(trial) for _, kv in batch]
             elapsed = time.perf_counter() - started
             tried_s += elapsed
             # That of the most texts counts: a token takes less time among many, and more where much stands before it.
             token_s = elapsed / encoder.num_tokens(trial)
-        computing_s = token_s * sum(map(encoder.num_tokens, plan))
-        written = encoded[-_WRITTEN:]
-        started = time.perf_counter()
-        # A full disk, most likely.
-        with suppress(OSError, StoreError):
-            with self._store.samples()[-1] as sample:
-                for number, kv in enumerate(written):
-                    sample.put(f"{number:08x}", kv)
-        storing_s = _SYNCED * (time.perf_counter() - started) * len(targets) / len(written)
-        # A batch is computed while the one before it is stored.
-        alone = 1 / len(plan)
-        seconds = alone * (computing_s + storing_s) + (1 - alone) * max(computing_s, storing_s)
         ram, disk = make_codec(self._config.ram_codec), make_codec(self._config.disk_codec)
         files = [pack_kv(kv, disk) for kv in encoded]
         # Over a folder, RAM holds what the disk gives back.
@@ -238,6 +222,7 @@ class Ingest:
         share = sum(len(target.token_ids) for target in targets) / sum(len(kv.token_ids) for kv in encoded)
         disk_bytes = sum(encode_chunk("0" * 32, kv).nbytes for kv in files)
         new = sum(text.is_counted for text in todo.texts)
+        seconds = token_s * sum(map(encoder.num_tokens, plan))
         return WarmEstimate(new, tokens, round(share * sum(held)), round(share * disk_bytes), seconds)
 
     def _todo(

@@ -6,23 +6,20 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.background import Offsite, WorkQueue
 from cacheblend_rag.store.base import Entry, Fate, KVReader, Later, NodeRecord, StoreStats, count_of
-from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped
-from cacheblend_rag.store.memory import DeviceTier, RamReader, RamTier
+from cacheblend_rag.store.memory import RamReader
 from cacheblend_rag.store.names import Names, NamesSource, drop_nameless, has_name, look_up
 from cacheblend_rag.store.tiers import Tiers
 
@@ -32,7 +29,6 @@ _log = getLogger(__name__)
 
 # Failures that are no further apart than this are one event, which is said once: a full disk may have room in between.
 _EVENT_S = 60.0
-_NO_LIMIT = 2**62
 
 
 class KVStore:
@@ -84,23 +80,6 @@ class KVStore:
     def follows_others(self) -> bool:
         """Whether the index is a copy of names that machines share, whichever store follows them now."""
         return bool(self._index.rows("SELECT 1 FROM shared"))
-
-    def samples(self) -> list[AbstractContextManager[KVStore]]:
-        """Return for each tier what opens an empty store that has KV in that tier alone, to measure how fast it is read."""
-        tiers = self._tiers
-        there = {"device": tiers.device.limit_bytes > 0, "ram": True, "disk": tiers.path is not None}
-        return [self._sample(tier) for tier, is_there in there.items() if is_there]
-
-    @contextmanager
-    def _sample(self, tier: str) -> Iterator[KVStore]:
-        tiers, disk = self._tiers, None
-        with ExitStack() as stack:
-            if tier == "disk" and tiers.disk is not None:
-                folder = stack.enter_context(TemporaryDirectory(dir=tiers.disk.folder.path / "tmp"))
-                disk = DiskTier(Path(folder), codec=tiers.disk.codec)
-            device = DeviceTier(_NO_LIMIT if tier == "device" else 0, tiers.device.devices)
-            ram = RamTier(0 if disk else _NO_LIMIT, tiers.ram.codec)
-            yield stack.enter_context(closing(KVStore(Tiers(tiers.clock, device, ram, disk))))
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key`, which stays good when that is dropped; None if it is not held, or damaged."""

@@ -27,9 +27,8 @@ def test_a_name_as_people_say_it_is_found(name: str, said: str) -> None:
 
 
 def test_a_name_is_told_without_loading_anything_and_an_id_is_not(tmp_path: Path) -> None:
-    result = run("models", "Mixtral 8x7B", "--markdown", tmp_path / "mixtral.md")
-    assert result.exit_code == 0 and "Mixtral" in result.output and "GGUF: untried" in result.output
-    assert "exact (`mixtral`" in (tmp_path / "mixtral.md").read_text(encoding="utf-8")
+    result = run("models", "Mixtral 8x7B")
+    assert "exact (`mixtral`" in result.output and "GGUF: untried" in result.output
     for other in ("mistralai/Mixtral-8x7B", str(tmp_path), "reference", "unheard-of"):
         assert proved(other) is None
 

@@ -57,7 +57,6 @@ def test_the_version() -> None:
         ("store clear --yes --store missing", "there is no store in missing"),
         ("store gc --store missing", "there is no store in missing"),
         ("bench index --entries 1,many", "'many' in '1,many' is not a whole number"),
-        ("warm . --budget much", "'much' is not a size"),
         ("warm empty --store new", "no text found in empty"),
         ("warm . --model missing/model --store new", "model 'missing/model' cannot be loaded"),
         ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder, and no such GGUF file"),
@@ -100,7 +99,7 @@ def test_a_wrong_call_shows_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @given(
     st.sampled_from(
         [
-            ("warm", ".", "--budget"),
+            ("warm", ".", "--chunk-tokens"),
             ("demo", "--ratios"),
             ("bench", "ttft", "--shape"),
             ("bench", "ttft", "--ratios"),
