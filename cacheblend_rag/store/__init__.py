@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,21 +15,14 @@ import torch
 
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.store.background import Offsite
 from cacheblend_rag.store.base import Fate, KVReader, Later, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.memory import DeviceTier, RamTier
 from cacheblend_rag.store.names import Names, NamesSource
-from cacheblend_rag.store.remote import (
-    RemoteSettings,
-    RemoteTier,
-    missing_package,
-    redis_address,
-    secrets_in,
-    shown_url,
-    split_url,
-)
+from cacheblend_rag.store.remote import RemoteTier, redis_url, shown_url
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = [
@@ -157,7 +151,14 @@ def _names_at(url: str) -> NamesSource:
     )
 
 
-def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, **settings: Any) -> RemoteTier:
+def open_remote(
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    connect_timeout_s: float = 1.0,
+    read_timeout_s: float = 5.0,
+    ttl_s: float | None = None,
+) -> RemoteTier:
     """Make the remote tier that a URL names. Nothing is connected to until it is used.
 
     Parameters
@@ -168,8 +169,10 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
         ``file:///mnt/share/kv``, ``memory://name``.
     storage_options : mapping, optional
         What the fsspec filesystem is made with: credentials, ``endpoint_url``.
-    **settings
-        As in `RemoteSettings`.
+    connect_timeout_s, read_timeout_s : float
+        How long to wait for a connection, and for an answer.
+    ttl_s : float, optional
+        Seconds after which an entry expires from when it was put last; Redis and Valkey only.
 
     Returns
     -------
@@ -181,39 +184,36 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
     ConfigError
         If the URL or a setting has no meaning, or a package is missing; the message names the extra to install.
     """
-    made = RemoteSettings(**settings)
-    location = shown_url(url)
-    server = redis_address(url)
-    if server is not None:
+    location, limits = shown_url(url), (connect_timeout_s, read_timeout_s)
+    for name, value in (("connect_timeout_s", limits[0]), ("read_timeout_s", limits[1]), ("ttl_s", ttl_s)):
+        if not (isinstance(value, int | float) and 0 < value < math.inf) and not (name == "ttl_s" and value is None):
+            raise ConfigError(f"{name}={value!r} must be a positive number of seconds")
+    if (server := redis_url(url)) is not None:
         if storage_options:
             raise ConfigError(f"storage_options are for fsspec filesystems; {location} is not one")
-        from cacheblend_rag.store.remote.redis import RedisTier
-
+        with needs_extra("redis", location):
+            from cacheblend_rag.store.remote.redis import RedisTier
         try:
-            return RedisTier(*server, made)
+            return RedisTier(server, location, *limits, ttl_s)
         except (ValueError, TypeError):
             raise ConfigError(
                 f"{location} is not a Redis URL; give one like redis://user:password@host:6379/0"
             ) from None
-    options = dict(storage_options or {})
-    parts = split_url(url)
-    try:
+    if ttl_s is not None:
+        raise ConfigError(f"ttl_s={ttl_s}: files in {location} do not expire; give the bucket a lifecycle rule")
+    with needs_extra("s3" if url.startswith("s3") else "fsspec", location):
         from cacheblend_rag.store.remote.fsspec import FsspecTier
-    except ImportError as error:
-        raise missing_package("fsspec", location, error) from error
-    try:
-        return FsspecTier(url, location, secrets_in(parts, options), made, options)
-    except ImportError as error:
-        extra = "s3" if parts.scheme in ("s3", "s3a") else "fsspec"
-        raise missing_package(extra, location, error) from error
-    except ConfigError:
-        raise
-    except Exception as error:
-        # What a filesystem says of its options may quote them.
-        raise ConfigError(
-            f"fsspec cannot open {location} with the options {sorted(options)} ({type(error).__name__}); "
-            "fsspec.available_protocols() lists what may come before ://"
-        ) from None
+
+        try:
+            return FsspecTier(url, location, *limits, dict(storage_options or {}))
+        except ImportError:
+            raise
+        except Exception as error:
+            # What a filesystem says of its options may quote them.
+            raise ConfigError(
+                f"fsspec cannot open {location} with the options {sorted(storage_options or {})} ({type(error).__name__}); "
+                "fsspec.available_protocols() lists what may come before ://"
+            ) from None
 
 
 @dataclass(slots=True)

@@ -119,8 +119,6 @@ class Offsite:
         self._lock = threading.Lock()
         self._undropped: set[str] = set()
         self.is_out = self._uploads_fail = self._closed = False
-        # Whether it is told that removing is refused.
-        self._is_refused = False
         self._mender: threading.Thread | None = None
 
     def open(self, key: str) -> ChunkFile | None:
@@ -172,7 +170,7 @@ class Offsite:
         try:
             self._remove(gone)
         except RemoteUnavailableError as error:
-            self._tell_unremoved(error)
+            self._tell(error)
 
     def drop_later(self, keys: Iterable[str]) -> None:
         """Drop KV in the background, see `drop`; until then nothing is read from there under these keys."""
@@ -205,19 +203,6 @@ class Offsite:
             _log.warning("%s; its KV counts as not stored, and nothing is uploaded, until it answers again", error)
         self._mend_later()
 
-    def _tell_unremoved(self, error: RemoteUnavailableError) -> None:
-        try:
-            self._tier.holds([_NO_KEY])
-        except RemoteUnavailableError:
-            self._tell(error)
-            return
-        # It answers, and refuses to remove: what is deleted is not read here, and all else is.
-        with self._lock:
-            was_refused, self._is_refused, self.is_out = self._is_refused, True, False
-        if not was_refused:
-            _log.warning("%s; this process no longer reads it from there, and keeps trying to remove it", error)
-        self._mend_later()
-
     def _mend_later(self) -> None:
         with self._lock:
             if not self._closed and (self._mender is None or not self._mender.is_alive()):
@@ -240,10 +225,10 @@ class Offsite:
                 else:
                     self._tier.holds([_NO_KEY])
             except RemoteUnavailableError as error:
-                (self._tell_unremoved if gone else self._tell)(error)
+                self._tell(error)
                 wait_s = min(max(2 * wait_s, _FIRST_PROBE_S), _LAST_PROBE_S)
             else:
-                self.is_out, self._is_refused, wait_s = False, False, 0.0
+                self.is_out, wait_s = False, 0.0
 
     def _remove(self, keys: Collection[str]) -> None:
         # What is on its way arrives first, or it would put back what is removed.

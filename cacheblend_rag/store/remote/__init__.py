@@ -7,74 +7,18 @@ byte read from a remote tier is verified before it is used.
 from __future__ import annotations
 
 import errno
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from typing import Protocol
+from urllib.parse import urlsplit
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 
-__all__ = [
-    "ByteSource",
-    "EncodedChunk",
-    "Guard",
-    "RemoteSettings",
-    "RemoteSource",
-    "RemoteTier",
-    "cut",
-    "missing_package",
-    "redis_address",
-    "secrets_in",
-    "shown_url",
-    "split_url",
-]
+__all__ = ["ByteSource", "EncodedChunk", "Guard", "RemoteSource", "RemoteTier", "redis_url", "shown_url"]
 
 # Valkey speaks the same protocol.
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
-_REDIS_QUERY = {
-    "db",
-    "client_name",
-    "ssl_ca_certs",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "ssl_cert_reqs",
-    "ssl_check_hostname",
-}
-_SECRET_WORDS = ("secret", "token", "password", "credential", "key", "sas", "connection_string", "passphrase")
-
-
-_MAX_PART_BYTES = 512 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """How a remote tier is written and waited for."""
-
-    # Seconds from its last `put` after which an entry expires; Redis and Valkey only.
-    ttl_s: float | None = None
-    # Most bytes sent at once, which is also what writing takes of memory; object stores take 5 MiB at least.
-    part_bytes: int = 16 * 1024 * 1024
-    connect_timeout_s: float = 1.0
-    # How long to wait for an answer.
-    read_timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not field.name.endswith("_s") or (field.name == "ttl_s" and value is None):
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(f"{field.name}={value!r} must be a number of seconds")
-            # A millisecond is the least that Redis counts.
-            if not math.isfinite(value) or not 0.001 <= value <= 10**10:
-                raise ConfigError(f"{field.name}={value!r} must be from 0.001 to 10**10 seconds")
-        if isinstance(self.part_bytes, bool) or not isinstance(self.part_bytes, int):
-            raise ConfigError(f"part_bytes={self.part_bytes!r} must be a whole number of bytes")
-        if not 1 <= self.part_bytes <= _MAX_PART_BYTES:
-            raise ConfigError(f"part_bytes={self.part_bytes} must be from 1 to {_MAX_PART_BYTES}")
 
 
 class RemoteTier(Protocol):
@@ -104,33 +48,11 @@ class RemoteTier(Protocol):
         """Release connections; sources fail from now on. Closing twice does nothing."""
 
 
-def cut(buffers: Iterable[memoryview], part_bytes: int) -> Iterator[memoryview]:
-    """Yield the buffers' bytes in parts of `part_bytes`, the last one smaller; only what lies across buffers is copied."""
-    pending = bytearray()
-    for buffer in buffers:
-        view = buffer.cast("B")
-        begin = 0
-        while begin < view.nbytes:
-            piece = view[begin : begin + part_bytes - len(pending)]
-            begin += piece.nbytes
-            if piece.nbytes == part_bytes:
-                yield piece
-                continue
-            pending += piece
-            if len(pending) == part_bytes:
-                yield memoryview(pending)
-                pending = bytearray()
-    if pending:
-        yield memoryview(pending)
-
-
 class Guard:
-    """Runs the calls of a remote tier and turns what they raise into `RemoteUnavailableError`, which shows no `secrets`."""
+    """Runs the calls of a remote tier; what they raise becomes a `RemoteUnavailableError` that quotes nothing of it."""
 
-    def __init__(self, location: str, secrets: list[str], caught: tuple[type[Exception], ...]) -> None:
+    def __init__(self, location: str, caught: tuple[type[Exception], ...]) -> None:
         self.location = location
-        # The longest first: one may be part of another.
-        self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
         self._caught = caught
         self.closed = False
 
@@ -144,21 +66,11 @@ class Guard:
         except StoreError:
             raise
         except self._caught as error:
-            shown = " ".join(str(error).split())[:300] or "no reason given"
-            for secret in self._secrets:
-                shown = shown.replace(secret, "***")
+            # Its message may hold credentials, and so may those of its causes.
             raise RemoteUnavailableError(
-                f"remote tier {self.location} could not {what}: {type(error).__name__}: {shown}"
-            ) from (None if self._tells_secrets(error) else error)
-
-    def _tells_secrets(self, error: Exception) -> bool:
-        """Return whether a secret is in what is printed of an error: its message, and those of its causes."""
-        told: list[str] = []
-        each: BaseException | None = error
-        while each is not None and len(told) < 10:
-            told.append(str(each))
-            each = each.__cause__ or each.__context__
-        return any(secret in text for text in told for secret in self._secrets)
+                f"remote tier {self.location} could not {what}: {type(error).__name__}; see whether it runs, has room, and takes "
+                "these credentials"
+            ) from None
 
 
 class RemoteSource:
@@ -183,76 +95,24 @@ class RemoteSource:
         return len(data)
 
 
-def redis_address(url: str) -> tuple[str, str, list[str]] | None:
-    """Return the address that redis-py takes, the one that may be shown, and the secrets in the first; None for no Redis."""
-    parts, location = split_url(url), shown_url(url)
-    if parts.scheme not in _REDIS:
-        return None
-    unknown = sorted({name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - _REDIS_QUERY)
-    if unknown:
-        raise ConfigError(
-            f"{location}: unknown parameters {', '.join(unknown)}; a Redis URL takes {', '.join(sorted(_REDIS_QUERY))}"
-        )
-    try:
-        import redis  # noqa: F401
-    except ImportError as error:
-        raise missing_package("redis", location, error) from error
-    return _REDIS[parts.scheme] + url[url.index(":") :], location, secrets_in(parts, {})
-
-
-def secrets_in(parts: SplitResult, options: Mapping[str, Any]) -> list[str]:
-    """Return the secrets in a URL, both as they are written there and as they are meant, and in the options beside it."""
-    words = [
-        word for part in (parts.password, parts.netloc.rpartition("@")[0]) if part for word in (part, unquote(part))
-    ]
-    words += [value for name, value in parse_qsl(parts.query) if _is_secret(name)]
-    return [*words, *_secrets_of(options)]
+def redis_url(url: str) -> str | None:
+    """Return the URL that redis-py takes; None for no Redis."""
+    scheme, _, rest = url.partition(":")
+    return f"{_REDIS[scheme]}:{rest}" if scheme in _REDIS else None
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without user, password and query."""
-    parts = split_url(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def split_url(url: str) -> SplitResult:
-    """Return the parts of a URL; ConfigError if it is none."""
+    """Return a URL without user, password and query; ConfigError if it is none."""
     try:
         parts = urlsplit(url)
-        # Looked at here, because it is only now that a bad port is found.
         _ = parts.port if parts.scheme in _REDIS else None
     except ValueError:
-        parts = SplitResult("", "", "", "", "")
+        parts = urlsplit("")
     # A password with one of /?# in it ends the address too early, and its rest would be taken for a path and shown.
-    is_redis = parts.scheme in _REDIS
-    if (
-        not parts.scheme
-        or "://" not in url
-        or (is_redis and (not parts.netloc or "@" in url.partition(parts.netloc)[2]))
-    ):
+    is_cut = parts.scheme in _REDIS and (not parts.netloc or "@" in url.partition(parts.netloc)[2])
+    if not parts.scheme or "://" not in url or is_cut:
         raise ConfigError(
             "the remote tier's address is not a URL; give one like redis://host:6379/0 or s3://bucket/prefix, "
             "with /, ?, #, @ and : in a password written as %2F, %3F, %23, %40 and %3A"
         )
-    return parts
-
-
-def _is_secret(name: str) -> bool:
-    return any(word in name.lower() for word in _SECRET_WORDS)
-
-
-def _secrets_of(options: Mapping[str, Any], all_of_it: bool = False) -> Iterator[str]:
-    for name, value in options.items():
-        secret = all_of_it or _is_secret(str(name))
-        if isinstance(value, Mapping):
-            yield from _secrets_of(value, secret)
-        elif secret and isinstance(value, str):
-            yield value
-
-
-def missing_package(extra: str, location: str, error: ImportError) -> ConfigError:
-    """Return the error that says which extra to install."""
-    return ConfigError(
-        f"{location} needs a package that is not installed ({error}): pip install 'cacheblend-rag[{extra}]'"
-        + (" and the package that fsspec asks for" if extra == "fsspec" else "")
-    )
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

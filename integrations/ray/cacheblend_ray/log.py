@@ -28,8 +28,7 @@ from cacheblend_rag.reading import Place
 from cacheblend_rag.store.base import Later, NodeRecord
 from cacheblend_rag.store.documents import NamedPiece
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote import Guard, RemoteSettings, redis_address, shown_url
-from cacheblend_rag.store.remote.redis import connected
+from cacheblend_rag.store.remote import Guard, redis_url, shown_url
 
 __all__ = ["Behind", "NameLog", "Page", "Unit", "UnitName"]
 
@@ -242,14 +241,13 @@ class NameLog:
     """
 
     def __init__(self, url: str) -> None:
-        server = redis_address(url)
+        server, self.location = redis_url(url), shown_url(url)
         if server is None:
             raise ConfigError(
-                f"ids are shared through Redis or Valkey, but {shown_url(url)} is neither; give redis://host:port/db"
+                f"ids are shared through Redis or Valkey, but {self.location} is neither; give redis://host:port/db"
             )
-        address, self.location, secret_words = server
-        self._client: Any = connected(address, RemoteSettings())
-        self._guard = Guard(self.location, secret_words, (redis.RedisError, OSError))
+        self._client: Any = redis.Redis.from_url(server, socket_connect_timeout=1.0, socket_timeout=5.0)
+        self._guard = Guard(self.location, (redis.RedisError, OSError))
         self._keys = [_PREFIX + name for name in ("birth", "position", "units", "log")]
 
     def since(self, birth: str, position: int) -> Page:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.errors import ConfigError, RemoteUnavailableError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import open_remote, open_store
-from cacheblend_rag.store.remote import Guard, shown_url
+from cacheblend_rag.store.remote import shown_url
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "valkey", "valkeys"])
@@ -36,8 +36,6 @@ def test_redis_and_valkey(scheme: str) -> None:
         ("redis://:sec#ret@host", "not a"),
         ("redis://:secret@host:port", "not a"),
         ("redis://[secret@host", "not a"),
-        ("redis://host/?secret=1", "unknown .* secret"),
-        ("redis://host/?decode_responses=1", "unknown .* decode_responses"),
         ("gopher://user:secret@host/x", "gopher://host/x"),
     ],
 )
@@ -58,19 +56,6 @@ def test_credentials_are_never_shown(user: str, password: str) -> None:
     assert shown == "redis://host:6379/0"
 
 
-def test_messages_show_no_secrets() -> None:
-    guard = Guard("x://host", ["s3cret", "s3cret-longer"], (Exception,))
-    failure = OSError("login with s3cret-longer failed")
-    failure.__cause__ = ValueError("token s3cret")
-    with pytest.raises(RemoteUnavailableError) as caught, guard.calling("read"):
-        raise failure
-    assert str(caught.value) == "remote tier x://host could not read: OSError: login with *** failed"
-    assert caught.value.__cause__ is None and caught.value.__suppress_context__
-    with pytest.raises(RemoteUnavailableError) as caught, guard.calling("read"):
-        raise OSError("harmless")
-    assert isinstance(caught.value.__cause__, OSError)
-
-
 @pytest.mark.parametrize(
     ("package", "url", "extra"),
     [("redis", "redis://host", "redis"), ("fsspec", "memory://x", "fsspec"), ("s3fs", "s3://bucket/x", "s3")],
@@ -85,7 +70,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str, url: s
 
         monkeypatch.delitem(_registry, "s3", raising=False)
     monkeypatch.delitem(sys.modules, f"cacheblend_rag.store.remote.{package}", raising=False)
-    with pytest.raises(ConfigError, match=rf"pip install 'cacheblend-rag\[{extra}\]'"):
+    with pytest.raises(ConfigError, match=rf"cacheblend-rag\[{extra}\]"):
         open_remote(url)
 
 
@@ -94,10 +79,6 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str, url: s
     [
         {"ttl_s": 0},
         {"ttl_s": float("nan")},
-        {"ttl_s": True},
-        {"part_bytes": 0},
-        {"part_bytes": 2**40},
-        {"part_bytes": 1.5},
         {"read_timeout_s": None},
         {"connect_timeout_s": -1},
     ],
