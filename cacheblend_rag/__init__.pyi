@@ -6,7 +6,6 @@ from .errors import CacheBlendError
 from .report import BlendReport
 from .selection import Selection, Selector, register_selector
 from .store import open_remote, open_store
-from .tuning import Tuning
 
 __all__ = [
     "BlendConfig",
@@ -22,7 +21,6 @@ __all__ = [
     "GenerationResult",
     "Selection",
     "Selector",
-    "Tuning",
     "errors",
     "open_remote",
     "open_store",

@@ -26,11 +26,6 @@ _PREFIX = "CACHEBLEND_"
 _ELSEWHERE = "CACHEBLEND_GGUF_"
 SERVER_KEY_VARIABLE = "CACHEBLEND_SERVER_KEY"
 """The environment variable that has the key of the servers that are asked."""
-_ATTACHED = {
-    "kv_capacity": "SnapKV(kv_capacity)",
-    "source_attention": "SourceAttention()",
-}
-"""Attachments that serve instead of a setting of this name."""
 # Of a message, however long the values that it speaks of.
 _PROBLEMS_SHOWN = 5
 _NAME_SHOWN = 60
@@ -118,25 +113,18 @@ class SettingsBase(BaseSettings):
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
         problems = []
-        items = error.errors()
-        for item in items[:_PROBLEMS_SHOWN]:
+        for item in error.errors()[:_PROBLEMS_SHOWN]:
             name = ".".join(str(part) for part in item["loc"])[:_NAME_SHOWN] or "settings"
             if item["type"] != "extra_forbidden":
                 message = item["msg"].removeprefix("Value error, ")
                 # The address of a remote tier may hold a password, and so may all settings together.
                 shown = "" if name in ("settings", "remote", "names") else f"={_shown.repr(item.get('input'))}"
                 problems.append(f"{name}{shown}: {message}")
-            elif name in _ATTACHED:
-                problems.append(
-                    f"{name} is attached, not set: engine.attach({_ATTACHED[name]}), from cacheblend_attachments"
-                )
             elif (other := cls.kinds.get(name)) is not None:
                 problems.append(f"{name} is {other.lifetime}; give it in {other.__name__}({name}=...)")
             else:
                 known = ", ".join(sorted(cls.model_fields))
                 problems.append(f"unknown setting {name}{did_you_mean(name, cls.kinds)}; {cls.__name__} has {known}")
-        if len(items) > _PROBLEMS_SHOWN:
-            problems.append(f"and {len(items) - _PROBLEMS_SHOWN} more")
         return "; ".join(problems)
 
 
@@ -312,15 +300,6 @@ class BlendConfig(SettingsBase):
         super().__init__(**values)
         # What the environment sets was not asked for by the call that these settings are for.
         self.__pydantic_fields_set__ = set(values)
-
-    @field_validator("recompute_ratio", mode="before")
-    @classmethod
-    def _ratio_is_a_number(cls, ratio: Any) -> Any:
-        if ratio == "auto":
-            raise ValueError(
-                "must be a number; choose_ratio(engine, prompts), from cacheblend_attachments, measures one"
-            )
-        return ratio
 
     @field_validator("selector")
     @classmethod

@@ -16,46 +16,23 @@ from cacheblend_rag.errors import ConfigError
 
 __all__ = ["load_yaml", "read_yaml_text", "replace_text"]
 
-_LONGEST_YAML_BYTES = 128 * 1024
-_DEEPEST_YAML = 20
 _SHOWN = 300
 
 
 def read_yaml_text(path: Path) -> str:
-    """Return the text of a YAML file of settings; `ConfigError` if it cannot be read, is not UTF-8, or is too long."""
+    """Return the text of a YAML file of settings; `ConfigError` if it cannot be read, or is not UTF-8."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_LONGEST_YAML_BYTES + 1)
-        text = data.decode()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings file {path} cannot be read: {error}") from error
-    if len(data) > _LONGEST_YAML_BYTES:
-        raise ConfigError(f"settings file {path} cannot be read: it has more than {_LONGEST_YAML_BYTES} bytes")
-    return text
 
 
 def load_yaml(text: str, name: str) -> Any:
-    """Return what a YAML text holds, as `yaml.safe_load` does, without aliases; messages call it `name`."""
+    """Return what a YAML text holds; messages call it `name`."""
     try:
-        return yaml.load(text, Loader=_PlainLoader)
+        return yaml.safe_load(text)
     except Exception as error:  # PyYAML raises what it meets: values that are not what their tags say
         raise ConfigError(f"settings file {name} cannot be read: {shorten(str(error), _SHOWN)}") from None
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Refuses aliases, by which a short text may stand for a very long one, and what is nested more deeply than settings."""
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has aliases; write each value out")
-        self.depth += 1
-        if self.depth > _DEEPEST_YAML:
-            raise ValueError(f"it is nested more than {_DEEPEST_YAML} levels deep")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:

@@ -49,9 +49,6 @@ class EngineMetrics:
         self._fallbacks = counter("fallbacks", "Prompts with chunks prefilled in full although blending was enabled.")
         self._chunks = counter("chunks", "Chunks of prompts, by the tier that their KV was read from, or miss.", "tier")
         self._other_texts = counter("other_texts", "Chunks that missed because another text was added under their ids.")
-        self._unfound = counter(
-            "unfound_prompts", "Prompts in which no stored chunk was found, though they hold one in another form."
-        )
         self._sums = {field: counter(name, text) for field, (name, text) in _SUMS.items()}
         self._ttft_s = Histogram(
             "cacheblend_ttft_seconds",
@@ -60,10 +57,6 @@ class EngineMetrics:
             registry=self.registry,
         )
         self.registry.register(_Figures(stats, failures))
-
-    def count_unfound(self) -> None:
-        """Count a prompt in which no stored chunk was found, though it holds one in another form."""
-        self._unfound.inc()
 
     def observe(self, report: BlendReport) -> None:
         """Count one answered prompt."""

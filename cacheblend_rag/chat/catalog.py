@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import threading
-import unicodedata
 import weakref
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
 
 from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, is_part, text_hash
-from cacheblend_rag.engine import ChunkLibrary, Library
+from cacheblend_rag.engine import Library
 from cacheblend_rag.errors import BackendError, StoreError
 from cacheblend_rag.lexer import MARK, lexer_of
 from cacheblend_rag.store.base import NameChanges
@@ -26,9 +23,6 @@ __all__ = ["ChunkCatalog", "catalog_of"]
 logger = logging.getLogger(__name__)
 
 _BATCH = 1000
-# Whole runs of escapes, since an emoji is two of them.
-_ESCAPED = re.compile(r'(?:\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]))+')
-_INDENT = re.compile(r"^[ \t>]+", re.MULTILINE)
 
 
 class ChunkCatalog:
@@ -44,7 +38,7 @@ class ChunkCatalog:
         # Which name has which number, as `Library.changes` counts them.
         self._names: dict[int, str] = {}
         self._mark: int | None = None
-        self._warned = self._told = self._is_out = False
+        self._warned = self._is_out = False
         self._lock = threading.Lock()
 
     def split(self, engine: Library, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
@@ -86,31 +80,7 @@ class ChunkCatalog:
             begin = len(segments)
             segments += self.split(engine, part, min_chars) if isinstance(part, str) else [part]
         segments = _with_question(segments, begin, asked, engine.tokenizer)
-        if not any(isinstance(segment, Chunk) for segment in segments):
-            text = "".join(part for part in segments if isinstance(part, str)).replace(MARK, "")
-            self._look_closer(engine, text, min_chars)
         return BlendPrompt(segments=segments)
-
-    def _look_closer(self, engine: Library, text: str, min_chars: int) -> None:
-        """Count a prompt in which no chunk was found, though it holds one in another form, and say so once for each engine."""
-        with self._lock:
-            match = next(
-                (found[0] for form in _other_forms(text) if (found := self._finder.find(form, min_chars))), None
-            )
-            if match is None:
-                return
-            is_first, self._told = not self._told, True
-        if isinstance(engine, ChunkLibrary):
-            # Elsewhere, the server that has the chunks counts.
-            engine.metrics.count_unfound()
-        if is_first:
-            logger.warning(
-                "no stored chunk was found in a prompt, but chunk %r is in it in another form: escaped by json.dumps, indented, "
-                "or with other line breaks or accents. The whole prompt is computed. Put documents into it unchanged, "
-                '"\\n\\n".join(document.page_content for document in documents), or pass them separately, '
-                "llm.invoke(question, documents=documents) (this warning is not repeated)",
-                match.ids[0],
-            )
 
     def follow(self, engine: Library) -> None:
         """Take in what has changed; where that cannot be read, chunks are looked for as they were known before."""
@@ -170,20 +140,6 @@ class ChunkCatalog:
                     id,
                 )
         self._finder.add(fresh)
-
-
-def _other_forms(text: str) -> Iterator[str]:
-    """Yield a text without what programs commonly do to the documents that they put into it, where that makes a difference."""
-    plain = text.replace("\r\n", "\n")
-    unescaped = _ESCAPED.sub(_unescaped, plain)
-    forms = [plain, unescaped, *(_INDENT.sub("", form) for form in (plain, unescaped))]
-    forms += [unicodedata.normalize(form, plain) for form in ("NFC", "NFD")]
-    yield from (form for form in dict.fromkeys(forms) if form != text)
-
-
-def _unescaped(escaped: re.Match[str]) -> str:
-    # Half a pair of UTF-16 stays as it is.
-    return str(json.loads(f'"{escaped[0]}"'))
 
 
 def _with_question(segments: list[Segment], begin: int, asked: str, tokenizer: Any) -> list[Segment]:

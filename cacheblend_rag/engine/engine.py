@@ -77,8 +77,8 @@ class BlendEngine(AnsweringLibrary):
         Where KV is kept: a folder, a store that you opened (`open_store`), or None for this process's RAM.
     tenant : str, optional
         Who owns the KV; a shorthand for the setting of that name, over which it takes precedence.
-    tuning : Tuning, optional
-        Constants to change for comparisons.
+    tuning : optional
+        Constants that tests and benchmarks change; not for other use.
 
     Attributes
     ----------

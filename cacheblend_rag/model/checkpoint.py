@@ -1,12 +1,10 @@
-"""Loading a model and its tokenizer: from the Hugging Face Hub, a folder or a GGUF file."""
+"""Loading a model and its tokenizer from the Hugging Face Hub or a folder."""
 
 from __future__ import annotations
 
 import logging
 import re
-import struct
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from cacheblend_rag.config import EngineConfig, did_you_mean
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
 
 __all__ = ["GGUF_MAGIC", "default_dtype", "gguf_files", "load_pretrained", "model_folder"]
 
@@ -33,7 +30,6 @@ _HUB_OPTIONS = frozenset(
 _OPTIONS = ("config", "blend", "store", "tenant", "tuning", "attn_implementation", "device_map", "quantization_config")
 # `dtype` is an option of the models as well.
 _ONLY_SETTINGS = frozenset(EngineConfig.kinds) - {"dtype"}
-_REFERENCE = "reference"
 # What processors with units for bfloat16 are known by: Intel and AMD, and Arm.
 _BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
 GGUF_MAGIC = b"GGUF"
@@ -50,7 +46,9 @@ def load_pretrained(
         raise ConfigError(
             f"{name}={value!r} is a setting, not an option of the model; give it in {EngineConfig.kinds[name].__name__}"
         )
-    name, gguf = _unpacked(_checked_name(model))
+    name = _checked_name(model)
+    if gguf_files(name):
+        raise ConfigError(f'model {name} is a GGUF file, which llama.cpp answers: pip install "cacheblend-rag[gguf]"')
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placed = "device_map" in model_kwargs
     if not placed:
@@ -58,11 +56,10 @@ def load_pretrained(
     hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
     try:
         _ask_hub(name, hub_options)
-        dtype = config.torch_dtype() or default_dtype(name, device, gguf | hub_options)
-        loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **gguf, **model_kwargs})
-        tokenizer = AutoTokenizer.from_pretrained(name, **gguf, **hub_options)
-    # The last is of a GGUF file that is cut.
-    except (OSError, ValueError, struct.error) as error:
+        dtype = config.torch_dtype() or default_dtype(name, device, hub_options)
+        loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **model_kwargs})
+        tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
+    except (OSError, ValueError) as error:
         raise _not_loaded(model, error) from error
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
@@ -87,7 +84,7 @@ def default_dtype(name: str, device: str = "cpu", options: Mapping[str, Any] | N
     # Releases of torch that cannot tell have it computed in float32.
     known: Mapping[str, Any] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     has_units = any(known.get(unit) for unit in _BFLOAT16_UNITS)
-    if not has_units or "gguf_file" in options:
+    if not has_units:
         return torch.float32
     try:
         own = AutoConfig.from_pretrained(name, **options).dtype
@@ -146,11 +143,6 @@ def _checked_name(model: str | Path) -> str:
     name = str(model)
     for packaged in entry_points(group="cacheblend_rag.models", name=name):
         return str(packaged.load())
-    if name == _REFERENCE:
-        raise ConfigError(
-            'model "reference" cannot be loaded: it is for tests, and comes with another package, cacheblend-rag-lab; '
-            "give a model of your own"
-        )
     folder = Path(model).expanduser()
     if folder.is_file() and not gguf_files(folder):
         raise ConfigError(
@@ -161,9 +153,6 @@ def _checked_name(model: str | Path) -> str:
             hub = '; for a file on the Hub: pip install "cacheblend-rag[gguf]"' if ":" in name else ""
             raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file{hub}")
         return str(folder)
-    # No id on the Hub is like this one, and asking there takes its time.
-    if get_close_matches(name.strip().lower(), [_REFERENCE], cutoff=0.8) and not Path(name).is_dir():
-        raise ConfigError(f'model {name!r} cannot be loaded: the model that comes with this project is "{_REFERENCE}"')
     return name
 
 
@@ -181,19 +170,6 @@ def gguf_files(model: str | Path) -> list[Path]:
     if not path.is_dir():
         return [path] if _is_gguf(path) else []
     return [] if (path / "config.json").exists() else sorted(filter(_is_gguf, path.iterdir()))
-
-
-def _unpacked(name: str) -> tuple[str, dict[str, str]]:
-    """Return a model's folder or id, and what transformers takes to unpack the weights from a GGUF file there."""
-    files = gguf_files(name)
-    if not files:
-        return name, {}
-    if len(files) > 1:
-        raise ConfigError(f"model {name} is a folder with {len(files)} GGUF files; name one, {files[0]} for example")
-    with needs_extra("gguf", "a model in a GGUF file"):
-        import gguf  # noqa: F401
-    _log.warning('%s is unpacked to floats; to have llama.cpp answer: pip install "cacheblend-rag[gguf]"', files[0])
-    return str(files[0].parent), {"gguf_file": files[0].name}
 
 
 def _check_device(device: str) -> None:

@@ -1,14 +1,8 @@
 """The catalog keeps in step with the engine by whatever door chunks come and go."""
 
 import gc
-import json
-import logging
 import tempfile
-import textwrap
-import unicodedata
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +16,6 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
 from cacheblend_rag.chunk import Segment, text_hash
-from integrations.langchain.tests.asking import KINDS, Kind
 from langchain_cacheblend import BlendLLM, ChatBlend
 
 SETTINGS = engine_settings(self_check=False)
@@ -162,48 +155,3 @@ def test_models_of_one_engine_share_a_catalog_that_ends_with_it(tiny: LlamaForCa
     del engine
     gc.collect()
     assert gone() is None
-
-
-STORED = ['Zoë said: "Go home."\nThen the gate fell shut.', "A second note,\nof two lines, about a goat \U0001f410."]
-FORMS: dict[str, Callable[[str], str]] = {
-    "json": json.dumps,
-    "json inside json": lambda text: json.dumps({"documents": [{"text": text}]}, indent=2),
-    "json as it is": lambda text: json.dumps(text, ensure_ascii=False),
-    "indented": lambda text: textwrap.indent(text, "    "),
-    "quoted": lambda text: textwrap.indent(text, "> "),
-    "Windows": lambda text: text.replace("\n", "\r\n"),
-    "indented json": lambda text: textwrap.indent(json.dumps(text), "\t"),
-    "accents apart": lambda text: unicodedata.normalize("NFD", text),
-}
-
-
-def unfound(engine: BlendEngine) -> float | None:
-    return engine.metrics.registry.get_sample_value("cacheblend_unfound_prompts_total")
-
-
-@KINDS
-@pytest.mark.parametrize("form", FORMS)
-def test_other_forms_are_said(kind: Kind, form: str, engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
-    engine.add(Chunk(text, f"c{number}") for number, text in enumerate(STORED))
-    llm = kind(engine=engine)
-    prompt = f"Read this:\n{FORMS[form](STORED[0])}\nQuestion: what fell shut?"
-    with caplog.at_level(logging.WARNING, logger="langchain_cacheblend"), ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: llm.blend_prompt(prompt), range(8)))
-        kind(engine=engine).blend_prompt(prompt)
-    [record] = [record for record in caplog.records if "in another form" in record.message]
-    # The line that mends it.
-    assert "'c0'" in record.message and "documents=documents" in record.message
-    assert unfound(engine) == 9
-    mended = "\n\n".join(STORED)
-    assert sum(isinstance(part, Chunk) for part in llm.blend_prompt(mended).segments) == 2
-    assert unfound(engine) == 9
-
-
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.text(max_size=200))
-def test_prompts_without_documents_are_not_warned_of(engine: BlendEngine, text: str) -> None:
-    engine.add(Chunk(text, f"c{number}") for number, text in enumerate(STORED))
-    llm = BlendLLM(engine=engine)
-    llm.blend_prompt("Hello! " + text.encode(errors="replace").decode() + ' \\n \\u00eb \\ud83d "x"')
-    llm.blend_prompt("\n\n".join([text.encode(errors="replace").decode(), *STORED]))
-    assert unfound(engine) == 0
