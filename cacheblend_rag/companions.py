@@ -35,13 +35,7 @@ _MANY = 50
 
 
 class Nearness:
-    """Which of some texts, in tokens, are about the same as another: by the words that they share, rare ones more (BM25).
-
-    Parameters
-    ----------
-    texts : sequence of sequence of int
-        The texts.
-    """
+    """Which of some texts, in tokens, are about the same as another: by the words that they share, rare ones more (BM25)."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         each = [np.unique(np.asarray(text, dtype=np.int64)) for text in texts]
@@ -91,24 +85,7 @@ class _Document:
 
 
 class Companions:
-    """Chooses what chunks are read behind.
-
-    Parameters
-    ----------
-    kind : {"own", "similar", "neutral"}
-        Which companions: other chunks of the same document, of the whole store, or none but the package's own passages, which
-        "own" takes too where a document has no other chunk.
-    namespace : str
-        Where the chunks have their names.
-    separator : tuple of int
-        What sets chunks off from each other.
-    room : int or None
-        Most tokens of a chunk and what it is read behind, beside the preamble.
-    tokenize : callable
-        Returns the tokens of a passage.
-    names : callable
-        Returns the names in the store.
-    """
+    """Chooses what chunks are read behind."""
 
     def __init__(
         self,
@@ -130,10 +107,7 @@ class Companions:
         return found, Nearness(found)
 
     def choose(self, chunks: Iterable[tuple[NodeRecord, Sequence[Member]]]) -> list[Later]:
-        """Return how the KV of each chunk behind others is computed.
-
-        With each comes its document in the order of reading, the chunk in it; none where it is of none.
-        """
+        """Return how the KV of each chunk behind others is computed."""
         given = list(chunks)
         pool = self._whole_store([record for record, _ in given]) if self._kind == "similar" else None
         new = {record.id: record.token_ids for record, _ in given}

@@ -44,11 +44,7 @@ parts from the one before.
 
 
 def plan_batches(lengths: Sequence[int], preamble_len: int, batch_tokens: int) -> list[list[int]]:
-    """Group chunks of these lengths, in tokens, so that little is padded; return indices, longest first.
-
-    The largest batch shows early whether memory suffices. A quarter of a row is padding at most. A batch has at most
-    `batch_tokens` tokens, preambles and padding included; a longer chunk is a batch of its own.
-    """
+    """Group chunks of these lengths, in tokens, so that little is padded; return indices, longest first."""
     batches: list[list[int]] = []
     width = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -73,8 +69,6 @@ class ChunkEncoder(ABC):
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, in batches: the index of each target, and its KV on the CPU, as if it stood right after
         the preamble.
-
-        Of targets that begin alike, what they have in common is mostly computed once, and cut back to where the next one parts.
         """
 
     @abstractmethod
@@ -118,10 +112,7 @@ class ChunkEncoder(ABC):
         return batches
 
     def cut_out(self, layers: Sequence[LayerKV], target: Target) -> ChunkKV:
-        """Return a target's KV, cut out of that of its sequence and turned to where it would stand without its context.
-
-        `layers` are the KV of the preamble and the sequence, ``(num_kv_heads, seq_len, head_dim)``.
-        """
+        """Return a target's KV, cut out of that of its sequence and turned to where it would stand without its context."""
         start, distance, count = len(self.preamble), len(target.context), len(target.token_ids)
         first = start + distance
         tables: dict[tuple[Rotation, torch.device], RotationTable] = {}
@@ -140,11 +131,7 @@ class ChunkEncoder(ABC):
 
 
 class Encoder(ChunkEncoder):
-    """Computes the KV of chunks with the model of this process.
-
-    Encoding after the preamble and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
-    chunks. A preamble that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
-    """
+    """Computes the KV of chunks with the model of this process."""
 
     def __init__(self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int) -> None:
         super().__init__(decoder, preamble, batch_tokens)

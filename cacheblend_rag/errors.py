@@ -149,10 +149,7 @@ class StoreReadOnlyError(StoreError):
 
 
 class RemoteUnavailableError(StoreError, OSError):
-    """A remote tier cannot be reached, does not answer in time, or refuses; its chunks are misses until it is back.
-
-    It is an OSError because it is what a byte source raises when its bytes cannot be read.
-    """
+    """A remote tier cannot be reached, does not answer in time, or refuses; its chunks are misses until it is back."""
 
 
 class ChunkReadError(StoreError):

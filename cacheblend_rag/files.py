@@ -36,10 +36,7 @@ def load_yaml(text: str, name: str) -> Any:
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file, its line ends as they are, so that it is there completely or not at all.
-
-    A file that was there keeps its mode; with `private` it is readable by its owner alone (mode 0600).
-    """
+    """Write a text file, its line ends as they are, so that it is there completely or not at all."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     try:

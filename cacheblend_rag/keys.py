@@ -21,12 +21,7 @@ def chunk_key(
     *,
     is_head: bool = False,
 ) -> str:
-    """Return the key of the KV of a chunk, or of what prompts begin with: 40 hexadecimal digits (blake2b, 160 bits).
-
-    `namespace` is the digest of the model, the tokenizer, the preamble and the tenant; `places` where the tokens stand when
-    they are encoded, by default right after what precedes them; `context` what `context_digest` makes of the tokens before
-    them, beside the preamble. A head has the BOS among its tokens, and is encoded after nothing.
-    """
+    """Return the key of the KV of a chunk, or of what prompts begin with: 40 hexadecimal digits (blake2b, 160 bits)."""
     # Keys of what is read right behind the preamble stay what they are in every store there is.
     placed = b"" if places is None else b"|at|" + _packed(places)
     before = b"|head|" if is_head else b"" if not context else b"|behind|" + context.encode()

@@ -50,9 +50,6 @@ class KV(Generic[Layer]):
 
 
 class ChunkKV(KV[LayerKV]):
-    """KV as plain tensors: layers of ``(num_kv_heads, seq_len, head_dim)``, on the CPU, contiguous.
-
-    Shapes may differ from layer to layer; seq_len is the number of tokens everywhere.
-    """
+    """KV as plain tensors: layers of ``(num_kv_heads, seq_len, head_dim)``, on the CPU, contiguous."""
 
     __slots__ = ()

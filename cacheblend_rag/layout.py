@@ -26,11 +26,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True, eq=False)
 class PromptLayout:
-    """The token ids of a prompt and the place of each chunk in it.
-
-    A *row* is a token's index in the prompt; a *position* is what rotary embeddings see. They are equal unless the prompt
-    places its segments elsewhere.
-    """
+    """The token ids of a prompt and the place of each chunk in it."""
 
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]

@@ -21,17 +21,7 @@ _GUARDS = ("\n", ",", "|", ";")
 
 
 class Lexer:
-    """Makes tokens of texts and texts of tokens, for one tokenizer.
-
-    Attributes
-    ----------
-    controls : frozenset of int
-        Tokens that only a template may write: the special ones, and those among the added ones that the chat template spells.
-    has_prefix : bool
-        Whether the tokenizer puts a blank before a text, as if it began one.
-    thoughts : Thinking or None
-        How the chat template marks thoughts, if it does.
-    """
+    """Makes tokens of texts and texts of tokens, for one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.state = len(tokenizer), getattr(tokenizer, "chat_template", None)
@@ -82,10 +72,7 @@ class Lexer:
         return [self.said(each) for each in value] if isinstance(value, list | tuple) else value
 
     def read(self, text: str, *, begins: bool = False, placed: bool = False) -> tuple[list[int], list[int]]:
-        """Return the tokens of a text that goes on, or begins a prompt; if `placed` also where each ends, marks not counted.
-
-        Of a slow tokenizer the ends are not known. `PromptError` if the text holds half a character.
-        """
+        """Return the tokens of a text that goes on, or begins a prompt; if `placed` also where each ends, marks not counted."""
         # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
         options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": placed and self._is_fast}
         if not text.isascii():
@@ -118,10 +105,7 @@ class Lexer:
         return replace(known, is_open=is_open, is_over=is_over, read=lambda text: self.read(text)[0])
 
     def text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens that go on after others, with the blank that it may begin with.
-
-        Special tokens around thoughts are part of it even where others are left out.
-        """
+        """Return the text of tokens that go on after others, with the blank that it may begin with."""
         known = self._guards[0][1]
         if skip_special_tokens and self._silent is not None:
             ids, skip_special_tokens = [id for id in ids if id not in self._silent], False

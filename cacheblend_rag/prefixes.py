@@ -115,20 +115,6 @@ class PrefixCache:
     prompt would compute itself. What a selector recomputes depends on the whole prompt, so a prompt with a ratio shares what
     stands before its first chunk. What has seen a chunk that was deleted or replaced since, by any process, whose id the store
     does not know, or whose time to live is over, is dropped before it would be used. All methods may be called from any thread.
-
-    Parameters
-    ----------
-    store : KnownChunks
-        What says whether chunks are still there.
-    namespace : str
-        The namespace of their ids.
-    limit_bytes : int
-        Maximum bytes of KV of all on the shelf; the prompt that was used least recently is dropped first, and a longer one is not
-        kept.
-    shelf : WeakSet
-        The caches of all engines over one model, which this one joins.
-    cut : callable
-        Called with the `kv` of a prompt and how many of its first rows are still wanted, 0 if none; returns what holds them.
     """
 
     def __init__(
@@ -161,10 +147,7 @@ class PrefixCache:
             return next(iter(self._held.values()), math.inf)
 
     def find(self, prompt: AssembledPrompt, ratio: float | None, least: int = 0) -> tuple[HeldPrompt, int] | None:
-        """Return the prompt that shares most with a new one, and how many rows; None if it is not more than `least`.
-
-        `ratio` is how much of the new prompt's chunks is recomputed; None of a full prefill. Its last row is always computed.
-        """
+        """Return the prompt that shares most with a new one, and how many rows; None if it is not more than `least`."""
         if prompt.places is not None:
             return None
         token_ids = np.array(prompt.layout.token_ids[: _most_rows(prompt, ratio, len(prompt.layout) - 1)], np.int64)

@@ -68,10 +68,7 @@ class PromptChunk(ChunkSpan):
 
 @dataclass(frozen=True, slots=True)
 class PromptHead:
-    """The fixed text that a prompt begins with: its tokens, the BOS among them, and where their KV is or will be stored.
-
-    Of its `rows` none need be computed: all, but for the prompt's last.
-    """
+    """The fixed text that a prompt begins with: its tokens, the BOS among them, and where their KV is or will be stored."""
 
     key: str
     token_ids: tuple[int, ...]

@@ -49,11 +49,7 @@ def in_order(members: Collection[AnyMember]) -> list[AnyMember]:
 
 
 def end_before(ordered: Sequence[Member], number: int, most: int, separator: tuple[int, ...]) -> Ending:
-    """Return the end, `most` tokens, of the text before a chunk of a document, whose chunks are given in reading order.
-
-    What the chunk itself begins with, because the two overlap, is not among it. Nothing is known to stand before a chunk without
-    a `start`.
-    """
+    """Return the end, `most` tokens, of the text before a chunk of a document, whose chunks are given in reading order."""
     tokens: tuple[int, ...] = ()
     ids: list[str] = []
     if ordered[number].place.start is None:

@@ -15,10 +15,7 @@ _MOST_TOKENS = 4
 
 
 class Spelling:
-    """Spells tokens out one after the other: all pieces together are the text of all tokens.
-
-    A token may be written otherwise at the beginning of a text (without its space), so each is read after those before it.
-    """
+    """Spells tokens out one after the other: all pieces together are the text of all tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -51,11 +48,7 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class StopCutter:
-    """Cuts a text that comes in pieces where `cut_at_stop` cuts the whole.
-
-    What may be the beginning of a stop string is held back until it is known. The thoughts of a model that thinks are told apart
-    as `Thought`, and not cut; `is_done` says whether a stop string was found.
-    """
+    """Cuts a text that comes in pieces where `cut_at_stop` cuts the whole."""
 
     def __init__(self, stops: Sequence[str], thinking: Thinking | None = None) -> None:
         self.is_done = False

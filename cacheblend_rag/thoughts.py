@@ -19,10 +19,7 @@ class Thought(str):
 
 @dataclass(frozen=True)
 class Thinking:
-    """What stands before and after the thoughts of a model; `named` ends the names of channels, where answers have such.
-
-    For one prompt also whether that ends within thoughts (`is_open`) or after them (`is_over`), and what makes tokens of a text.
-    """
+    """What stands before and after the thoughts of a model; `named` ends the names of channels, where answers have such."""
 
     opens: str
     closes: str
@@ -40,11 +37,7 @@ class Thinking:
         return found and cls("".join(found.groups()), found[0])
 
     def apart(self, text: str, *, is_whole: bool = True) -> tuple[str, str]:
-        """Return the thoughts of an answer, and its words: of one that goes on, what is certain by now.
-
-        Line breaks around thoughts belong to neither. Of channels "analysis" is thoughts, a message to a function is a call in
-        tags, and all others are words.
-        """
+        """Return the thoughts of an answer, and its words: of one that goes on, what is certain by now."""
         begin = self.opens * self.is_open + text.lstrip()
         if not begin.startswith(self.opens):
             return "", text if is_whole or not self.opens.startswith(begin) else ""

@@ -45,10 +45,7 @@ class TracedChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Record of what became of every token of a prompt, and when, by `time.perf_counter`.
-
-    It is of one process: a copy or a pickle of a report is without it.
-    """
+    """Record of what became of every token of a prompt, and when, by `time.perf_counter`."""
 
     token_ids: tuple[int, ...]
     output_ids: tuple[int, ...]

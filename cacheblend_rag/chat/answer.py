@@ -83,10 +83,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ending:
-    """Limits of an answer beside end tokens and their number: strings, of which none is empty, and a deadline.
-
-    Where `thinking` is given, the thoughts are told from the answer, and only the answer is searched for the strings.
-    """
+    """Limits of an answer beside end tokens and their number: strings, of which none is empty, and a deadline."""
 
     stop: tuple[str, ...] = ()
     deadline: Deadline | None = None

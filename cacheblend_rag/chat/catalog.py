@@ -26,11 +26,7 @@ _BATCH = 1000
 
 
 class ChunkCatalog:
-    """Knows the text of every named chunk of an engine, however and by whichever process it was added.
-
-    The engine keeps a chunk's tokens and the digest of its text; the text is decoded from the tokens once and checked against the
-    digest. It is not kept: `ChunkFinder` needs less.
-    """
+    """Knows the text of every named chunk of an engine, however and by whichever process it was added."""
 
     def __init__(self) -> None:
         self._finder = ChunkFinder()
@@ -42,12 +38,9 @@ class ChunkCatalog:
         self._lock = threading.Lock()
 
     def split(self, engine: Library, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
-        """Split a text into the chunks of `min_chars` or more that stand in it, as of the last `follow`, and the text around.
-
-        Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text
-        that is stored in several documents, the chunk of the one that has most chunks here is taken; where two have as many,
-        none of theirs: it is one of no document, with or without an id. Past thoughts are not searched.
-        """
+        """Split a text into the chunks of `min_chars` or more that stand in it, as of the last `follow`, and the text around."""
+        # Each carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text that is stored in
+        # several documents, the chunk of the one that has most chunks here is taken, and none where two have as many.
         said = text.split(MARK)
         marks, plain = list(accumulate(map(len, said[:-1]))), "".join(said)
         thoughts = lexer_of(engine.tokenizer).thoughts
@@ -67,10 +60,7 @@ class ChunkCatalog:
     def prompt(
         self, engine: Library, parts: Sequence[Segment], min_chars: int = HEAD_CHARS, asked: str | None = None
     ) -> BlendPrompt:
-        """Return the prompt of these parts, with the stored chunks told apart that stand in its text.
-
-        What ends `asked`, what was said last, is text, though it may be stored too. By default the last part is what was said.
-        """
+        """Return the prompt of these parts, with the stored chunks told apart that stand in its text."""
         if asked is None:
             asked = parts[-1] if parts and isinstance(parts[-1], str) else ""
         self.follow(engine)
@@ -143,10 +133,7 @@ class ChunkCatalog:
 
 
 def _with_question(segments: list[Segment], begin: int, asked: str, tokenizer: Any) -> list[Segment]:
-    """Return segments with the last one that is a chunk as text, if it was found from `begin` on and is the end of `asked`.
-
-    What follows another chunk, with nothing but blanks between, is one more passage, and what stands alone is all there is.
-    """
+    """Return segments with the last one that is a chunk as text, if it was found from `begin` on and is the end of `asked`."""
     place = max((n for n in range(begin, len(segments)) if isinstance(segments[n], Chunk)), default=0)
     before, found = segments[place - 1 : place + 1] if place else ("", "")
     if not isinstance(found, Chunk) or not asked.rstrip().endswith(found.text.rstrip()):

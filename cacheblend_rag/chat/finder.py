@@ -60,13 +60,7 @@ class _SliceHashes:
 
 
 class ChunkFinder:
-    """Finds every known text that occurs verbatim in a longer one; not thread-safe.
-
-    It holds, of each text, its length and digests, not the text. Looking through a prompt costs a few passes of numpy over its
-    characters, however many texts are known: a table says where the first `HEAD_CHARS` characters may be those of a known text,
-    and only there the hashes of the lengths in question are looked up, in a second table and then for certain, and at last the
-    digests are compared.
-    """
+    """Finds every known text that occurs verbatim in a longer one; not thread-safe."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -125,11 +119,7 @@ class ChunkFinder:
         return set(self._entries)
 
     def find(self, text: str, min_chars: int = HEAD_CHARS) -> list[Match]:
-        """Return the places in `text` where known texts of `min_chars` or more stand, in order and without overlap.
-
-        Where known texts overlap or contain each other, those are chosen that together cover the most characters, and of two
-        equal choices the one with fewer and longer texts.
-        """
+        """Return the places in `text` where known texts of `min_chars` or more stand, in order and without overlap."""
         if len(text) < HEAD_CHARS or not self._entries:
             return []
         hashes = _SliceHashes(text)

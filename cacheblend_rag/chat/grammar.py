@@ -40,10 +40,7 @@ def written(text: str, read: Callable[[str], Sequence[int]]) -> str:
 
 
 def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
-    """Return the grammar, in llguidance's form of Lark, of the JSON texts that fit a schema; `before` and `after` are Lark too.
-
-    `ConfigError` if the schema holds what cannot be enforced, contradicts itself, or asks for a value without an end.
-    """
+    """Return the grammar (Lark) of the JSON texts that fit a schema, or raise `ConfigError`; `before` and `after` are Lark too."""
     # What is malformed is for llguidance to refuse.
     with suppress(AttributeError, TypeError, RecursionError):
         schema = _closed(schema)
@@ -79,11 +76,7 @@ def after_thoughts(grammar: str, thinking: Thinking | None) -> str:
 
 
 class Guide(LogitsProcessor):
-    """Lets a generation write only what a grammar (in Lark) allows, and end only where it may end.
-
-    `ConfigError` if the tokenizer's tokens cannot be taken apart into bytes; `StructuredOutputError` from a generation that has
-    come to where nothing may follow.
-    """
+    """Lets a generation write only what a grammar (in Lark) allows, and end only where it may end."""
 
     is_of_one_answer = True
 
@@ -127,10 +120,7 @@ class Guide(LogitsProcessor):
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema whose objects have no other properties than those it names, unless it says that they may.
-
-    So its authors mean it, and so answers end. An object that has to fit several schemas may have the properties of all.
-    """
+    """Return a JSON schema whose objects have no other properties than those it names, unless it says that they may."""
     schema = copy.deepcopy(schema)
     nodes = list(_subschemas(schema))
     parts = {id(each): _parts(each, schema, {}) for each in nodes if _is_joined(each)}

@@ -126,13 +126,7 @@ def render_chat(
     documents: Sequence[Passage[Piece]] = (),
     **variables: Any,
 ) -> list[str | Piece]:
-    """Render a conversation by the tokenizer's chat template, up to where the answer begins, as text and chunks.
-
-    Turns are messages as chat templates take them (`role`, `content`, `reasoning_content`, ...), the content being a list of text
-    and chunks; tools are in OpenAI's form; `variables` are the template's own. Documents stand where the template shows
-    documents, or else before the text of the last message of the user. `ConfigError` if the tokenizer has no chat template,
-    `PromptError` if that cannot show the conversation, its tools included.
-    """
+    """Render a conversation by the tokenizer's chat template, up to where the answer begins, as text and chunks."""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("this model's tokenizer has no chat template; set tokenizer.chat_template, or use BlendLLM")
     if tools and not knows_tools(tokenizer):
@@ -170,10 +164,7 @@ def _read_by(template: str) -> set[str]:
 
 
 def template_variables(tokenizer: Any, *given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what options set of a chat template's variables by those of `VARIABLES`, later ones over earlier.
-
-    `ConfigError` for what the template does not read.
-    """
+    """Return what options set of a chat template's variables by those of `VARIABLES`, later ones over earlier."""
     asked: dict[str, Any] = {}
     for options in given:
         asked |= options.get("chat_template_kwargs") or {}
@@ -237,10 +228,7 @@ def _with_thoughts(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def around_context(tokenizer: Any, head: str, tail: str) -> tuple[str, str]:
-    """Return `head` and `tail` with what a chat template writes around them, as a user's message with a context between them.
-
-    `PromptError` if the template refuses that.
-    """
+    """Return `head` and `tail` with what a chat template writes around them, as a user's message with a context between them."""
     message = {"role": "user", "content": f"{head}{_PROBE}{tail}"}
     before, _, after = apply_template(tokenizer, [message]).partition(_PROBE)
     return before, after

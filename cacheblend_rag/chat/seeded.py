@@ -9,11 +9,7 @@ __all__ = ["SeededSampling"]
 
 
 class SeededSampling(LogitsProcessor):
-    """Makes greedy decoding draw: to each token's score a number is added such that the greatest is a draw (Gumbel-max).
-
-    transformers draws from one generator for a whole batch; here each answer has its own, so that it is the same alone.
-    What is drawn follows from the seed and the number of the token.
-    """
+    """Makes greedy decoding draw: to each token's score a number is added such that the greatest is a draw (Gumbel-max)."""
 
     is_of_one_answer = True
 

@@ -60,10 +60,7 @@ class ToolReply:
 
 
 def chosen_tools(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], bool]:
-    """Return which of the tools the model may call, and whether it has to call one; `ConfigError` if there is none such.
-
-    `choice` is "auto" or None, "none" or False, "any", "required" or True, or a tool: its name, or OpenAI's form of it.
-    """
+    """Return which of the tools the model may call, and whether it has to call one; `ConfigError` if there is none such."""
     choice = choice["type"] if isinstance(choice, dict) and choice.keys() == {"type"} else choice
     if choice in (None, "auto", True, "any", "required"):
         return list(tools), choice not in (None, "auto")

@@ -36,10 +36,7 @@ _ELSEWHERE = {
 
 
 class _Commands(TyperGroup):
-    """Turns the library's own errors into one line and an exit code; anything else is a bug and keeps its traceback.
-
-    The code is 2 where an argument or a setting is at fault, as it is where the command line cannot be read; else 1.
-    """
+    """Turns the library's own errors into one line and an exit code; anything else is a bug and keeps its traceback."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the subcommand; where it is another distribution's, say what to install."""

@@ -116,10 +116,7 @@ def print_answer(
     compare: bool,
     **generation_kwargs: Any,
 ) -> list[GenerationResult]:
-    """Answer a prompt and print the answer, word by word if `stream`, or where it is None and this is a terminal.
-
-    With `compare` full prefill's answer is returned as well, after the first, and not printed.
-    """
+    """Answer a prompt and print the answer, word by word if `stream`, or where it is None and this is a terminal."""
     full = generation_kwargs | {"blend": engine.blend.replace(enabled=False)}
     if compare:
         # The first call pays for the first use of the model's kernels.

@@ -161,10 +161,7 @@ def warmed(
     blend: BlendConfig | None = None,
     **changes: Any,
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
-    """Open what was warmed into a store: yields the engine, the library and the name of the model.
-
-    Models that are not named are those that it was warmed with; `changes` are settings of `blend`, as `open_engine` takes them.
-    """
+    """Open what was warmed into a store: yields the engine, the library and the name of the model."""
     known = LibrarySettings.load(store)
     if known is None or not kv_folder(store).is_dir():
         raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --store {store}")

@@ -27,10 +27,7 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayer:
-    """One layer of a chunk's KV, as a codec packed it: the tensors by name, contiguous, in the order in which they are stored.
-
-    `codec` unpacks it, "native" where the codec that was asked for could not represent it; the forms are what was packed.
-    """
+    """One layer of a chunk's KV, as a codec packed it: the tensors by name, contiguous, in the order in which they are stored."""
 
     codec: str
     key_form: TensorForm
@@ -66,11 +63,7 @@ def main_codec(codecs: Sequence[str]) -> str:
 
 
 class Codec(Protocol):
-    """A way to represent a layer's KV in fewer bytes.
-
-    What a codec cannot represent (numbers that are not finite, or beyond its range) it keeps native. So packing never fails
-    and never makes a finite number infinite.
-    """
+    """A way to represent a layer's KV in fewer bytes."""
 
     @property
     def name(self) -> str:

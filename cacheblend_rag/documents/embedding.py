@@ -19,11 +19,7 @@ _MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 class Embedding:
-    """Turns texts into vectors; the model is loaded when it is first needed.
-
-    A library remembers the `name`, a hub id or a folder, by default all-MiniLM-L6-v2, from its package or else the hub: it
-    is never searched with another model's vectors.
-    """
+    """Turns texts into vectors; the model is loaded when it is first needed."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or _MINILM

@@ -131,12 +131,10 @@ def open_library(folder: Path, engine: BlendEngine, embedding: Embedding) -> Ite
 
 
 class Library:
-    """Passages in Chroma and their KV in the engine's store, the folder ``kv``.
+    """Passages in Chroma and their KV in the engine's store, the folder ``kv``."""
 
-    KV is written before its passage is shown in Chroma, and removed after it: whatever Chroma finds has been encoded. What
-    a killed run leaves is KV without a passage, which the next `warm` finds by comparing the names on both sides.
-    `ConfigError` if the folder was filled with another embedding model.
-    """
+    # KV is written before its passage is shown in Chroma, and removed after it: whatever Chroma finds has been encoded. What a
+    # killed run leaves is KV without a passage, which the next `warm` finds.
 
     def __init__(self, folder: Path, client: Client, engine: BlendEngine, embedding: Embedding) -> None:
         self._folder = folder

@@ -68,10 +68,7 @@ def cut(texts: Mapping[str, str], count_tokens: TokenCount, chunk_tokens: int) -
 
 
 def read_texts(path: Path, refuse: Callable[[Path, str], object]) -> Iterator[tuple[Path, str]]:
-    """Yield a file and its text, or for a folder those of all files below it that may have text, but for hidden ones.
-
-    Folders are read once, whatever links lead to them. `refuse` is called with each file that cannot be read, and why.
-    """
+    """Yield a file and its text, or for a folder those of all files below it that may have text, but for hidden ones."""
     for file in _files(path, refuse) if path.is_dir() else [path]:
         try:
             yield file, _converted(file) if file.suffix.lower() in _CONVERTED else _plain(file)
@@ -155,11 +152,7 @@ def named_passages(source: str, pieces: Sequence[str]) -> Iterator[Passage]:
 
 
 def split_text(text: str, count_tokens: TokenCount, chunk_tokens: int) -> list[str]:
-    """Cut plain text or Markdown into pieces of at most `chunk_tokens` tokens, at headings, paragraphs and sentences.
-
-    Each piece is as it stands in the text. There is no white space around pieces, and none is empty; only a single character may
-    have more tokens.
-    """
+    """Cut plain text or Markdown into pieces of at most `chunk_tokens` tokens, at headings, paragraphs and sentences."""
     with needs_extra("documents", "cutting documents"):
         from semantic_text_splitter import MarkdownSplitter, TextSplitter
     # To Markdown, a line of asterisks under a heading would be a rule across the page.

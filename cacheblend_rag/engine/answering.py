@@ -28,11 +28,7 @@ _BATCH = 1000
 
 
 class AnsweringStore:
-    """What an answer asks of a store, and hands to it; the methods are otherwise those of the store and of its names.
-
-    No call waits long for another thread or process that writes, and none raises `StoreError`: one that fails (`failures` counts
-    them) has found nothing, and a warning says so, once until all that failed works again.
-    """
+    """What an answer asks of a store, and hands to it; a call that fails has found nothing, and none waits for who writes."""
 
     def __init__(self, store: KVStore) -> None:
         self.store = store
@@ -134,11 +130,7 @@ class TenantStore:
 
 
 class ChunkCollection:
-    """The chunks of a library that a vector store has.
-
-    `present` returns those of some ids that the vector store has; None if it cannot say. Of a chunk that one vector store
-    has no longer, the other ones of this process over the same library are asked.
-    """
+    """The chunks of a library that a vector store has."""
 
     _living: ClassVar[WeakSet[ChunkCollection]] = WeakSet()
 
@@ -155,10 +147,7 @@ class ChunkCollection:
         self._library.delete([*ids, *(id for id in made if id not in kept)], sources=sources)
 
     def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
-        """Forget what no vector store has any more, all or of some sources, without the ids that are `spared`; return how many.
-
-        What keeps a vector store from answering keeps no user from using it.
-        """
+        """Forget what no vector store has any more, all or of some sources, but for the `spared` ids; return how many."""
         forgotten = 0
         try:
             ids = [id for id in self._library.indexed(sources) if id not in spared]

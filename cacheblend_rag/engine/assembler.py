@@ -57,17 +57,7 @@ class _Piece:
 
 
 class Assembler:
-    """Turns prompts into token ids, each segment tokenised on its own.
-
-    Attributes
-    ----------
-    separator : tuple of int
-        The tokens between two chunks, of which there is KV too.
-    reads_documents : bool
-        Whether a chunk's place in its document is taken down.
-    companions : Companions or None
-        Chooses what chunks are read behind; None for a model whose KV serves no other place.
-    """
+    """Turns prompts into token ids, each segment tokenised on its own."""
 
     window_hint = ""
     """How a prompt beyond the window could be taken, where anything but a shorter one helps."""

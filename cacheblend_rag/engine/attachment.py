@@ -17,11 +17,7 @@ __all__ = ["Attachment", "RunningForward"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningForward:
-    """The forward over a prompt that is about to run, and the decoding after it.
-
-    An attachment keeps in the request's `notes` what it needs when the prompt is answered, puts into `figures` what the
-    report is to say, and adds to `charge` the work that it does on chunk rows.
-    """
+    """The forward over a prompt that is about to run, and the decoding after it."""
 
     request: Request
     decoder: Decoder

@@ -82,10 +82,9 @@ Work = Callable[[Callable[[], bool]], AddResult]
 
 
 class Jobs:
-    """Jobs of one engine, done one after the other by a thread that is there while there are any.
+    """Jobs of one engine, done one after the other by a thread that is there while there are any."""
 
-    An executor would not do: its threads take no work once the interpreter ends, which waits here for what was asked for.
-    """
+    # No executor: its threads take no work once the interpreter ends, which waits here for what was asked for.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -145,12 +145,7 @@ def last_logits(
 
 
 class RowEnds(TokenWatch):
-    """Ends each row of a padded batch by a measure of its own, hands its tokens on, and counts them.
-
-    A request's own criteria see its row as a batch of one without padding; what goes wrong in one of them, or in its
-    streamer, ends that row alone (`errors`). `shared` criteria look at the last tokens of each row only, and see all rows
-    at once.
-    """
+    """Ends each row of a padded batch by a measure of its own, hands its tokens on, and counts them."""
 
     def __init__(
         self,

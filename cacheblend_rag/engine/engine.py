@@ -318,11 +318,7 @@ def engine_identity(model: PreTrainedModel, tokenizer: Any, *, private: bool) ->
 def open_engine_store(
     store: KVStore | str | Path | None, config: EngineConfig, tuning: Tuning, decoder: Decoder | None
 ) -> KVStore:
-    """Open a store with tiers of the sizes and codecs that the settings name; one that is open already is returned.
-
-    A folder that is no store, is one of another version, or cannot be written though there is no store in it, is refused. A
-    store that is there but cannot be opened, for whatever reason, is replaced by RAM.
-    """
+    """Open a store with tiers of the sizes and codecs that the settings name; one that is open already is returned."""
     if isinstance(store, KVStore):
         return store
     if not isinstance(store, str | Path | None):

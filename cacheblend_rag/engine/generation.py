@@ -89,11 +89,9 @@ class TokenWatch(StoppingCriteria):
 
 
 class StopStrings(StoppingCriteria):
-    """Ends a generation whose own text, not counting the prompt and thoughts, holds one of the stop strings, none of them empty.
+    """Ends a generation whose own text, not counting the prompt and thoughts, holds one of the stop strings."""
 
-    The criterion of transformers counts the prompt's last characters too, so that an answer to a prompt that ends in a line break
-    would end at its first one where two of them are the stop string. Without `thinking` thoughts are searched too.
-    """
+    # The criterion of transformers counts the prompt's last characters too.
 
     # Answers with such criteria alone are decoded together (`Many`).
     is_of_one_answer = True
@@ -182,11 +180,7 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
 
 
 class PieceStreamer(BaseStreamer):
-    """Calls `show` with the text of tokens, piece by piece, as they come.
-
-    `next_tokens_are_prompt` says whether what comes next is the prompt, which is not shown, `has_shown` whether anything
-    was.
-    """
+    """Calls `show` with the text of tokens, piece by piece, as they come."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
         self.next_tokens_are_prompt = True

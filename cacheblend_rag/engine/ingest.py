@@ -144,11 +144,7 @@ class Ingest:
         background: bool,
         whole: bool,
     ) -> AddResult | AddJob:
-        """Encode and name what is not stored yet; see `BlendEngine.add`.
-
-        In the background, the names come first: a chunk that is retrieved meanwhile is a miss, and one that is deleted or
-        replaced meanwhile is seen to be no longer wanted, whatever process did it.
-        """
+        """Encode and name what is not stored yet; see `BlendEngine.add`."""
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
         if background:
@@ -337,11 +333,7 @@ class Ingest:
     def _encode(
         self, todo: _Todo, store: Callable[[Batch], None], given_up: Callable[[], bool] | None = None
     ) -> AddResult:
-        """Encode texts batch by batch, while the batch before is stored by `store` in a thread.
-
-        In the background, `given_up` is asked before each batch whether to stop; there all prompts that wait go first, what
-        was deleted, replaced or encoded for a prompt meanwhile is left out, and what failed is raised when the rest is stored.
-        """
+        """Encode texts batch by batch, while the batch before is stored by `store` in a thread."""
         encoded = tokens = chunks = 0
         started = time.perf_counter()
         storing = Future[None]()

@@ -46,14 +46,12 @@ _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
 
 @dataclass(frozen=True)
 class Extent:
-    """How far prompts that are decoded together reach.
+    """How far prompts that are decoded together reach."""
 
-    `width` are the tokens of the longest prompt, `end` the position after the last token of the one that reaches farthest,
-    `limit` the most tokens of an answer, up to which all are computed.
-    """
-
+    # Tokens of the longest prompt, and the position after the last token of the one that reaches farthest.
     width: int
     end: int
+    # Most tokens of an answer, up to which all are computed.
     limit: int
     rows: int = 1
 
@@ -102,11 +100,7 @@ class Many:
         self._refused: str | None = None
 
     def answer(self, request: Request) -> GenerationResult:
-        """Answer a prompt together with those that wait and may be decoded with it, in this thread or that of one of them.
-
-        An answer does not depend on its company, except for rounding. `AnswerTimeoutError` if the model was not free within
-        the time that the prompt may wait; `CacheBlendError` if it was given up before its turn came.
-        """
+        """Answer a prompt together with those that wait and may be decoded with it, in this thread or that of one of them."""
         scheduler = self._runner.scheduler
         if scheduler.is_mine:
             # A criterion of an answer under way asks something itself.
@@ -179,11 +173,7 @@ class Many:
     def answer_all(
         self, requests: Sequence[Request], batch_size: int | None, stop: threading.Event
     ) -> Iterator[tuple[int, GenerationResult | Exception]]:
-        """Answer prompts whose options differ in objects only (`options_of_each`); yield the index of each, and its answer.
-
-        One that fails has its error instead. At most `batch_size` are decoded together. `stop` ends the generation at the next
-        token; prompts whose turn has not come are left out.
-        """
+        """Answer prompts whose options differ in objects only (`options_of_each`); yield the index of each, and its answer."""
         reasons = (self.alone_reason(request) for request in requests) if len(requests) > 1 and batch_size != 1 else ()
         reason = next((each for each in reasons if each is not None), None)
 
@@ -229,11 +219,7 @@ class Many:
         return extent.tokens <= self._batch_tokens and (window is None or extent.end + extent.limit <= window)
 
     def together(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
-        """Answer prompts in one batch, whose options differ in objects and limits only; one by one if that fails.
-
-        Of none of them `alone_reason` says why not. One that was given up gets an answer without tokens, one that failed
-        its error.
-        """
+        """Answer prompts in one batch, whose options differ in objects and limits only; one by one if that fails."""
         failure: Exception | None = None
         answers: Sequence[GenerationResult | Exception | None] = [None] * len(requests)
         try:
@@ -387,11 +373,7 @@ class Many:
 
 
 def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the options of each of that many prompts.
-
-    Stopping criteria and logits processors are objects for all prompts, of which each gets copies, since they may keep a
-    state for the answer they are used in; or lists of them, one for each prompt.
-    """
+    """Return the options of each of that many prompts."""
     each = [dict(options) for _ in range(count)]
     for name in _OBJECTS:
         objects = list(options.get(name) or ())

@@ -29,10 +29,7 @@ __all__ = ["Request", "make_report", "why_missed"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt on its way through the engine: what was asked, what is done, and what it cost.
-
-    Moments are those of `time.perf_counter`; dictionaries are by the keys of chunks.
-    """
+    """A prompt on its way through the engine: what was asked, what is done, and what it cost."""
 
     asked: BlendPrompt
     # As it is answered: of chunks that would keep it waiting, some are text by then.

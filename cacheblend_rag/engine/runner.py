@@ -57,11 +57,7 @@ class Runner:
         self.attachments: list[Attachment] = []
 
     def run(self, request: Request, headroom: int, forward: Forward) -> torch.Tensor:
-        """Return what `forward` does with the prompt's ids and a cache that makes its first pass the blended prefill.
-
-        It is called again if stored KV turns out damaged before its first pass is over. The cache keeps room for `headroom`
-        tokens, the most that are generated.
-        """
+        """Return what `forward` does with the prompt's ids and a cache that makes its first pass the blended prefill."""
         ids = torch.tensor([request.prompt.layout.token_ids], device=self._model.device)
         with self.scheduler.within(request.patience), torch.no_grad():
             if self._supply.is_closed:

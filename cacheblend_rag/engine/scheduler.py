@@ -31,12 +31,9 @@ _GLANCE_S = 0.2
 
 
 def _end_workers() -> None:
-    """End the threads that this thread's kernels are shared out to; the next kernel begins new ones.
-
-    Each thread that computes has workers of its own. GNU's runtime lets them wait awake for the next kernel only as long as there
-    are no more of them than processors: where a second thread has computed, every kernel waits for its workers to wake up, which
-    makes small models 1.6 times slower. Ending them takes as long as a few kernels.
-    """
+    """End the threads that this thread's kernels are shared out to; the next kernel begins new ones."""
+    # GNU's runtime lets workers wait awake only as long as there are no more of them than processors: where a second thread
+    # has computed, every kernel waits for its workers to wake up, which makes small models 1.6 times slower.
     if _pause is not None and torch.get_num_threads() > 1:
         _pause(_OMP_PAUSE_SOFT)
 
@@ -66,11 +63,7 @@ class Patience:
 
 
 class Scheduler:
-    """Lets one computation at a time have a model; threads have it in the order in which they came, and may take it again.
-
-    A loop that encodes batch after batch would take an ordinary lock again before any prompt that waits for it woke up. A thread
-    that answers a prompt may take other prompts out of the line, to answer them with its own.
-    """
+    """Lets one computation at a time have a model; threads have it in the order in which they came, and may take it again."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -118,11 +111,7 @@ class Scheduler:
         return bool(self._line)
 
     def take(self, patience: Patience, place: object = None, is_given_up: Callable[[], bool] | None = None) -> bool:
-        """Wait for the model and take it; return False if another thread picked `place` out of the line.
-
-        `is_given_up` is asked several times a second whether to wait no more, which is a `CacheBlendError`; the end of the
-        patience is an `AnswerTimeoutError`.
-        """
+        """Wait for the model and take it; return False if another thread picked `place` out of the line."""
         place = object() if place is None else place
         with self._changed:
             if not self.is_mine:
@@ -195,10 +184,7 @@ class GaveWayError(Exception):
 
 @contextmanager
 def aside(scheduler: Scheduler, decoder: Decoder, is_over: Callable[[], bool]) -> Iterator[None]:
-    """Take a model when no thread waits for it; leave this thread's forwards between two layers when one does or `is_over`.
-
-    `GaveWayError` comes out of the forward, or at once.
-    """
+    """Take a model when no thread waits for it; leave this thread's forwards between two layers when one does or `is_over`."""
     device, thread = decoder.device, threading.get_ident()
 
     def check(*_: Any) -> None:

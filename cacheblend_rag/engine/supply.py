@@ -62,12 +62,7 @@ class KVSupply:
     def encode(
         self, targets: Sequence[Target], *, patient: bool = False, patience: Patience | None = None
     ) -> Iterator[list[tuple[int, ChunkKV]]]:
-        """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
-
-        If `patient`, all prompts that wait go first, rather than those that came first. The first batch waits for the model
-        as long as `patience` says. What fails together is halved until it is known which chunk's fault it is; once the others
-        are encoded, the first such error is raised.
-        """
+        """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does."""
         patience = patience or Patience()
         waiting = self.encoder.plan(targets)
         failures: list[Exception] = []
@@ -123,10 +118,7 @@ class KVSupply:
     def _encode_missing(
         self, missing: Mapping[str, Sequence[PromptChunk]], patience: Patience | None = None
     ) -> Iterator[tuple[str, ChunkKV]]:
-        """Encode chunks of prompts in one go, keep their KV, and yield it by its key.
-
-        `missing` are the places in prompts where the KV under each key is wanted.
-        """
+        """Encode chunks of prompts in one go, keep their KV, and yield it by its key."""
         keys = list(missing)
         targets = [missing[key][0].target for key in keys]
         for batch in self.encode(targets, patience=patience) if keys else ():
@@ -255,13 +247,9 @@ class KVSupply:
         return kv
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
-        """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
-
-        A chunk that came with an unknown id is named, as if it had been added, if it has a source, with which it goes, or a
-        vector store over the library, if there is one, has it. Other text may have been made for this prompt alone, has no name
-        to be deleted by, and goes with its source, or with the text whose id it has. KV is written in the background: the answer
-        does not wait.
-        """
+        """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only."""
+        # A text under an unknown id is named if it has a source, or a vector store has it: with that it goes. Other text may have
+        # been made for this prompt alone.
         key = chunks[0].key
         new = [chunk.record for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
         if loose := [record.id for record in new if not record.source]:

@@ -22,13 +22,10 @@ _ASKED_BESIDES = ("position_bias", "softcap", "cache")
 
 
 class RowMask(torch.Tensor):
-    """A boolean attention mask, ``(1, heads or 1, rows, columns)``, that knows in blocks of rows where nothing is seen.
+    """A boolean attention mask, ``(1, heads or 1, rows, columns)``, that knows in blocks of rows where nothing is seen."""
 
-    An attention kernel that is given a mask computes every score and drops half of them; given a causal flag it skips
-    that half, but the flag is wrong for rows with gaps between them. `attend_in_blocks` computes the rows in a few blocks,
-    each over the columns between the first and the last that any of its rows sees: the same result, and most of the saving.
-    To everything else it is a plain tensor.
-    """
+    # A kernel that is given a mask computes every score and drops half of them; a causal flag would be wrong for rows with gaps
+    # between them. In a few blocks, each over the columns that any of its rows sees, most of that is saved.
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

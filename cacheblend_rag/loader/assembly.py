@@ -51,10 +51,7 @@ class Piece:
 
 
 class Assembly:
-    """The buffers of one prompt, of `capacity` rows. A layer is filled piece by piece, by any threads, and then finished by one.
-
-    `readers` are one for each chunk of the layout; a layer that is large enough is cut into `shares` pieces of like size.
-    """
+    """The buffers of one prompt, of `capacity` rows: a layer is filled piece by piece, by any threads, and finished by one."""
 
     def __init__(
         self, form: KVForm, layout: PromptLayout, readers: Sequence[KVReader], capacity: int, shares: int

@@ -40,10 +40,7 @@ AttentionFunction = Callable[..., Any]
 
 
 def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
-    """Return what the last `window` rows of one sequence attend to, float32, ``(num_heads, window, seq_len)``.
-
-    Without a mask all rows must be its last tokens. Query heads that share a key head stand next to each other.
-    """
+    """Return what the last `window` rows of one sequence attend to, float32, ``(num_heads, window, seq_len)``."""
     key = call.key[0]
     kv_heads, columns, width = key.shape
     # Scaled first, as kernels do: in half precision the product itself may be too large.
@@ -82,10 +79,7 @@ _original = AttentionInterface.get_interface
 
 @contextmanager
 def replace_attention(replacement: AttentionFunction, *, innermost: bool = True) -> Iterator[None]:
-    """Have the models of this thread attend by another function in a ``with`` block, innermost of those open, or outermost.
-
-    `replacement` is called with the function that a model is about to use, and then what transformers calls that with.
-    """
+    """Have the models of this thread attend by another function in a ``with`` block, innermost of those open, or outermost."""
     global _open
     with _lock:
         if _open == 0:

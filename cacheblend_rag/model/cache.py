@@ -15,10 +15,7 @@ __all__ = ["KVCache", "KVCacheLayer"]
 
 
 class KVCacheLayer(DynamicLayer):
-    """One layer's KV, ``(batch, num_kv_heads, seq_len, head_dim)``, in a buffer with room for more.
-
-    transformers' own dynamic layer copies everything for each new token; this one writes the token into the buffer.
-    """
+    """One layer's KV, ``(batch, num_kv_heads, seq_len, head_dim)``, in a buffer with room for more."""
 
     # Tokens that every head has dropped. They count in the length, by which positions and masks are made.
     evicted_tokens = 0
@@ -102,11 +99,7 @@ class KVCacheLayer(DynamicLayer):
 
 
 class KVCache(Cache):
-    """A cache of `KVCacheLayer` objects.
-
-    Sliding-window layers are kept whole: transformers' default cache would keep their window only, and a chunk's KV is
-    needed beyond the window of the prompt it was encoded in.
-    """
+    """A cache of `KVCacheLayer` objects."""
 
     def __init__(self, num_layers: int) -> None:
         self.kv_layers = [KVCacheLayer() for _ in range(num_layers)]  # type: ignore[no-untyped-call]

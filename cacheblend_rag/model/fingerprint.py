@@ -43,11 +43,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 class WeightsWatch:
-    """Notices that a model was changed after its fingerprint was taken.
-
-    What torch counts is seen, which is every change in place and every parameter put in the place of another, and every
-    switch of adapters; what is written past torch (``parameter.data``) is not. It takes microseconds.
-    """
+    """Notices that a model was changed after its fingerprint was taken."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._name = type(model).__name__

@@ -109,10 +109,7 @@ class _NotingCache(KVCache):
 def watch_layer_calls(
     decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor]
 ) -> LayerCalls:
-    """See, in a run of a few tokens and one of a few more, how the arguments of layers grow; ``ids(count)`` gives these.
-
-    `UnsupportedModelError` if an argument has more than one axis as long as the second run's tokens, which is that of the rows.
-    """
+    """See, in a run of a few tokens and one of a few more, how the arguments of layers grow; ``ids(count)`` gives these."""
     flops = _Flops()
     noting = _NotingCache(len(layers), flops)
     calls = LayerCalls()

@@ -20,12 +20,7 @@ __all__ = ["PaddedBatch"]
 
 
 class PaddedBatch:
-    """Prompts side by side, each padded on the left to `width` tokens, so that all go on in the same column.
-
-    Each prompt is prefilled by itself, and its KV is copied into its row, where it begins in column `starts`. The model's
-    ``generate`` is then called with all prompts and an empty cache, and its prefill is answered with what is there. Prompts
-    are token ids, none empty, with a position for each; `room` is how many tokens more each layer has room for at once.
-    """
+    """Prompts side by side, each padded on the left to `width` tokens, so that all go on in the same column."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], room: int) -> None:
         self.width = max(map(len, prompts))

@@ -59,10 +59,7 @@ def kv_at(decoder: nn.Module, num_layers: int, ids: torch.Tensor, position: int)
 def find_rotations(
     model: PreTrainedModel, singles: Mapping[int, Sequence[LayerKV]]
 ) -> tuple[Rotation | None, ...] | None:
-    """Return how each layer rotates its keys, None where its KV is the same everywhere; None in all if some does otherwise.
-
-    `singles` are the KV of the same tokens, each run alone, at several positions, 0 among them.
-    """
+    """Return how each layer rotates its keys, None where its KV is the same everywhere; None in all if some does otherwise."""
     own, usual = _own(model), _usual(model, singles[0])
     positions = [position for position in singles if position]
     found: list[Rotation | None] = []

@@ -35,10 +35,7 @@ def past_adapters(model: PreTrainedModel) -> PreTrainedModel:
 def watch_forward(
     model: PreTrainedModel, *, before: BeforeForward | None = None, after: AfterForward | None = None
 ) -> Iterator[None]:
-    """Have the forward of the model inside all wrappers hooked, and run as it is written, for the duration of a ``with`` block.
-
-    `before` and `after` are hooks with keywords; what `after` returns, if not None, takes the place of the output.
-    """
+    """Have the forward of the model inside all wrappers hooked, and run as it is written, in a ``with`` block."""
     inner = unwrapped(model)
     with ExitStack() as stack:
         stack.enter_context(uncompiled(model))

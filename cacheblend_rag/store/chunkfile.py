@@ -210,10 +210,7 @@ class FileSource:
 
 
 class ChunkFile(KVReader):
-    """Reads one chunk's stored bytes layer by layer; ChunkReadError if they are damaged, cut short, or another key's.
-
-    `file_bytes` and `kv_bytes` are the sizes of the file, and of the KV that its layers are unpacked to.
-    """
+    """Reads one chunk's stored bytes layer by layer; ChunkReadError if they are damaged, cut short, or another key's."""
 
     def __init__(self, source: ByteSource, key: str) -> None:
         self._source = source

@@ -43,11 +43,7 @@ class DamagedIndexError(StoreError):
 
 
 class Database:
-    """One connection that reads and one that writes, so that no look-up waits for a commit; in memory without a folder.
-
-    Every transaction looks whether the file is still the one that was opened. `on_drop` is called in any that is about to end,
-    with the keys whose entries it deleted. A transaction waits for another one that writes for `lock_timeout_s`.
-    """
+    """One connection that reads and one that writes, so that no look-up waits for a commit; in memory without a folder."""
 
     version: ClassVar[int]
     schema: ClassVar[str]

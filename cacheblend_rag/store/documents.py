@@ -44,10 +44,7 @@ class NamedPiece(NamedTuple):
 
 
 class Drafts:
-    """The documents of a namespace as changes will leave them once saved.
-
-    `left` are the ids of chunks that leave theirs, `readers` those of chunks that were read behind any that may go.
-    """
+    """The documents of a namespace as changes will leave them; `left` are the ids that leave theirs, `readers` what saw any."""
 
     def __init__(self, connection: sqlite3.Connection, namespace: str, now: float = 0.0) -> None:
         self.now = now

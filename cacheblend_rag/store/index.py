@@ -225,10 +225,7 @@ class Index(Database):
         return [key for (key,) in self.rows(_UNNAMED, before, limit)]
 
     def oldest(self, nbytes: int, spared: Collection[str], recent: float) -> list[str]:
-        """Return the keys of entries to drop for room: what no name leads to first, then the least recently used.
-
-        What was added after `recent` may be about to get its name.
-        """
+        """Return the keys of entries to drop for room: what no name leads to first, then the least recently used."""
         with self.read() as connection:
             return _oldest(connection, spared, nbytes, f"named OR added_at > {float(recent)}, last_used")
 

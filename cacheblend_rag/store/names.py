@@ -123,10 +123,7 @@ class Names:
     def record_met(
         self, namespace: str, tenant: str, key: str, records: Sequence[NodeRecord], known: Mapping[str, Later | None]
     ) -> bool:
-        """Record names, unless they are known by now, of a chunk that a prompt brought; return whether any leads to its `key`.
-
-        Of names that were known, what the chunk has been read behind is noted where that was still to be chosen.
-        """
+        """Record names, unless they are known by now, of a chunk that a prompt brought; return whether any leads to its `key`."""
         with self._database.write(wait=False, durable=False) as connection:
             held = keys_of(connection, namespace, [*known, *(record.id for record in records)])
             new = [record for record in records if record.id not in held]
@@ -265,10 +262,7 @@ def write_names(
     records: Iterable[NodeRecord],
     targets: Mapping[str, NamedTarget],
 ) -> None:
-    """Write records, those of documents as they are among the `targets`.
-
-    KV that has seen a chunk which is gone or another one by now is no one's.
-    """
+    """Write records, those of documents as they are among the `targets`."""
     written = [given if given.place is None else targets[given.id].record for given in records]
     _own(connection, namespace, tenant, [key for record in written for key in record.keys])
     numbers = []
@@ -328,10 +322,7 @@ def sources_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str
 def end_sources(
     connection: sqlite3.Connection, namespace: str, sources: Iterable[str], drafts: Drafts
 ) -> tuple[set[str], set[str], list[str]]:
-    """Remove the names that prompts brought of those of the sources of which no vector store has anything.
-
-    Return these sources, the names, and the keys of their KV and of what has seen them.
-    """
+    """Remove the names that prompts brought of those of the sources of which no vector store has anything."""
     ended = {source for source in sources if not _made_of(connection, namespace, source, True)}
     left = {id for source in ended for id in _made_of(connection, namespace, source, False)}
     keys = kv_of(connection, namespace, left, drafts)

@@ -215,10 +215,7 @@ class Tiers:
 
 
 class Promotion:
-    """The layers of one chunk on their way to a faster tier, which keeps room for all of them from the first one on.
-
-    The tier makes what it keeps of what `read` gives of a layer; `keep` gets the whole chunk.
-    """
+    """The layers of one chunk on their way to a faster tier, which keeps room for all of them from the first one on."""
 
     def __init__(
         self,
@@ -283,11 +280,7 @@ class Promotion:
 
 
 class PromotingReader(KVReader):
-    """Reads a file or KV in RAM, and hands what it has read to RAM and to the device tier in `finish`.
-
-    RAM keeps room for it from the beginning on, the device tier from the first layer that is kept: by then all chunks of a
-    prompt are opened, and none that it needs has to be read because it had to go.
-    """
+    """Reads a file or KV in RAM, and hands what it has read to RAM and to the device tier in `finish`."""
 
     def __init__(self, source: ChunkFile | RamReader, to_ram: Promotion | None, to_device: Promotion | None) -> None:
         chunk = source.token_ids, source.start, source.context
