@@ -13,8 +13,6 @@ from cacheblend_rag.keys import HEAD_PREFIX
 
 __all__ = [
     "BLANK_LINE",
-    "CATEGORY",
-    "MOST_RECORDS",
     "BlendPrompt",
     "Chunk",
     "ChunkPart",
@@ -22,7 +20,6 @@ __all__ = [
     "FixedText",
     "PROMPT_KEY",
     "Segment",
-    "are_records",
     "carried_prompt",
     "check_text",
     "chunk_list",
@@ -37,15 +34,6 @@ BLANK_LINE = "\n\n"
 
 # More than any text has, and its end is still a number that the store's index can hold.
 _MOST_CHARACTERS = 2**62
-CATEGORY = (
-    "%.200s is treated as a category, not a document: more than %d short texts have it, and none says where it begins. They are "
-    "of no document; if they are pieces of one, say where each begins (start, or add_start_index=True of a splitter)"
-)
-"""Warning of a name that `are_records` denies, with how many may bear it."""
-MOST_RECORDS = 32
-"""So many short lines under one name may be a document, wherever in it they stand."""
-# Characters of a record at most: splitters cut longer pieces.
-_LINE = 300
 # What Python, JSON and tables write in place of a value that is missing.
 _MISSING = frozenset(("", "nan", "nat", "<na>", "none", "null"))
 
@@ -60,12 +48,6 @@ def document_name(value: object) -> str | None:
     is_collection = isinstance(value, Collection) and not isinstance(value, str)
     name = "" if isinstance(value, bool) or is_collection else str(value)
     return None if name.strip().casefold() in _MISSING else name
-
-
-def are_records(texts: Sequence[str]) -> bool:
-    """Return whether texts under one name that say nothing of their places are records of a category: many short lines."""
-    lines = sum(len(text) <= _LINE and "\n" not in text.strip() for text in texts)
-    return len(texts) > MOST_RECORDS and lines >= 0.9 * len(texts)
 
 
 def check_text(text: str) -> None:

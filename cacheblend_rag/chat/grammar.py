@@ -40,7 +40,7 @@ def written(text: str, read: Callable[[str], Sequence[int]]) -> str:
 
 
 def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
-    """Return the grammar (Lark) of the JSON texts that fit a schema, or raise `ConfigError`; `before` and `after` are Lark too."""
+    """Return the grammar (Lark) of the JSON texts that fit a schema, or raise `ConfigError`; `before` and `after` are too."""
     # What is malformed is for llguidance to refuse.
     with suppress(AttributeError, TypeError, RecursionError):
         schema = _closed(schema)

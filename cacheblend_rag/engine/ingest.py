@@ -25,6 +25,7 @@ from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import earliest
 from cacheblend_rag.store.chunkfile import encode_chunk
+from cacheblend_rag.store.documents import MOST_RECORDS
 
 __all__ = ["Ingest"]
 
@@ -133,6 +134,8 @@ class Ingest:
         self._config = config
         self._form = form
         self._has_told = False
+        # Names under which there are so many short texts that they are no document's.
+        self._categories: set[str] = set()
         self.jobs = Jobs()
 
     def add(
@@ -241,6 +244,8 @@ class Ingest:
         # Chunks without an id are all kept; of several with one id the last counts.
         by_id = {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}
         for chunk in by_id.values():
+            if chunk.document in self._categories and chunk.start is None:
+                chunk = replace(chunk, document=None, body=None, source=None)
             try:
                 record = self._assembler.record(chunk)
             except PromptError as error:
@@ -268,6 +273,16 @@ class Ingest:
         if refused and not is_trial:
             self._store.forget(self._namespace, refused)
         targets, documents = self._store.names.rehearse(self._namespace, records, ttl_s=ttl_s, whole=whole)
+        for target, record in zip(targets, records, strict=True):
+            if record.place is not None and target.document is None and record.place.document not in self._categories:
+                self._categories.add(record.place.document)
+                logger.warning(
+                    "%.200s is treated as a category, not a document: more than %d short texts have it, and none says where it "
+                    "begins. They are of no document; if they are pieces of one, say where each begins (start, or "
+                    "add_start_index=True of a splitter)",
+                    record.place.document,
+                    MOST_RECORDS,
+                )
         targets = self._with_companions(targets, documents, positions)
         texts = self._texts(targets, positions)
         lacking = {id(target) for text in texts for target in text.names}

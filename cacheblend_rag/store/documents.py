@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
@@ -15,7 +15,12 @@ from cacheblend_rag.reading import Member, Place, in_order
 from cacheblend_rag.store.base import Later, NamedTarget, NodeRecord, earliest, latest
 from cacheblend_rag.store.chunkfile import unpack_tokens
 
-__all__ = ["Drafts", "NamedPiece", "document_of", "with_later"]
+__all__ = ["MOST_RECORDS", "Drafts", "NamedPiece", "document_of", "with_later"]
+
+MOST_RECORDS = 32
+"""So many short texts under one name may be a document, wherever in it they stand; more are records of a category."""
+# Tokens of a record at most: splitters cut longer pieces.
+_RECORD_TOKENS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,22 @@ class Drafts:
             arrival = next((piece.arrival for piece in reversed(draft.pieces.values())), -1) + 1
             draft.pieces[record.id] = _Piece(record.id, record.token_ids, place, record, expires_at, True, arrival)
             self._of[record.id] = place.document
+
+    def apart(self, records: Sequence[NodeRecord]) -> list[NodeRecord]:
+        """Return records, without place and source those of a category: many short texts under a name, none with a start."""
+        given: dict[str, dict[str, NodeRecord]] = {}
+        for record in records:
+            if record.id and record.place is not None:
+                given.setdefault(record.place.document, {})[record.id] = record
+        apart = set[str]()
+        for name, new in given.items():
+            draft = self.load(name)
+            every = [*new.values(), *(each for id, each in (draft.pieces if draft else {}).items() if id not in new)]
+            short = sum(len(each.token_ids) <= _RECORD_TOKENS for each in every)
+            is_placed = any(each.place is not None and each.place.start is not None for each in every)
+            if len(every) > MOST_RECORDS and short >= 0.9 * len(every) and not is_placed:
+                apart |= new.keys()
+        return [replace(each, place=None, source=None) if each.id in apart else each for each in records]
 
     def remove(self, ids: Iterable[str]) -> None:
         for id in ids:

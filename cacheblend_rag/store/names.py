@@ -169,6 +169,7 @@ class Names:
             known = look_up(connection, namespace, ids)
             others = drafts.others(records) if whole else {}
             drafts.remove(others)
+            records = records if whole else drafts.apart(records)
             drafts.put(records, None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
             documents = {name: drafts.members(name) for name in drafts.names()}

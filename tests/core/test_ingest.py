@@ -381,6 +381,23 @@ def test_what_names_no_document_is_none(name: Any) -> None:
     assert (chunk.document, chunk.start, chunk.source) == (None, None, None)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_many_short_texts_of_one_name_are_encoded_alone(engine: BlendEngine, background: bool) -> None:
+    def add(name: str, size: int = 2, **places: range) -> list[str | None]:
+        about = [{key: values[n] for key, values in places.items()} for n in range(50)]
+        chunks = [Chunk(words(size, n), f"{name}{n}", document=name, source=name, **about[n]) for n in range(50)]
+        for some in (chunks[:40], *([chunk] for chunk in chunks[40:])):
+            engine.add(some, background=background)
+        engine.flush()
+        return engine.places([str(chunk.id) for chunk in chunks])
+
+    assert add("news") == [None] * 50
+    assert not engine.indexed(["news"])
+    # What says where it stands, or is longer, is a document.
+    assert None not in add("starts", start=range(50))
+    assert None not in add("long", 81)
+
+
 @pytest.mark.parametrize("place", [{}, {"document": "d", "start": 0}])
 @pytest.mark.parametrize("later", ["two.txt", None])
 def test_a_text_is_made_of_what_its_vector_store_said_last(

@@ -12,7 +12,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from cacheblend_rag import Chunk
-from cacheblend_rag.chunk import CATEGORY, MOST_RECORDS, are_records, document_name, text_hash
+from cacheblend_rag.chunk import document_name, text_hash
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 
@@ -45,17 +45,11 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Source:
-    """State of one source: its last piece, how the text begins that bears its name, and whether it has others.
-
-    `lines` are some of its texts so far, of about their lengths, unless they say where they begin; None before it is known which
-    the engine has.
-    """
+    """State of one source: its last piece, how the text begins that bears its name, and whether it has others."""
 
     last: _Piece | None = None
     begins: str = ""
     has_several: bool = False
-    lines: list[str] | None = None
-    is_category: bool = False
 
 
 class DocumentPlaces:
@@ -105,13 +99,11 @@ class DocumentPlaces:
             pieces.pop(id, None)
             pieces[id] = (text, self._source(metadata), _start_index(metadata))
         known = dict(zip(pieces, self._engine.places(list(pieces)), strict=True)) if self._reads else {}
-        self._find_categories(pieces.values())
         before: dict[str, _Piece] = {}
         chunks = []
         for id, (text, source, start) in pieces.items():
-            if source is None or (source in self._sources and self._sources[source].is_category):
+            if source is None:
                 chunks.append(Chunk(text, id))
-                made_of[id] = made_of[id] if source is None else None
                 continue
             last = before.get(source)
             if last is None or (start is not None and last.start is not None and start <= last.start):
@@ -151,22 +143,6 @@ class DocumentPlaces:
                 for number, document in zip(sorted(at.values()), sorted_pieces, strict=True):
                     documents[number] = document
         return documents
-
-    def _find_categories(self, pieces: Iterable[tuple[str, str | None, int | None]]) -> None:
-        """Note which sources are categories, whose texts are records of their own (`are_records`)."""
-        unplaced: dict[str, list[str]] = {}
-        for text, source, start in pieces:
-            if source is not None and start is None:
-                unplaced.setdefault(source, []).append(text)
-        for name, texts in unplaced.items():
-            state = self._sources.setdefault(name, _Source())
-            if state.lines is None:
-                records = self._engine.records(self._engine.document(name))
-                state.lines = ["x" * _TOKEN * len(record.token_ids) for record in records if record is not None]
-            state.lines = [*state.lines, *texts][-2 * MOST_RECORDS :]
-            if not state.is_category and are_records(state.lines):
-                state.is_category = True
-                logger.warning(CATEGORY, name, MOST_RECORDS)
 
     def _source(self, metadata: Mapping[str, Any]) -> str | None:
         """Return a name for what a text was taken from, or None for a text that stands alone."""

@@ -52,7 +52,6 @@ def test_a_split_document_says_where_each_node_begins(splitter: Any, overlap: in
     chunks = places(nodes)
     assert len(chunks) > 3
     assert {chunk.document for chunk in chunks} == {"d"}
-    assert [chunk.previous for chunk in chunks] == [None, *(node.node_id for node in nodes[:-1])]
     for chunk, node in zip(chunks, nodes, strict=True):
         assert body(chunk) == node.get_content().strip()
         assert chunk.body == (len(chunk.text) - len(body(chunk)), len(chunk.text))
@@ -100,7 +99,6 @@ def test_what_was_split_twice_is_ordered_by_what_stands_before() -> None:
     # Where they begin is counted from the beginning of their sections, and is not believed.
     assert any(node.start_char_idx != TEXT.find(node.get_content()) for node in nodes)
     assert [chunk.start for chunk in chunks] == [0] + [None] * (len(nodes) - 1)
-    assert [chunk.previous for chunk in chunks] == [None, *(node.node_id for node in nodes[:-1])]
 
 
 def test_filters_inside_filters_are_seen(caplog: pytest.LogCaptureFixture) -> None:
