@@ -105,7 +105,8 @@ class Drafts:
         apart = set[str]()
         for name, new in given.items():
             draft = self.load(name)
-            every = [*new.values(), *(each for id, each in (draft.pieces if draft else {}).items() if id not in new)]
+            held = [] if draft is None else [piece for id, piece in draft.pieces.items() if id not in new]
+            every: list[NodeRecord | _Piece] = [*new.values(), *held]
             short = sum(len(each.token_ids) <= _RECORD_TOKENS for each in every)
             is_placed = any(each.place is not None and each.place.start is not None for each in every)
             if len(every) > MOST_RECORDS and short >= 0.9 * len(every) and not is_placed:

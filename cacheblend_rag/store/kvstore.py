@@ -34,11 +34,8 @@ _EVENT_S = 60.0
 class KVStore:
     """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one.
 
-    A key is a digest of everything the KV depends on (model, tokenizer, preamble, tokens) and of its owner (the tenant).
-    Names (node ids) live in a namespace, the digest of the model and the tenant, and map to keys; several names may share
-    one key. KV that no name maps to may be kept until room is needed. A time to live, `ttl_s`, makes KV a miss once it is
-    over; None is for ever, and of several the longest counts. The remote tier gets a copy of what is put for ever, in the
-    background, and keeps it when there is no more room here.
+    A key is a digest of everything the KV depends on, and of its owner (the tenant). Names (ids of chunks) live in a namespace,
+    the digest of the model and the tenant; several may lead to one key. KV lives for `ttl_s` seconds, None is for ever.
 
     All methods may be called from any thread. `outlives_process` says whether it is over a folder, `is_private` whether the
     contents end with this process and are reachable through this object alone.

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner as ClickRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from cacheblend_rag.cli.app import app
 from tests.command import run
@@ -53,16 +50,13 @@ def test_the_version() -> None:
     [
         ("ask why --store missing", "nothing was warmed into missing"),
         ("store stats --store missing", "there is no store in missing"),
-        ("store check --store missing", "there is no store in missing"),
         ("store clear --yes --store missing", "there is no store in missing"),
-        ("store gc --store missing", "there is no store in missing"),
         ("bench index --entries 1,many", "'many' in '1,many' is not a whole number"),
         ("warm empty --store new", "no text found in empty"),
         ("warm . --model missing/model --store new", "model 'missing/model' cannot be loaded"),
         ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder, and no such GGUF file"),
         ("bench ttft --shape round", "shape 'round' is unknown"),
         ("bench ttft --shape tiny --ratios 0,nan", "'0,nan' holds a number that is not finite"),
-        ("bench ttft --shape tiny --ratios 0,,1", "'0,,1' holds something that is not a number"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
@@ -82,7 +76,6 @@ def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         ("warm", "PATH"),
         ("ask ' '", "the question is empty"),
         ("bench ttft --chunks 0", "--chunks"),
-        ("bench encode --folder missing", "does not exist"),
         ("bench ttft --json no/such/folder/x.json", "does not exist"),
         ("bake", "bake"),
     ],
@@ -92,27 +85,6 @@ def test_a_wrong_call_shows_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     result = run(*shlex.split(arguments), code=2)
     assert message in result.stderr
     assert "--help" in result.stderr
-
-
-# The first call imports the command.
-@settings(max_examples=30)
-@given(
-    st.sampled_from(
-        [
-            ("warm", ".", "--chunk-tokens"),
-            ("demo", "--ratios"),
-            ("bench", "ttft", "--shape"),
-            ("bench", "ttft", "--ratios"),
-            ("bench", "index", "--entries"),
-            ("calibrate", "--questions", "letter.txt", "--ratios"),
-        ]
-    ),
-    st.text(st.characters(codec="utf-8"), max_size=8).map("no-{}".format),
-)
-def test_an_argument_without_meaning_is_a_wrong_call(command: tuple[str, ...], text: str) -> None:
-    result = CliRunner().invoke(app, [*command, text])
-    assert result.exit_code == 2, result.output
-    assert not result.stdout
 
 
 def test_bad_environment(model_folder: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

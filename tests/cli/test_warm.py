@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.store import check_store, open_store
 from tests.cli.conftest import passages_of
@@ -67,22 +66,6 @@ def test_other_users_cannot_read_a_store(warm: Any, store: Path) -> None:
     assert (store / "library.json").stat().st_mode & 0o077 == 0
 
 
-def test_what_a_link_in_the_folder_led_to_goes_with_it(warm: Any, documents: Path, store: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "note.md").write_text("The kiln is red.")
-    (documents / "linked").symlink_to(elsewhere)
-    warm()
-    before = len(passages_in(store))
-    (elsewhere / "note.md").write_text("The kiln is blue now.")
-    assert warm()["removed"] == 1
-    texts = [text for text, _ in passages_in(store).values()]
-    assert "The kiln is blue now." in texts and "The kiln is red." not in texts
-    (documents / "linked").unlink()
-    assert warm()["removed"] == 1
-    assert len(passages_in(store)) == before - 1
-
-
 def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: Path, tmp_path: Path) -> None:
     warm()
     before = passages_in(store)
@@ -99,36 +82,6 @@ def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: 
     assert after[goat][1] == before[goat][1] + 1
     assert len(after) == names_in(store, tmp_path) == row["passages"]
     run("store", "check", "--store", store)
-
-
-def test_a_file_is_a_document(warm: Any, documents: Path, model_folder: Path, store: Path) -> None:
-    tower = documents / "more" / "tower.md"
-    lines = ["The light tower is old.", "Nobody lives in it.", "Its lamp was sold last year.", "It is painted red now."]
-    tower.write_text("\n\n".join(lines))
-    warm()
-
-    def read() -> list[str]:
-        """The passages of the tower as the engine reads them."""
-        shown = passages_in(store)
-        with BlendEngine.from_pretrained(model_folder, store=store / "kv", **engine_settings(self_check=False)) as made:
-            ids = made.document(str(tower))
-            assert made.places(list(shown)) == [id.partition("#")[0] for id in shown]
-        assert ids == sorted((id for id in shown if id.startswith(str(tower))), key=lambda id: shown[id][1])
-        return [shown[id][0] for id in ids]
-
-    assert read() == lines
-    # What is new, or was read behind what is gone, is encoded again.
-    for changed, least in (
-        ([*lines[:2], "Its bell was sold last year.", lines[3]], 1),
-        ([*lines[:2], lines[3]], 0),
-        ([*lines[:2], lines[3], "It is taller than the church."], 1),
-        (["A new first line.", *lines], 2),
-        (lines, 0),
-    ):
-        tower.write_text("\n\n".join(changed))
-        assert least <= warm()["encoded"] <= len(changed)
-        assert read() == changed
-        assert warm()["encoded"] == 0
 
 
 def test_one_unreadable_file_fails_no_other(warm: Any, store: Path, tmp_path: Path) -> None:
@@ -181,12 +134,6 @@ def test_only_one_process_changes_a_store(warm: Any, documents: Path, store: Pat
         fcntl.flock(file, fcntl.LOCK_EX)
         result = run("warm", documents, "--store", store, "--model", model_folder, code=1)
     assert "another process is changing" in result.stderr
-
-
-def test_another_embedding_model_is_refused(warm: Any, documents: Path, store: Path) -> None:
-    warm()
-    result = run("warm", documents, "--store", store, "--embedding", "other/model", code=2)
-    assert "were embedded by sentence-transformers/all-MiniLM-L6-v2, not by other/model" in result.stderr
 
 
 def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A store over a remote tier, with uploads in the background."""
 
-import dataclasses
 import logging
 import random
 import signal
@@ -21,10 +20,9 @@ from cacheblend_rag.store import KVStore, open_remote
 from cacheblend_rag.store.background import Offsite
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 from cacheblend_rag.store.remote import RemoteTier
-from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.limits import wait_until
-from tests.store.kit import add, files_of, is_held, key_of, make_kv, open_store, read, record, same
+from tests.store.kit import add, files_of, key_of, make_kv, open_store, read, record, same
 from tests.store.remote.conftest import RedisServer
 
 Opener = Callable[[], RemoteTier]
@@ -52,28 +50,6 @@ def test_two_machines_share(tmp_path: Path, opener: Opener) -> None:
     assert again is not None and again.tier == "ram"
 
 
-def test_misses_and_additions_without_a_folder(opener: Opener) -> None:
-    tier = opener()
-    store = opened(None, opener(), ram_bytes=make_kv(1).nbytes)
-    chunks = [record(f"n{number}", number) for number in range(3)]
-    # The second does not fit into RAM beside the first, the third not at all.
-    for number, tokens in ((0, 6), (1, 6), (2, 60)):
-        kv = make_kv(number, tokens)
-        named = [dataclasses.replace(chunks[number], token_ids=kv.token_ids)]
-        assert store.put_later(key_of(number), kv, "ns", named)
-    assert store.put_later(key_of(3), make_kv(3), "ns", [record("n3", 3)], ttl_s=1000)
-    store.flush()
-    assert tier.holds([key_of(number) for number in range(4)]) == [True, True, True, False]
-    assert store.names.ids("ns") == ["n0", "n1", "n2", "n3"]
-    reader = store.open(key_of(2))
-    assert reader is not None and same(read(reader), make_kv(2, 60))
-    store.forget("ns", ["n1"])
-    # Nobody wants it any more: its name was deleted while the KV was computed.
-    assert store.put_later(key_of(4), make_kv(4), "ns", [], {"gone": None})
-    store.flush()
-    assert tier.holds([key_of(number) for number in range(5)]) == [True, False, True, False, False]
-
-
 def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
     store, other = opened(None, opener()), opened(None, opener())
     store.put(key_of(1), make_kv(1))
@@ -89,23 +65,6 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
         reader.layer(2)
     reader.finish()
     assert (other.open(key_of(1)), other.stats().ram_bytes) == (None, 0)
-
-
-def test_an_engine_without_a_folder_shares_what_it_computes(make_engine: MakeEngine, opener: Opener) -> None:
-    chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(2)]
-    store, tier = opened(None, opener()), opener()
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
-        engine.add(chunks[:1])
-        assert engine.prefill(BlendPrompt("Read this:", chunks, "What?")).report.misses == 1
-        engine.flush()
-        first, second = engine.records(["n0", "n1"])
-        assert first is not None and second is not None and second.later is not None
-        # What a prompt brought was encoded for its place there.
-        assert tier.holds([*first.keys, *second.keys]) == [True, True, False, True]
-    store.close()
-    store = opened(None, opener())
-    other = make_engine(store)
-    assert other.prefill(BlendPrompt("Read this:", chunks, "What?")).report.hits == 2
 
 
 class Cut:
@@ -153,26 +112,6 @@ def test_what_cannot_be_reached_while_it_is_read_is_not_removed_for_others(opene
     assert [each.reason for each in found.report.chunks] == ["its stored KV could not be read"]
     torch.testing.assert_close(found.logits, expected.logits)
     assert cut.dropped == []
-
-
-def test_what_another_version_wrote_is_a_miss_and_stays(
-    tmp_path: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("cacheblend_rag.store.chunkfile._FORMAT", "cacheblend-rag chunk kv 99")
-        newer = opened(tmp_path / "one", opener(), ram_bytes=0)
-        add(newer, 1)
-        newer.flush()
-        newer.close()
-    written = files_of(tmp_path / "one")
-    tier = opener()
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        store = opened(folder, tier, ram_bytes=0)
-        assert store.open(key_of(1)) is None
-        assert tier.holds([key_of(1)]) == [True]
-        assert files_of(tmp_path / "one") == written
-    store.put(key_of(1), make_kv(1))
-    assert is_held(store, 1)
 
 
 def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:
@@ -295,31 +234,6 @@ def put(store: Offsite, *numbers: int) -> None:
         store.put(key_of(number), make_kv(number))
 
 
-def test_flush_means_uploaded(tier: RemoteTier) -> None:
-    store = offsite(tier)
-    store.flush()
-    put(store, *range(20))
-    store.flush()
-    assert store.holds([key_of(number) for number in range(20)]) == [True] * 20
-    assert is_held(store, 7)
-    store.close()
-    store.close()
-
-
-def test_what_waits_is_bounded(tier: RemoteTier, gate: Gate) -> None:
-    # A chunk of any size is taken where nothing waits.
-    store = offsite(tier, waiting_bytes=make_kv(0).nbytes // 2)
-    put(store, 0)
-    gate.begun.wait()
-    # What is on its way counts, too: its bytes are still in memory.
-    put(store, 1)
-    gate.opened.set()
-    store.flush()
-    put(store, 2)
-    store.flush()
-    assert tier.holds([key_of(number) for number in range(3)]) == [True, False, True]
-
-
 def test_what_is_dropped_does_not_arrive_later(tier: RemoteTier, gate: Gate) -> None:
     store = offsite(tier)
     put(store, 0, 1, 2)
@@ -329,13 +243,3 @@ def test_what_is_dropped_does_not_arrive_later(tier: RemoteTier, gate: Gate) -> 
     store.drop([key_of(0)])
     store.flush()
     assert tier.holds([key_of(number) for number in range(3)]) == [False, False, True]
-
-
-def test_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("redis")
-    store = offsite(open_remote("redis://:hunter2@127.0.0.1:1"))
-    with caplog.at_level(logging.WARNING):
-        put(store, *range(5))
-        store.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "nothing is uploaded" in caplog.text and "hunter2" not in caplog.text

@@ -1,8 +1,6 @@
 """What every remote tier does: Redis, a folder, memory, S3."""
 
 import os
-import random
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -116,37 +114,6 @@ def test_a_reader_never_mixes_two_versions(opener: Opener) -> None:
     put(tier, 1, old)
     found = get(other, 1)
     assert found is not None and same(found, old)
-
-
-def test_many_threads(opener: Opener) -> None:
-    tier = opener()
-    wrong: list[object] = []
-
-    def work(seed: int) -> None:
-        chance = random.Random(seed)
-        try:
-            for _ in range(25):
-                number, action = chance.randrange(3), chance.random()
-                if action < 0.4:
-                    put(tier, number)
-                elif action < 0.5:
-                    tier.drop([key_of(number)])
-                else:
-                    try:
-                        found = get(tier, number)
-                    except ChunkReadError:
-                        continue
-                    if found is not None and not same(found, make_kv(number)):
-                        wrong.append(number)
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_closed(opener: Opener) -> None:

@@ -74,17 +74,9 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str, url: s
         open_remote(url)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"ttl_s": 0},
-        {"ttl_s": float("nan")},
-        {"read_timeout_s": None},
-        {"connect_timeout_s": -1},
-    ],
-)
+@pytest.mark.parametrize("setting", [{"ttl_s": 0}, {"ttl_s": float("nan")}, {"read_timeout_s": None}])
 def test_settings_without_a_meaning(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(reversed(setting))):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
         open_remote("redis://host", **setting)
 
 
