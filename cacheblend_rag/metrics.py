@@ -34,9 +34,6 @@ _SUMS = {
 class EngineMetrics:
     """Counts what an engine does, in a `registry` to which attachments add theirs; nothing leaves the process unless that is
     served.
-
-    `stats` and `failures` are called when it is read: what the engine's tenant has in the store, and how often an answer
-    could not ask the store.
     """
 
     def __init__(self, stats: Callable[[], StoreStats], failures: Callable[[], int]) -> None:

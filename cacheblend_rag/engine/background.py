@@ -172,11 +172,7 @@ def _warn_of(failed: list[BaseException]) -> None:
 
 
 class Feed(Generic[Piece, Outcome]):
-    """Pieces, and an outcome after the last of them, which is a value or an error.
-
-    A reader on an event loop costs no thread: answers queue for the model for a long time, and would use up the few threads
-    that a loop has for everything else.
-    """
+    """Pieces, and an outcome after the last of them, which is a value or an error."""
 
     def __init__(self) -> None:
         self._outcome: Future[Outcome] = Future()

@@ -288,7 +288,7 @@ class ChunkLibrary(ABC):
         Returns
         -------
         Prefetch
-            Can be waited for or cancelled; it need not be kept.
+            Can be waited for; it need not be kept.
         """
         self._check_open()
         records = [each for each in self._answering.lookup(self.namespace, id_list(ids)) or [] if each is not None]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.errors import CacheBlendError
@@ -19,16 +18,6 @@ __all__ = ["Prefetch", "Prefetcher"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _Read:
-    """One chunk that is read, or waits for that, and how many callers want it."""
-
-    key: str
-    future: Future[None]
-    holders: int = 0
-
-
-@dataclass(eq=False)
 class Prefetch:
     """Reads that `BlendEngine.prefetch` has begun.
 
@@ -38,21 +27,28 @@ class Prefetch:
         How many chunks are known, each text once.
     """
 
-    _prefetcher: Prefetcher
-    reads: list[_Read]
-    chunks: int
+    def __init__(self, reads: Sequence[Future[None]]) -> None:
+        self._reads = reads
+        self.chunks = len(reads)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to read, at most `timeout_s` seconds; return whether that is so.
 
-        What was cancelled is not left to read, nor what a prompt has taken over, which reads it itself.
+        What a prompt has taken over, which reads it itself, is not left to read.
         """
-        return self._prefetcher.wait(self.reads, timeout_s)
+        return _wait(self._reads, timeout_s)
 
-    def cancel(self) -> None:
-        """Read no further chunk, but for those that another caller wants as well."""
-        self._prefetcher.let_go(self.reads)
-        self.reads = [read for read in self.reads if read.future.running()]
+
+def _wait(reads: Iterable[Future[None]], timeout_s: float | None = None) -> bool:
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    for read in reads:
+        try:
+            read.exception(None if until is None else max(until - time.monotonic(), 0))
+        except futures.TimeoutError:
+            return False
+        except futures.CancelledError:
+            pass
+    return True
 
 
 class Prefetcher:
@@ -65,58 +61,34 @@ class Prefetcher:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         # Reads that are not over, by their keys.
-        self._reads: dict[str, _Read] = {}
+        self._reads: dict[str, Future[None]] = {}
 
     def begin(self, keys: Iterable[str]) -> Prefetch:
         """Read what is under these keys, in this order; what is being read already is not read twice."""
-        begun = list[_Read]()
+        begun = list[Future[None]]()
         with self._lock:
             for key in [] if self._closed else dict.fromkeys(keys):
-                read = self._reads.get(key)
-                if read is None:
+                if key not in self._reads:
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
                     try:
-                        read = self._reads[key] = _Read(key, self._pool.submit(self._work, key))
+                        self._reads[key] = self._pool.submit(self._work, key)
                     except RuntimeError:
                         # Python ends.
                         break
-                read.holders += 1
-                begun.append(read)
-        return Prefetch(self, begun, len(begun))
-
-    def wait(self, reads: Sequence[_Read], timeout_s: float | None = None) -> bool:
-        """Wait until reads have ended or were cancelled; return whether that is so."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        for read in reads:
-            # What is over is not there.
-            if self._reads.get(read.key) is read:
-                try:
-                    read.future.exception(None if until is None else max(until - time.monotonic(), 0))
-                except futures.TimeoutError:
-                    return False
-                except futures.CancelledError:
-                    pass
-        return True
-
-    def let_go(self, reads: Iterable[_Read]) -> None:
-        """Read no further chunk of those that only this caller wants."""
-        with self._lock:
-            for read in reads:
-                read.holders -= 1
-                if not read.holders and self._reads.get(read.key) is read and read.future.cancel():
-                    del self._reads[read.key]
+                begun.append(self._reads[key])
+        return Prefetch(begun)
 
     def claim(self, keys: Iterable[str]) -> None:
         """Make way for a prompt with these keys: reads that have not begun are its own business, others are waited for."""
         if not self._reads:
             return
         with self._lock:
-            claimed = [self._reads[key] for key in keys if key in self._reads]
-            for read in claimed:
-                if read.future.cancel():
-                    self._reads.pop(read.key, None)
-        self.wait(claimed)
+            claimed = {key: self._reads[key] for key in keys if key in self._reads}
+            for key, read in claimed.items():
+                if read.cancel():
+                    del self._reads[key]
+        _wait(claimed.values())
 
     def close(self) -> None:
         """Stop after what is being read."""

@@ -103,12 +103,7 @@ class WorkQueue(Generic[Item]):
 
 
 class Offsite:
-    """Reads from a remote tier, and writes to it in the background, packed by `codec`.
-
-    A remote tier that fails is a miss and one warning an outage: from the first failure on only a thread asks it, until
-    it answers. What could not be removed there is removed then, as long as this object lives. At most `waiting_bytes` wait to be
-    uploaded, or a single chunk of any size. No upload is tried again, since the KV is held here.
-    """
+    """Reads from a remote tier, and writes to it in the background, packed by `codec`."""
 
     def __init__(self, tier: RemoteTier, codec: Codec, waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
         self._tier, self._codec = tier, codec

@@ -32,14 +32,7 @@ _EVENT_S = 60.0
 
 
 class KVStore:
-    """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one.
-
-    A key is a digest of everything the KV depends on, and of its owner (the tenant). Names (ids of chunks) live in a namespace,
-    the digest of the model and the tenant; several may lead to one key. KV lives for `ttl_s` seconds, None is for ever.
-
-    All methods may be called from any thread. `outlives_process` says whether it is over a folder, `is_private` whether the
-    contents end with this process and are reachable through this object alone.
-    """
+    """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one."""
 
     def __init__(self, tiers: Tiers, offsite: Offsite | None = None, write_back_bytes: int = 0) -> None:
         self._index, self._tiers, self._offsite = tiers.index, tiers, offsite
@@ -105,12 +98,7 @@ class KVStore:
         tenant: str = "",
         ttl_s: float | None = None,
     ) -> bool:
-        """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background.
-
-        Of its names, the `records` were unknown, and are recorded unless another call was quicker; the `known` led to it, or to
-        no KV behind other chunks, and what that was read behind is noted. KV that no name leads to is not kept; where names
-        cannot be recorded, it is in RAM alone, and goes with the first of them. Returns False if too much is waiting to keep it.
-        """
+        """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background."""
         self._check(key)
         miss = Entry(tenant, self._expires_at(ttl_s), kv=kv)
         known = known or {}
@@ -223,10 +211,7 @@ class KVStore:
         ttl_s: float | None = None,
         whole: bool = False,
     ) -> None:
-        """Record names in place of earlier ones of these ids, and drop KV that loses its last name.
-
-        Chunks with a place go into their documents; what else is in these goes if the records are `whole`.
-        """
+        """Record names in place of earlier ones of these ids, and drop KV that loses its last name."""
         records = list(records)
         if records:
             expires_at = self._expires_at(ttl_s)
