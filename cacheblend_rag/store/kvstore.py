@@ -32,7 +32,12 @@ _EVENT_S = 60.0
 
 
 class KVStore:
-    """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one."""
+    """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one.
+
+    A key is a digest of everything the KV depends on, and of its owner (the tenant). Names (ids of chunks) live in a namespace,
+    the digest of the model and the tenant; several may lead to one key. KV lives for `ttl_s` seconds, None is for ever. All
+    methods may be called from any thread.
+    """
 
     def __init__(self, tiers: Tiers, offsite: Offsite | None = None, write_back_bytes: int = 0) -> None:
         self._index, self._tiers, self._offsite = tiers.index, tiers, offsite
@@ -99,6 +104,8 @@ class KVStore:
         ttl_s: float | None = None,
     ) -> bool:
         """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background."""
+        # Of its names the `records` were unknown, and the `known` led to it, or to no KV behind other chunks. KV that no name
+        # leads to is not kept; where names cannot be recorded, it is in RAM alone, and goes with the first of them.
         self._check(key)
         miss = Entry(tenant, self._expires_at(ttl_s), kv=kv)
         known = known or {}
