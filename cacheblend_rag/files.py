@@ -20,9 +20,9 @@ _SHOWN = 300
 
 
 def read_yaml_text(path: Path) -> str:
-    """Return the text of a YAML file of settings; `ConfigError` if it cannot be read, or is not UTF-8."""
+    """Return the text of a YAML file of settings, with its line ends; `ConfigError` if it cannot be read, or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings file {path} cannot be read: {error}") from error
 
