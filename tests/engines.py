@@ -1,14 +1,18 @@
 """Engines of tiny models, each closed with its test."""
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine
+from cacheblend_rag import BlendEngine, BlendPrompt
+from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.preamble import default_preamble
+from cacheblend_rag.store import KVStore
 from tests.families import tiny_model, tiny_tokenizer
 
 MakeEngine = Callable[..., BlendEngine]
@@ -27,12 +31,42 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
         yield make
 
 
+def store_of(engine: BlendEngine) -> KVStore:
+    """Return the whole store of an engine, which engines hand out to nobody."""
+    return engine._store
+
+
+def preamble_of(engine: BlendEngine) -> tuple[int, ...]:
+    """Return the tokens that chunks are encoded behind, if their KV can be moved."""
+    wanted = engine.config.preamble
+    text = default_preamble(engine.tokenizer) if wanted is None else wanted
+    return engine.prompt_ids(BlendPrompt(segments=[text])) if text else (engine.tokenizer.bos_token_id,)
+
+
+def separator_of(engine: BlendEngine) -> tuple[int, ...]:
+    """Return the tokens that chunks are set off by."""
+    return tuple(engine.tokenizer(engine.config.separator, add_special_tokens=False)["input_ids"])
+
+
+@contextmanager
+def busy(engine: BlendEngine) -> Iterator[Callable[[int], None]]:
+    """Keep the model from the calls made within the block; yields what waits until so many of them stand in line."""
+    scheduler = scheduler_of(engine.model)
+
+    def until(count: int) -> None:
+        while len(scheduler.line()) < count:
+            time.sleep(0.001)
+
+    with scheduler:
+        yield until
+
+
 def evict(engine: BlendEngine, *ids: str) -> None:
     """Drop the KV of chunks, which keep their names."""
     for record in engine.records(list(ids)):
         assert record is not None
         for key in record.keys:
-            engine._store.discard(key)
+            store_of(engine).discard(key)
 
 
 def damage(file: Path) -> None:

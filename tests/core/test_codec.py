@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -35,6 +34,10 @@ def layer_of(
 
 def equal(a: LayerKV, b: LayerKV) -> bool:
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def groups_of(length: int, most: int) -> list[range]:
@@ -100,11 +103,12 @@ def tensors(draw: st.DrawFn) -> LayerKV:
             tensor[tuple(draw(st.integers(0, n - 1)) for n in shape)] = special
         if draw(st.booleans()):
             tensor[:, :, 0] = tensor[0, 0, 0].item()
-        pair.append(tensor.to(dtype))
+        # A view as well, whose rows do not lie behind each other.
+        pair.append(tensor.to(dtype) if draw(st.booleans()) else tensor.to(dtype).mT.contiguous().mT)
     return LayerKV(*pair)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(layer=tensors(), name=st.sampled_from(codec_names()))
 def test_any_numbers_come_back_within_the_bound_or_untouched(layer: LayerKV, name: str) -> None:
     codec = make_codec(name)
@@ -114,7 +118,7 @@ def test_any_numbers_come_back_within_the_bound_or_untouched(layer: LayerKV, nam
     for tensor, unpacked in zip(layer, back, strict=True):
         assert (unpacked.dtype, unpacked.shape) == (tensor.dtype, tensor.shape)
     if packed.codec == "native":
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(layer, back, strict=True))
+        assert all(torch.equal(raw(a), raw(b)) for a, b in zip(layer, back, strict=True))
         return
     # What is packed is finite, before and after.
     for tensor in (*layer, *back, *(part for part in packed.parts.values() if part.is_floating_point())):
@@ -136,20 +140,13 @@ def stretched(packed: PackedLayer, part: str, codec: QuantizedCodec) -> torch.Te
     return steps.repeat_interleave(sizes, dim=axis)
 
 
-@pytest.mark.parametrize("name", [name for name in codec_names() if name != "native"])
-@pytest.mark.parametrize(
-    "layer",
-    [
-        LayerKV(torch.ones(1, 3, 4, dtype=torch.int8), torch.ones(1, 3, 4, dtype=torch.int8)),
-        LayerKV(torch.ones(1, 3, 4), torch.ones(1, 3, 4).to(torch.float8_e4m3fn)),
-    ],
-    ids=["integers", "float8"],
-)
-def test_what_has_no_packed_form_is_kept_native(name: str, layer: LayerKV) -> None:
-    packed = make_codec(name).pack(layer)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_what_has_no_packed_form_is_kept_native(dtype: torch.dtype) -> None:
+    layer = LayerKV(torch.ones(1, 3, 4), torch.ones(1, 3, 4).to(dtype))
+    packed = make_codec("int8").pack(layer)
     assert packed.codec == "native"
     back = unpack_layer(packed)
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(layer, back, strict=True))
+    assert all(torch.equal(raw(a), raw(b)) for a, b in zip(layer, back, strict=True))
 
 
 def test_packing_by_another_codec() -> None:
@@ -171,14 +168,6 @@ def test_a_whole_chunk() -> None:
     assert [layer.codec for layer in packed.layers] == ["int4", "native"]
     assert packed.nbytes == packed.layers[0].nbytes + bad.nbytes
     assert pack_kv(pack_kv(kv, make_codec("int8")), make_codec("int4")).layers[0].codec == "int4"
-
-
-def test_tensors_that_are_views() -> None:
-    whole = torch.randn(40, 2, 21)
-    layer = LayerKV(whole.transpose(0, 1)[:, :, 1:], whole.transpose(0, 1)[:, :, :-1])
-    plain = LayerKV(layer.keys.contiguous(), layer.values.contiguous())
-    for name in codec_names():
-        assert equal(unpack_layer(make_codec(name).pack(layer)), unpack_layer(make_codec(name).pack(plain)))
 
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((40, 33, 20, 17))]
@@ -209,25 +198,23 @@ def test_logits_move_no_more_than_the_bits_allow(tmp_path: Path) -> None:
     assert errors["int8"] < errors["int4"] < 0.5
 
 
-@pytest.mark.parametrize("ram_codec", ["native", "int4"])
-def test_by_default_kv_on_disk_takes_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ram_codec: str) -> None:
-    sizes = {}
-    with engine_with(tmp_path / "native", ram_codec=ram_codec, disk_codec="native") as engine:
+def test_by_default_kv_on_disk_takes_8_bits_and_is_the_same_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_with(tmp_path / "native") as engine:
         engine.add(CHUNKS)
-        sizes["native"] = engine.store.stats().disk_bytes
+        native = engine.store.stats().disk_bytes
     monkeypatch.delenv("CACHEBLEND_DISK_CODEC")
-    with engine_with(tmp_path / "kv", ram_codec=ram_codec) as engine:
-        assert engine.config.disk_codec == "int8"
-        engine.add(CHUNKS[:3])
-        engine.prefill(PROMPT)
-        engine.flush()
-        before = engine.prefill(PROMPT)
-        sizes["default"] = engine.store.stats().disk_bytes
-    with engine_with(tmp_path / "kv", ram_codec=ram_codec) as engine:
-        after = engine.prefill(PROMPT)
-    assert before.report.hits == after.report.hits == 4
-    assert torch.equal(before.logits, after.logits)
-    assert sizes["default"] < 0.5 * sizes["native"]
+    results = []
+    for _ in range(2):
+        with engine_with(tmp_path / "kv") as engine:
+            engine.add(CHUNKS[:3])
+            engine.prefill(PROMPT)
+            engine.flush()
+            results.append(engine.prefill(PROMPT))
+            assert engine.store.stats().disk_bytes < 0.5 * native
+    assert [each.report.hits for each in results] == [4, 4]
+    assert torch.equal(results[0].logits, results[1].logits)
 
 
 def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path) -> None:
@@ -240,31 +227,3 @@ def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path)
             assert (result.report.hits, result.report.misses) == (4, 0)
             assert bool(result.logits.isfinite().all())
         assert engine.add(CHUNKS).encoded == 0
-
-
-def test_a_channel_of_large_keys_costs_the_others_nothing() -> None:
-    """As Qwen2.5 has them, which codecs with one grid a token lose; the median of eight prompts."""
-    plain, outlying = ([errors_of(factor, seed) for seed in range(8)] for factor in (1, 50))
-    for codec, most in (("int8", 0.02), ("int4", 0.2)):
-        assert median(each[codec] for each in outlying) < max(most, 2 * median(each[codec] for each in plain))
-
-
-def errors_of(factor: float, seed: int) -> dict[str, float]:
-    """Return what each codec changes in the logits of a model with a channel of keys that is so much larger."""
-    model = tiny_model("llama")
-    with torch.no_grad():
-        for layer in model.get_decoder().layers:
-            # A channel of the first head of keys, and of the queries that read it, so that attention stays as it was but for
-            # what the rotation mixes.
-            layer.self_attn.k_proj.weight[3] *= factor
-            layer.self_attn.q_proj.weight[3] /= factor
-    chunks = [Chunk(words(9 + seed % 3, 100 * seed + number), f"n{number}") for number in range(3)]
-    prompt = BlendPrompt(words(3, 900 + seed), [str(chunk.id) for chunk in chunks], words(4, 950 + seed))
-    logits = {}
-    for codec in ("native", "int8", "int4"):
-        settings = engine_settings(strict=True, recompute_ratio=0.0, ram_codec=codec)
-        with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
-            engine.add(chunks)
-            logits[codec] = engine.prefill(prompt).logits
-    scale = logits["native"].norm()
-    return {codec: float((logits[codec] - logits["native"]).norm() / scale) for codec in ("int8", "int4")}

@@ -24,12 +24,22 @@ def test_the_environment_fills_in_and_arguments_win(monkeypatch: pytest.MonkeyPa
     config = BlendConfig(selector="none")
     assert (config.recompute_ratio, EngineConfig().preamble, config.selector) == (0.3, (1, 3), "none")
     assert BlendConfig(recompute_ratio=0.2).recompute_ratio == 0.2
-
-
-def test_a_bad_value_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "much")
-    with pytest.raises(ConfigError, match="recompute_ratio='much'"):
+    with pytest.raises(ConfigError, match="recompute_ratio"):
         BlendConfig()
+
+
+def test_one_prefix_of_the_environment_is_not_anothers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheblend_serve.settings import ServeConfig
+
+    monkeypatch.setenv("CACHEBLEND_SERVE_PER_MINUTE", "60")
+    monkeypatch.setenv("CACHEBLEND_PER_MINUTE", "61")
+    EngineConfig()
+    assert ServeConfig().per_minute == 60
+    assert "CACHEBLEND_PER_MINUTE" in caplog.text
+    assert "CACHEBLEND_SERVE_PER_MINUTE" not in caplog.text
 
 
 def test_yaml(tmp_path: Path) -> None:
@@ -40,22 +50,12 @@ def test_yaml(tmp_path: Path) -> None:
     assert EngineConfig.from_yaml(path).torch_dtype() == torch.bfloat16
     path.write_text("")
     assert BlendConfig.from_yaml(path) == BlendConfig()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("ratio: 0.2", "unknown setting ratio"),
-        ("- 1", "holds a list"),
-        ("a: [", "cannot be read"),
-        ("recompute_ratio: x", "recompute_ratio='x'"),
-    ],
-)
-def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "blend.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        BlendConfig.from_yaml(path)
+    for text in ("ratio: 0.2", "- 1", "a: [", "recompute_ratio: x"):
+        path.write_text(text)
+        with pytest.raises(ConfigError):
+            BlendConfig.from_yaml(path)
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        BlendConfig.from_yaml(tmp_path / "none.yaml")
 
 
 @settings(max_examples=150)
@@ -68,15 +68,23 @@ def test_whatever_a_file_holds_no_other_error_is_raised(tmp_path_factory: pytest
             kind.from_yaml(path)
 
 
-def test_a_missing_yaml_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
-        BlendConfig.from_yaml(tmp_path / "none.yaml")
+def test_files_that_grow_as_they_are_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "blend.yaml"
+    laughs = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 20)}]\n" for n in range(1, 30))
+    for text in (f"a0: &a0 [x, x]\n{laughs}preamble: *a29\n", "a: " + "[" * 50_000, "a: 0x" + "1" * 60_000):
+        path.write_text(text)
+        with within(200_000_000, 1.0), pytest.raises(ConfigError) as caught:
+            EngineConfig.from_yaml(path)
+        assert len(str(caught.value)) < 4000
+    numbers = list(range(3000))
+    path.write_text(f"preamble: {numbers}\n")
+    assert EngineConfig.from_yaml(path).preamble == tuple(numbers)
 
 
 def test_replacing_checks_again_and_settings_are_frozen() -> None:
     config = BlendConfig(selector="none")
     assert config.replace(recompute_ratio=0.5).selector == "none"
-    with pytest.raises(ConfigError, match="less than or equal to 1"):
+    with pytest.raises(ConfigError):
         config.replace(recompute_ratio=2)
     with pytest.raises(ValueError, match="frozen"):
         config.enabled = False  # type: ignore[misc]
@@ -102,34 +110,23 @@ def test_no_dump_of_the_settings_shows_the_password_of_a_remote_tier(password: s
     assert EngineConfig(**config.model_dump()) == config == pickle.loads(pickle.dumps(config))
 
 
-def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd(1,2)")
-    with pytest.raises(ConfigError, match=r"selector='hkvd\(1,2\)' cannot be read; write a name, or options after it"):
-        make_selector(BlendConfig().selector)
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"device": "gpu"}, "device='gpu': unknown device; give cpu, cuda or cuda:N"),
-        ({"selector": "random", "seed": 2**70}, "seed=1180591620717411303424 must be"),
-        ({"selector": "hkvd", "gradual_start": float("inf")}, "gradual_start=inf must be"),
-        ({"selector": "query", "look_layers": (3, 2)}, "look_layers=.*ascending"),
-        ({"selector": "query", "look_layers": ()}, "look_layers=.*at least one"),
-        ({"companions": "all"}, "companions='all'"),
+        ({"device": "gpu"}, "device"),
+        ({"device_bytes": -1}, "device_bytes"),
+        ({"selector": "random", "seed": 2**70}, "seed"),
+        ({"selector": "hkvd", "gradual_start": float("inf")}, "gradual_start"),
+        ({"selector": "hkvd(1,2)"}, "selector"),
+        ({"kv_capacity": 8}, "kv_capacity"),
+        ({"selector": "query", "look_layers": (3, 2)}, "look_layers"),
+        ({"selector": "query", "look_layers": ()}, "look_layers"),
+        ({"load_threads": 0}, "load_threads"),
+        ({"encode_batch_tokens": "many"}, "encode_batch_tokens"),
+        ({"companions": "all"}, "companions"),
+        *(({"tenant": name}, "tenant") for name in ("", "a" * 201, "a\nb", "a\0", "\ud800", 7)),
     ],
 )
-def test_values_without_a_meaning_are_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        engine_settings(**settings)
-
-
-def test_a_servers_settings_are_known(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from cacheblend_serve.settings import ServeConfig
-
-    monkeypatch.setenv("CACHEBLEND_SERVE_PER_MINUTE", "60")
-    monkeypatch.setenv("CACHEBLEND_PER_MINUTE", "61")
-    EngineConfig()
-    assert ServeConfig().per_minute == 60
-    # One prefix is not another's.
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["CACHEBLEND_PER_MINUTE"]
+def test_values_without_a_meaning_are_named(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make_selector(engine_settings(**settings)["blend"].selector)

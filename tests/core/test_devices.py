@@ -1,7 +1,6 @@
 """What is computed on a CUDA device is what the CPU computes, on every way that KV takes there; and on the CPU the same twice."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from cacheblend_lab.families import tiny_model as family_model
 from cacheblend_lab.family_table import shipped_table
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, FixedText
-from cacheblend_rag.engine import GenerationResult
 from tests.families import tiny_model, tiny_tokenizer, words
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -74,12 +72,6 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def assert_same_answer(got: GenerationResult, wanted: GenerationResult) -> None:
-    assert got.token_ids == wanted.token_ids
-    assert got.text == wanted.text
-    assert got.report.hits == wanted.report.hits
-
-
 # On the CPU, which is compared with itself, one prompt a way shows that the test runs.
 @pytest.mark.parametrize(
     ("device", "prompt"),
@@ -95,10 +87,11 @@ def test_prompts_are_answered_as_on_cpu(engines: dict[str, BlendEngine], device:
         ours, theirs = (one.prefill(PROMPTS[prompt], blend=how) for one, how in ((engine, blend), (wanted, cpu_blend)))
         assert_same(ours.logits, theirs.logits)
         assert ours.report.recomputed_tokens == theirs.report.recomputed_tokens
-    assert_same_answer(
-        engine.generate(PROMPTS[prompt], 10, blend=blend, do_sample=False),
-        wanted.generate(PROMPTS[prompt], 10, blend=cpu_blend, do_sample=False),
-    )
+    answer = wanted.generate(PROMPTS[prompt], 10, blend=cpu_blend, do_sample=False)
+    stream = engine.stream(PROMPTS[prompt], 10, blend=blend, do_sample=False)
+    assert ("".join(stream), stream.result().token_ids) == (answer.text, answer.token_ids)
+    many = engine.generate_many([PROMPTS[prompt]] * 3, 10, blend=blend, do_sample=False)
+    assert [each.token_ids for each in many] == [answer.token_ids] * 3
     for each in attached:
         each.close()
 
@@ -107,14 +100,14 @@ def test_prompts_are_answered_as_on_cpu(engines: dict[str, BlendEngine], device:
 @pytest.mark.parametrize("codec", ["native", "int8", "int4"])
 @pytest.mark.parametrize("tier", ["ram", "disk", "device"])
 def test_kv_of_every_tier_and_codec_is_that_of_the_cpu(tmp_path: Path, device: str, codec: str, tier: str) -> None:
+    """The folder is one: what one device wrote serves the other."""
     rooms = {"ram": {"device_bytes": 0}, "disk": {"device_bytes": 0, "ram_bytes": 0}, "device": {"device_bytes": 10**8}}
     prompt = PROMPTS["every chunk stored"]
     results = []
     for name in dict.fromkeys(("cpu", device)):
         settings = {"ram_codec": codec, "disk_codec": codec, **rooms[tier]}
-        with engine_on(name, tmp_path / name, **settings) as engine:
-            engine.add([*DOCUMENT, *ALONE])
-            engine.flush()
+        with engine_on(name, tmp_path, **settings) as engine:
+            assert engine.add([*DOCUMENT, *ALONE]).encoded == (5 if name == "cpu" else 0)
             engine.prefill(prompt)
             result = engine.prefill(prompt)
             assert {chunk.tier for chunk in result.report.chunks} == {tier}
@@ -124,46 +117,6 @@ def test_kv_of_every_tier_and_codec_is_that_of_the_cpu(tmp_path: Path, device: s
     else:
         # A number that lies between two that the codec has may be rounded either way.
         assert float((results[0] - results[-1]).norm() / results[0].norm()) < 0.02
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_folder_written_by_one_device_serves_the_other(tmp_path: Path, device: str, threads: int) -> None:
-    prompt = PROMPTS["every chunk stored"]
-    with engine_on("cpu", tmp_path) as engine:
-        engine.add([*DOCUMENT, *ALONE])
-        wanted = engine.prefill(prompt).logits
-    with engine_on(device, tmp_path, load_threads=threads, ram_bytes=0, device_bytes=0) as engine:
-        result = engine.prefill(prompt)
-        assert result.report.hits == 4
-        assert_same(result.logits, wanted)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_many_prompts_together_and_at_once(engines: dict[str, BlendEngine], device: str) -> None:
-    prompts = list(PROMPTS.values())[:3]
-    for prompt in prompts:
-        # A chunk that one of them brings along is stored from then on.
-        engines[device].prefill(prompt)
-        engines["cpu"].prefill(prompt)
-    wanted = [engines["cpu"].generate(prompt, 12, do_sample=False) for prompt in prompts]
-    for ours, theirs in zip(engines[device].generate_many(prompts, 12, do_sample=False), wanted, strict=True):
-        assert_same_answer(ours, theirs)
-    with ThreadPoolExecutor(3) as pool:
-        at_once = list(pool.map(lambda prompt: engines[device].generate(prompt, 12, do_sample=False), prompts))
-    for ours, theirs in zip(at_once, wanted, strict=True):
-        assert_same_answer(ours, theirs)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_stream_and_a_sample(engines: dict[str, BlendEngine], device: str) -> None:
-    prompt, engine = PROMPTS["every chunk stored"], engines[device]
-    stream = engine.stream(prompt, 12, do_sample=False)
-    text = "".join(stream)
-    assert_same_answer(stream.result(), engines["cpu"].generate(prompt, 12, do_sample=False))
-    assert text == stream.result().text
-    # Drawn by the device's own generator, so that it is another answer; but an answer.
-    assert 1 <= len(engine.generate(prompt, 6, do_sample=True, temperature=1.0).token_ids) <= 6
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -200,37 +153,3 @@ def test_half_precision_on_cuda(family: str, dtype: torch.dtype) -> None:
     torch.nn.Module.to(model, "cuda")
     differences = dict(prove(model).differences)
     assert max(differences[name] for name in ("oracle", "ratio 1.0", "hits and misses")) <= 0.05
-
-
-@pytest.mark.cuda
-def test_pinned_memory_and_what_is_given_back() -> None:
-    with engine_on("cuda") as engine:
-        engine.add([*DOCUMENT, *ALONE])
-        engine.generate(PROMPTS["every chunk stored"], 4)
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        for _ in range(5):
-            engine.generate(PROMPTS["every chunk stored"], 4)
-        torch.cuda.synchronize()
-        # No prompt leaves its cache behind.
-        assert torch.cuda.memory_allocated() <= held
-
-
-@pytest.mark.cuda
-def test_the_reference_model_answers_as_on_the_cpu() -> None:
-    from cacheblend_lab.reference.corpus import demo_documents, demo_questions
-
-    answers = {}
-    for device in ("cpu", "cuda"):
-        with BlendEngine.from_pretrained("reference", **engine_settings(device=device, dtype="float32")) as engine:
-            chunks = [
-                Chunk(text, f"{number}-{place}", document=str(number))
-                for number, document in enumerate(demo_documents())
-                for place, text in enumerate(document.chunks)
-            ]
-            engine.add(chunks)
-            answers[device] = [
-                engine.generate(BlendPrompt("Read:\n", chunks[:10], f"\n{question.text}"), 24, do_sample=False).text
-                for question in demo_questions(6)
-            ]
-    assert answers["cuda"] == answers["cpu"]

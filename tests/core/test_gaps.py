@@ -131,37 +131,26 @@ def test_the_start_is_part_of_the_key_only_where_kv_cannot_be_moved(engine: Blen
     assert gapped.encoded == 1
 
 
-def test_a_chunk_with_gaps_wants_positions(engine: BlendEngine) -> None:
+def test_positions_that_do_not_fit_are_refused(engine: BlendEngine) -> None:
     chunk = Chunk("a", "g", token_ids=some_ids(4, 1), positions=[1, 2, 6, 7])
-    with pytest.raises(ConfigError, match="gaps"):
+    # A chunk with gaps wants positions.
+    with pytest.raises(ConfigError):
         engine.prefill(BlendPrompt(segments=[chunk, "t3"]))
     if engine.window is not None:
-        with pytest.raises(PromptTooLongError, match="reaches position"):
+        with pytest.raises(PromptTooLongError):
             engine.add([Chunk("a", "far", token_ids=some_ids(2, 1), positions=[1, 100_000])])
+    for wrong in ({"token_ids": [3, 4], "positions": [1]}, {"positions": [1]}):
+        with pytest.raises(ConfigError):
+            Chunk("a", **wrong)
+    for positions in ([2, 2], [-1, 2]):
+        with pytest.raises(ConfigError):
+            Chunk("a", token_ids=[3, 4], positions=positions)
+    for start, stop in ((0, 5), (2, 2), (-1, 2)):
+        with pytest.raises(ConfigError):
+            ChunkPart(chunk, start, stop)
 
 
 def test_models_that_count_their_tokens_refuse_gaps() -> None:
     with BlendEngine(tiny_model(tiny_config("bart")), tiny_tokenizer(), **REUSE) as engine:
-        with pytest.raises(PromptError, match="takes none"):
+        with pytest.raises(PromptError):
             engine.prefill(BlendPrompt(segments=["t3 t4", "t5"], positions=[0, 9]))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"token_ids": [3, 4], "positions": [1]},
-        {"positions": [1]},
-        {"token_ids": [3, 4], "positions": [2, 2]},
-        {"token_ids": [3, 4], "positions": [-1, 2]},
-    ],
-)
-def test_positions_that_fit_no_tokens_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="position"):
-        Chunk("a", **wrong)
-
-
-def test_a_part_is_within_its_chunk() -> None:
-    chunk = Chunk("a", token_ids=[3, 4, 5])
-    for start, stop in ((0, 4), (2, 2), (-1, 2)):
-        with pytest.raises(ConfigError, match="no tokens from"):
-            ChunkPart(chunk, start, stop)
