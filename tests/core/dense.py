@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
-from cacheblend_rag import BlendEngine, BlendPrompt
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from tests.engines import preamble_of
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -55,10 +56,13 @@ class _Substituting(RecordingCache):
 
 
 def read_behind(engine: BlendEngine, prompt: BlendPrompt) -> list[list[int]]:
-    """Return what each chunk of a prompt is encoded behind: the preamble, and for the first nothing else."""
-    chunks = engine._assembler.assemble(prompt).chunks
-    assert not chunks[0].target.context and all(chunk.target.context for chunk in chunks[1:])
-    return [[*engine._assembler.preamble, *chunk.target.context] for chunk in chunks]
+    """Return what each chunk of a prompt, all of them added, is encoded behind: the preamble, and for the first nothing else."""
+    ids = [str(each.id) for each in prompt.segments if isinstance(each, Chunk | ChunkRef)]
+    behind: list[list[int]] = [[]]
+    for record in engine.records(ids)[1:]:
+        assert record is not None and record.later is not None and record.later.behind
+        behind.append(list(record.later.behind))
+    return [[*preamble_of(engine), *each] for each in behind]
 
 
 @torch.no_grad()

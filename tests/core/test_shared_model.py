@@ -20,6 +20,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import KVCache, PaddedBatch, inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import own_kv, random_ids, span_layout
+from tests.engines import busy
 from tests.families import tiny_model, tiny_tokenizer, words
 
 SETTINGS = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15)
@@ -64,10 +65,9 @@ def test_engines_on_one_model_wait_for_each_other() -> None:
         asking = threading.Thread(target=lambda: found.append(second.generate(PROMPT, 6).token_ids))
         making = threading.Thread(target=lambda: _make(model).close())
         for thread in (asking, making):
-            with first._runner.scheduler:
+            with busy(first) as until:
                 thread.start()
-                while not first._runner.scheduler.wanted:
-                    assert thread.is_alive()
+                until(1)
             thread.join(60)
         assert found == [wanted]
 
@@ -137,15 +137,9 @@ def test_padded_batches_leave_the_model_as_it_was(patched: bool) -> None:
         assert _first_tokens(model, second, second_cache) == [8, 8]
         assert _logits(model, torch.tensor([[3, 4, 5]])).equal(plain)
     assert vars(model).get("forward") is before
-
-
-@torch.no_grad()
-def test_a_forward_that_was_replaced_meanwhile_stays() -> None:
-    model = tiny_model("llama")
-    batch = _batch(model, [[1, 2, 3], [4, 5]], 7)
-    with batch.prefilled(model) as cache:
+    with first.prefilled(model) as first_cache:
+        # What replaces it meanwhile stays.
         model.forward = replacement = partial(model.forward)
-        assert _first_tokens(model, batch, cache) == [7, 7]
+        assert _first_tokens(model, first, first_cache) == [7, 7]
     assert vars(model)["forward"] is replacement
-    plain = tiny_model("llama")
-    assert _logits(model, torch.tensor([[3, 4, 5]])).equal(_logits(plain, torch.tensor([[3, 4, 5]])))
+    assert _logits(model, torch.tensor([[3, 4, 5]])).equal(plain)

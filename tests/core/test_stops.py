@@ -12,7 +12,6 @@ from transformers import LogitsProcessor
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt
-from cacheblend_rag.engine import StopStrings
 from cacheblend_rag.stops import Spelling, StopCutter, cut_at_stop, cut_pieces
 from tests.core.test_lexer import sentence_pieces
 from tests.families import tiny_reader
@@ -52,12 +51,6 @@ def test_cutting_pieces_equals_cutting_the_text(text: str, stops: list[str], dat
         longest = max(map(len, stops), default=1)
         assert len(shown) >= min(len(wanted), len(read) - 2 * longest)
     assert shown + "".join(cutter.feed("", is_last=True)) == wanted
-
-
-def test_what_cannot_be_a_stop_string_is_shown_at_once() -> None:
-    cutter = StopCutter(["\n\n", "User:"])
-    pieces = ("He said:", " Us", "ed\n", "end\n", "\nmore")
-    assert list(cut_pieces(pieces, cutter)) == ["He said:", " ", "Used", "\nend"]
 
 
 JAPANESE = "これはとてもながいぶんしょうです。"
@@ -122,12 +115,3 @@ def test_a_special_token_may_be_what_stops_an_answer(stop: Any) -> None:
     result = reader().generate(PROMPT, 2 * len(ids), stop_strings=stop, **options)
     assert (result.token_ids, result.finish_reason, result.text) == (tuple(ids), "stop", "The cat sat")
     assert reader().generate(PROMPT, 2 * len(ids), **options).finish_reason == "length"
-
-
-def test_what_is_written_again_after_a_failure_is_searched_from_its_beginning() -> None:
-    ids = reader().tokenizer("one two", add_special_tokens=False)["input_ids"]
-    criterion = StopStrings(reader().tokenizer, ["oo", "two"])
-    for _ in range(2):
-        rows = [torch.tensor([[7, *ids[:count]]]) for count in range(1, len(ids) + 1)]
-        assert [bool(criterion(row, None)) for row in rows] == [False] * (len(ids) - 1) + [True]
-        assert not criterion(rows[0], None)

@@ -17,6 +17,7 @@ from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import NodeRecord
 from tests.core.documents.texts import TOLERANCE, expected
+from tests.engines import store_of
 from tests.families import tiny_model
 
 Ids = tuple[int, ...]
@@ -96,18 +97,18 @@ class Library:
         for id in ids:
             self.alone.pop(id, None)
             for document, pieces in list(self.pieces.items()):
-                gone = next((piece for piece in pieces if piece.id == id), None)
-                if gone is None:
-                    continue
-                left = [piece for piece in pieces if piece is not gone]
-                self.pieces[document] = left
-                if not left:
+                self.pieces[document] = [piece for piece in pieces if piece.id != id]
+                if not self.pieces[document]:
                     del self.pieces[document]
 
     def order(self, document: str) -> list[Piece]:
+        """Return those with a place by their places, and then the others as they came."""
         pieces = self.pieces.get(document, [])
-        placed = sorted((piece for piece in pieces if piece.chunk.start is not None), key=lambda each: each.chunk.start)
-        return placed + [piece for piece in pieces if piece.chunk.start is None]
+        placed = [piece for piece in pieces if piece.chunk.start is not None]
+        return [
+            *sorted(placed, key=lambda each: each.chunk.start or 0),
+            *(piece for piece in pieces if piece.chunk.start is None),
+        ]
 
     def readings(self, now: float) -> dict[str, Reading]:
         """Return how the KV right behind the preamble is read; all of a document lives no longer than any of it."""
@@ -132,9 +133,8 @@ def later_of(engine: BlendEngine, record: NodeRecord, readings: Mapping[str, Rea
     assert ids <= set(readings), "what was seen is gone"
     there = {each.id: each.key for each in engine.records(list(ids)) if each is not None}
     assert all(there[id] == key for id, key in record.later.seen), "what was seen is another by now"
-    assert engine._assembler.companions is not None
-    passages, _ = engine._assembler.companions._passages
-    told = {token for id in ids for token in readings[id].ids}.union(*passages, own.ids[len(record.token_ids) :])
+    # All words of the package's passages are one token to the tiny tokenizer, that of what it does not know.
+    told = {token for id in ids for token in readings[id].ids} | {0, *own.ids[len(record.token_ids) :]}
     assert told >= set(record.later.behind)
     return Reading(record.later.behind, own.ids, own.expires_at)
 
@@ -165,7 +165,7 @@ class Rows:
 
     def distance(self, engine: BlendEngine, key: str, reading: Reading) -> float | None:
         """Return how far stored KV is from what it should be, of each layer's largest value; None where none is stored."""
-        reader = engine._store.open(key)
+        reader = store_of(engine).open(key)
         if reader is None:
             return None
         assert engine.model is self.model

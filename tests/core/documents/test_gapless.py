@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_attachments import SourceAttention
-from cacheblend_lab.settings import blend_settings, engine_settings
+from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, ChunkRef, FixedText
 from tests.core.documents.texts import Text
+from tests.engines import preamble_of
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
@@ -37,12 +37,15 @@ def own_logits(engine: BlendEngine, prompt: BlendPrompt) -> torch.Tensor:
     return engine.model(torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
 
 
-def off(engine: BlendEngine, prompt: BlendPrompt, **values: Any) -> float:
+def off(engine: BlendEngine, prompt: BlendPrompt) -> float:
     """How far the engine's logits are from the model's own."""
-    config = blend_settings(engine.blend, **values) if values else None
-    result = engine.prefill(prompt, blend=config)
+    result = engine.prefill(prompt)
     assert result.report.charged_ratio == 0
     return float((result.logits - own_logits(engine, prompt)).abs().max())
+
+
+def prompt_of(ids: Sequence[str], separator: str, head: str | FixedText = "") -> BlendPrompt:
+    return BlendPrompt(head, list(ids), QUESTION, separator)
 
 
 @contextmanager
@@ -56,17 +59,13 @@ def counting_rows(engine: BlendEngine) -> Iterator[list[int]]:
         hook.remove()
 
 
-def prompt_of(ids: Sequence[str], separator: str, head: str | FixedText = "") -> BlendPrompt:
-    return BlendPrompt(head, list(ids), QUESTION, separator)
-
-
 def check_pair(family: str, attention: str, separator: str, preamble: str | None, sizes: Sequence[int]) -> None:
     """What has seen just what stands before it is exact: two chunks behind each other, or one right behind the head."""
     text = Text.of("d", sizes, [0], 5)
     ids = [str(chunk.id) for chunk in text.chunks]
     with engine_of(family, attention, separator=separator, preamble=preamble) as engine:
         engine.add(text.chunks)
-        head = engine.tokenizer.decode(engine._assembler.preamble[1:])
+        head = engine.tokenizer.decode(preamble_of(engine)[1:])
         for start in (head, FixedText(head)):
             for each in (ids, ids[::-1], ids[:1], ids[1:]):
                 assert off(engine, prompt_of(each, separator, start)) < TOLERANCE
@@ -128,68 +127,25 @@ def test_nothing_but_the_question_is_computed(tmp_path: Path, separator: str, he
         assert report.head_tokens == (12 if isinstance(head, FixedText) else 0)
 
 
-def test_the_model_is_given_the_question_only() -> None:
-    text = Text.of("d", [8, 9, 7], [0, 0], 1)
-    seen: list[int] = []
-    with engine_of() as engine:
-        engine.add(text.chunks)
-        prompt = prompt_of(["d-2", "d-0"], "", FixedText(HEAD))
-        wanted = engine.prefill(prompt).logits
-        embedding = engine.model.get_input_embeddings()
-        with embedding.register_forward_hook(lambda module, args, output: seen.append(output.shape[1])):
-            assert torch.equal(engine.prefill(prompt).logits, wanted)
-            answer = engine.generate(prompt, 3, do_sample=False)
-            several = engine.generate_many([prompt, prompt], 3, do_sample=False)
-            engine.attach(SourceAttention())
-            steered = engine.generate(prompt, 3, do_sample=False)
-    assert seen == [7, 7, 1, 1, 7, 7, 1, 1, len(answer.prompt_ids), 1, 1]
-    assert {result.token_ids for result in (answer, steered, *several)} == {answer.token_ids}
-
-
-def test_text_that_is_no_separator_is_computed() -> None:
-    text = Text.of("d", [8, 9, 7], [0, 0], 1)
-    with engine_of(separator=SEPARATOR) as engine:
-        engine.add(text.chunks)
-        for between, extra in ((SEPARATOR, 0), ("t3", 2), ("t3 t4 t5", 6), ("", 0)):
-            with counting_rows(engine) as rows:
-                engine.prefill(prompt_of(["d-0", "d-1", "d-2"], between))
-            assert rows == [1 + 7 + extra]
-
-
-def test_a_separator_at_the_end_of_a_prompt_is_computed() -> None:
-    text = Text.of("d", [8, 9], [0], 1)
+@pytest.mark.parametrize(
+    ("segments", "computed"),
+    [
+        # The BOS and the question, and what stands between chunks that is no separator.
+        ([ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1"), QUESTION], 1 + 7),
+        ([ChunkRef("d-0"), ChunkRef("d-1"), QUESTION], 1 + 7),
+        ([ChunkRef("d-0"), "t3", ChunkRef("d-1"), QUESTION], 1 + 1 + 7),
+        ([ChunkRef("d-0"), "t3 t4 t5", ChunkRef("d-1"), QUESTION], 1 + 3 + 7),
+        # A separator at the end of the prompt, however it goes on, and a chunk there.
+        ([ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1"), SEPARATOR], 1 + 2),
+        ([ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1"), SEPARATOR, " ", FixedText("")], 1 + 2),
+        ([ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1")], 1 + 9),
+    ],
+)
+def test_separators_are_stored_and_other_text_is_computed(segments: list[Any], computed: int) -> None:
     with engine_of(separator=SEPARATOR, preamble="") as engine:
-        engine.add(text.chunks)
-        for end in ([SEPARATOR], [SEPARATOR, ""], [SEPARATOR, " ", FixedText("")]):
-            prompt = BlendPrompt(segments=[ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1"), *end])
-            with counting_rows(engine) as rows:
-                report = engine.prefill(prompt).report
-            assert rows == [1 + 2]
-            assert report.hits == 2
-            assert off(engine, prompt) < TOLERANCE
-
-
-def test_a_chunk_at_the_end_is_computed_and_its_separator_is_not_looked_for() -> None:
-    text = Text.of("d", [8, 9], [0], 1)
-    with engine_of(separator=SEPARATOR, preamble="") as engine:
-        engine.add(text.chunks)
-        prompt = BlendPrompt(segments=[ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1")])
+        engine.add(Text.of("d", [8, 9], [0], 1).chunks)
         with counting_rows(engine) as rows:
-            report = engine.prefill(prompt).report
-        assert rows == [1 + 9]
-        assert [chunk.tokens for chunk in report.chunks] == [8 + 2, 9]
-        assert off(engine, prompt) < TOLERANCE
-
-
-def test_full_recomputation_stays_full_prefill_of_the_chunks() -> None:
-    text = Text.of("d", [8, 9, 7], [0, 0], 1)
-    with engine_of(separator=SEPARATOR) as engine:
-        engine.add(text.chunks)
-        prompt = prompt_of(["d-2", "d-0"], SEPARATOR, FixedText(HEAD))
-        whole = own_logits(engine, prompt)
-        for values in ({"recompute_ratio": 1.0}, {"enabled": False}):
-            result = engine.prefill(prompt, blend=blend_settings(engine.blend, **values))
-            assert float((result.logits - whole).abs().max()) < TOLERANCE
-        # "d-0" has seen another chunk than the one before it here.
-        reuse = engine.prefill(prompt)
-        assert float((reuse.logits - whole).abs().max()) > 100 * TOLERANCE
+            assert engine.prefill(BlendPrompt(segments=segments)).report.hits == 2
+        assert rows == [computed]
+        if segments[1] == SEPARATOR:
+            assert off(engine, BlendPrompt(segments=segments)) < TOLERANCE

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.companions import _ENDING_TOKENS as ENDING
 from tests.core.documents.texts import TOLERANCE, Text, distances
+from tests.engines import separator_of
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer
 
+# Tokens of its own document that a chunk is read behind.
+ENDING = 64
 SAMPLED = [("llama", "sdpa"), ("gemma3", "eager"), ("bloom", "eager")]
 
 
@@ -79,12 +81,12 @@ def check_documents(engine: BlendEngine, shapes: list[tuple[list[int], list[int]
                     check_behind(engine, text, number)
     finally:
         engine.delete(engine.ids())
-    assert engine._store.stats().entries == 0
+    assert engine.store.stats().entries == 0
 
 
 def check_behind(engine: BlendEngine, text: Text, number: int) -> None:
     """A chunk is read behind another one of its document and the end of what precedes it there, each set off."""
-    separator = engine._assembler.separator
+    separator = separator_of(engine)
     [record] = engine.records([f"{text.name}-{number}"])
     assert record is not None and record.later is not None
     behind, own = record.later.behind, text.tokens(*text.cuts[number])

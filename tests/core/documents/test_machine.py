@@ -23,6 +23,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import KVStore, check_store, open_store
 from cacheblend_rag.store.index import Index
 from tests.core.documents.naive import Ids, Library, Reading, Rows, later_of, small_model
+from tests.engines import evict, separator_of, store_of
 from tests.families import tiny_tokenizer, words
 
 IDS = [f"c{number}" for number in range(7)]
@@ -56,8 +57,11 @@ def chunks(draw: st.DrawFn, *, placed: bool) -> Chunk:
 
 @st.composite
 def additions(draw: st.DrawFn) -> list[Chunk]:
-    """Draw the chunks of one call, some by their places, some without."""
-    return [draw(chunks(placed=draw(st.booleans()))) for _ in range(draw(st.integers(1, 4)))]
+    """Draw the chunks of one call: anywhere, by their places, or all of one document or none, as they come."""
+    if draw(st.booleans()):
+        return draw(st.lists(chunks(placed=True), min_size=1, max_size=4))
+    drawn = draw(st.lists(chunks(placed=False), min_size=1, max_size=4))
+    return [chunk for chunk in drawn if chunk.document == drawn[0].document]
 
 
 class DocumentMachine(stateful.RuleBasedStateMachine):
@@ -91,7 +95,7 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         self.settings = engine_settings(**given, **reuse)
         self.options = {"ram_bytes": ram_bytes, "disk_bytes": disk_bytes, "write_back_bytes": write_back_bytes}
         self.engines = [self.open(False), self.open(True)]
-        self.library = Library(self.engines[0]._assembler.separator)
+        self.library = Library(separator_of(self.engines[0]))
         # Until when KV may be there, by its context and its tokens.
         self.lives: dict[tuple[Ids, Ids], float] = {}
 
@@ -107,7 +111,7 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
 
     def end(self, engine: BlendEngine) -> None:
         engine.close()
-        engine._store.close()
+        store_of(engine).close()
 
     def readings(self) -> dict[str, Reading]:
         return self.library.readings(self.now)
@@ -195,10 +199,8 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(second=st.booleans(), id=st.sampled_from(IDS))
     def evict(self, second: bool, id: str) -> None:
-        [record] = self.engines[second].records([id])
-        if record is not None:
-            for key in record.keys:
-                self.engines[second]._store.discard(key)
+        if self.engines[second].contains(id):
+            evict(self.engines[second], id)
 
     @stateful.rule(seconds=st.sampled_from([1.0, 49.0, 60.0]))
     def time_passes(self, seconds: float) -> None:
@@ -235,10 +237,10 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
                     # Equal text behind equal text is one entry, and nothing else is.
                     assert keys.setdefault(name, key) == key
                     assert rows().is_right(engine, key, reading), record.id
-                    if engine._store.holds([key])[0]:
+                    if store_of(engine).holds([key])[0]:
                         assert self.now < self.lives[name], record.id
             assert len(set(keys.values())) == len(keys)
-            stats = engine._store.stats()
+            stats = store_of(engine).stats()
             assert stats.nodes == len(readings)
             assert stats.entries <= len(keys)
             self.check_index(self.folder_of(bool(second)), set(keys.values()))
@@ -260,7 +262,7 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
                 self.engines[0].delete(self.engines[0].ids())
                 for second, engine in enumerate(self.engines):
                     assert engine.ids() == []
-                    stats = engine._store.stats()
+                    stats = store_of(engine).stats()
                     assert (stats.nodes, stats.entries, stats.disk_bytes, stats.ram_bytes) == (0, 0, 0, 0)
                     folder = self.folder_of(bool(second))
                     assert list((folder / "kv").glob("*/*")) == []

@@ -12,6 +12,7 @@ from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import KVCache
 from cacheblend_rag.rope import shift_layer
+from tests.engines import preamble_of, store_of
 from tests.families import words
 
 TOLERANCE = 1e-5
@@ -68,7 +69,7 @@ def expected(engine: BlendEngine, context: Sequence[int], ids: Sequence[int]) ->
     """Return the rows of `ids` in one plain forward over preamble, context and `ids`, turned to right behind the preamble."""
     decoder = engine.decoder
     assert decoder is not None
-    prefix = engine._assembler.preamble
+    prefix = preamble_of(engine)
     cache = KVCache(decoder.num_layers)
     inputs = torch.tensor([[*prefix, *context, *ids]])
     decoder.model.get_decoder()(input_ids=inputs, past_key_values=cache, use_cache=True)
@@ -92,7 +93,7 @@ def distances(engine: BlendEngine, id: str) -> list[float]:
     ids = record.token_ids + record.separator
     found = []
     for key, behind in ((record.key, ()), (record.later.key, record.later.behind)):
-        if (reader := engine._store.open(key)) is None:
+        if (reader := store_of(engine).open(key)) is None:
             continue
         assert reader.token_ids == ids
         pairs = zip(map(reader.layer, range(reader.num_layers)), expected(engine, behind, ids), strict=True)
