@@ -1,4 +1,4 @@
-"""The tests, and the commands of `tests.faults`."""
+"""The tests."""
 
 import os
 

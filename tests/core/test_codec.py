@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +12,12 @@ from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.codec import PackedLayer, codec_names, make_codec, pack_kv, repack_layer, unpack_layer
+from cacheblend_rag.codec import codec_names, make_codec, repack_layer, unpack_layer
 from cacheblend_rag.codec.quantized import QuantizedCodec
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.kv import LayerKV
 from tests.families import tiny_model, tiny_tokenizer, words
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# A group of few numbers, so that small tensors have whole groups and rests.
-SMALL = [
-    QuantizedCodec("int8", bits=8, group_size=5, values_along="channel"),
-    QuantizedCodec("int4", bits=4, group_size=4, values_along="token"),
-]
 
 
 def layer_of(
@@ -71,27 +67,9 @@ def naive(tensor: torch.Tensor, bits: int, group_size: int, axis: int) -> tuple[
     return back[0].to(tensor.dtype), back[1]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("codec", SMALL, ids=lambda codec: codec.name)
-@pytest.mark.parametrize("shape", [(2, 12, 12), (1, 7, 5), (3, 1, 1), (1, 13, 2), (2, 3, 20), (1, 31, 33)])
-def test_it_is_the_naive_reference(codec: QuantizedCodec, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    layer = layer_of(shape, dtype)
-    packed = codec.pack(layer)
-    assert packed.codec == codec.name
-    unpacked = codec.unpack(packed)
-    axes = (1, 1 if codec.values_along == "channel" else 2)
-    for tensor, back, axis in zip(layer, unpacked, axes, strict=True):
-        wanted, steps = naive(tensor, codec.bits, codec.group_size, axis)
-        assert back.dtype == dtype and back.shape == tensor.shape and back.is_contiguous()
-        # Bit for bit: the same operations in the same precision.
-        assert torch.equal(back, wanted)
-        rounding = tensor.float().abs() * torch.finfo(dtype).eps
-        assert bool(((back.float() - tensor.float()).abs() <= steps / 2 + rounding).all())
-
-
 @st.composite
 def tensors(draw: st.DrawFn) -> LayerKV:
-    shape = tuple(draw(st.integers(1, most)) for most in (3, 70, 40))
+    shape = tuple(draw(st.integers(1, most)) for most in (2, 70, 20))
     numbers = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from(FLOATS))
     pair = []
@@ -108,36 +86,35 @@ def tensors(draw: st.DrawFn) -> LayerKV:
     return LayerKV(*pair)
 
 
-@settings(max_examples=200)
-@given(layer=tensors(), name=st.sampled_from(codec_names()))
-def test_any_numbers_come_back_within_the_bound_or_untouched(layer: LayerKV, name: str) -> None:
-    codec = make_codec(name)
+# And those of a group of few numbers, so that small tensors have whole groups and rests.
+CODECS = [
+    QuantizedCodec("int8", bits=8, group_size=5, values_along="channel"),
+    QuantizedCodec("int4", bits=4, group_size=4, values_along="token"),
+    *map(make_codec, codec_names()),
+]
+
+
+@settings(max_examples=120)
+@given(layer=tensors(), codec=st.sampled_from(CODECS))
+def test_any_numbers_come_back_as_the_naive_reference_has_them_or_untouched(layer: LayerKV, codec: Any) -> None:
     packed = codec.pack(layer)
-    back = unpack_layer(packed)
-    assert packed.codec in (name, "native")
-    for tensor, unpacked in zip(layer, back, strict=True):
-        assert (unpacked.dtype, unpacked.shape) == (tensor.dtype, tensor.shape)
+    back = codec.unpack(packed) if packed.codec == codec.name else unpack_layer(packed)
+    assert packed.codec in (codec.name, "native")
+    assert packed.nbytes == sum(part.nbytes for part in packed.parts.values())
     if packed.codec == "native":
         assert all(torch.equal(raw(a), raw(b)) for a, b in zip(layer, back, strict=True))
         return
     # What is packed is finite, before and after.
     for tensor in (*layer, *back, *(part for part in packed.parts.values() if part.is_floating_point())):
         assert bool(tensor.isfinite().all())
-    assert packed.nbytes == sum(part.nbytes for part in packed.parts.values())
-    for (tensor, unpacked), part in zip(zip(layer, back, strict=True), ("keys", "values"), strict=True):
+    for tensor, unpacked, axis in zip(layer, back, (1, 1 if codec.values_along == "channel" else 2), strict=True):
+        assert (unpacked.dtype, unpacked.shape) == (tensor.dtype, tensor.shape)
+        wanted, steps = naive(tensor, codec.bits, codec.group_size, axis)
+        # Bit for bit: the same operations in the same precision.
+        assert torch.equal(unpacked, wanted)
         error = (tensor.double() - unpacked.double()).abs()
-        magnitude = tensor.double().abs() + error
-        assert isinstance(codec, QuantizedCodec)
-        allowed = stretched(packed, part, codec) / 2 + magnitude * 2 * torch.finfo(tensor.dtype).eps
-        assert bool((error <= allowed).all())
-
-
-def stretched(packed: PackedLayer, part: str, codec: QuantizedCodec) -> torch.Tensor:
-    steps = packed.parts[f"{part}.grid"][1].double()
-    axis = 1 if part == "keys" or codec.values_along == "channel" else 2
-    length = packed.key_form.shape[axis]
-    sizes = torch.tensor([len(group) for group in groups_of(length, codec.group_size)])
-    return steps.repeat_interleave(sizes, dim=axis)
+        rounding = (tensor.double().abs() + error) * 2 * torch.finfo(tensor.dtype).eps
+        assert bool((error <= steps / 2 + rounding).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -158,16 +135,6 @@ def test_packing_by_another_codec() -> None:
     unpacked = repack_layer(packed["int4"], make_codec("native"))
     assert unpacked.codec == "native"
     assert equal(unpack_layer(unpacked), unpack_layer(packed["int4"]))
-
-
-def test_a_whole_chunk() -> None:
-    good, bad = layer_of(), LayerKV(torch.full((2, 40, 20), math.nan), torch.ones(2, 40, 20))
-    kv = ChunkKV(tuple(range(40)), 3, [good, bad])
-    packed = pack_kv(kv, make_codec("int4"))
-    assert (packed.token_ids, packed.start) == (kv.token_ids, 3)
-    assert [layer.codec for layer in packed.layers] == ["int4", "native"]
-    assert packed.nbytes == packed.layers[0].nbytes + bad.nbytes
-    assert pack_kv(pack_kv(kv, make_codec("int8")), make_codec("int4")).layers[0].codec == "int4"
 
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((40, 33, 20, 17))]
@@ -215,15 +182,3 @@ def test_by_default_kv_on_disk_takes_8_bits_and_is_the_same_after_a_restart(
             assert engine.store.stats().disk_bytes < 0.5 * native
     assert [each.report.hits for each in results] == [4, 4]
     assert torch.equal(results[0].logits, results[1].logits)
-
-
-def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path) -> None:
-    for number, codec in enumerate(("native", "int8", "int4", "int8")):
-        with engine_with(tmp_path, disk_codec=codec) as engine:
-            engine.add(CHUNKS[number : number + 1])
-    with engine_with(tmp_path, ram_codec="int8", disk_codec="int4") as engine:
-        for _ in range(2):
-            result = engine.prefill(PROMPT)
-            assert (result.report.hits, result.report.misses) == (4, 0)
-            assert bool(result.logits.isfinite().all())
-        assert engine.add(CHUNKS).encoded == 0

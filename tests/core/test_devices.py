@@ -119,21 +119,6 @@ def test_kv_of_every_tier_and_codec_is_that_of_the_cpu(tmp_path: Path, device: s
         assert float((results[0] - results[-1]).norm() / results[0].norm()) < 0.02
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_growing_chat(device: str) -> None:
-    prompt = PROMPTS["every chunk stored"]
-    answers: dict[str, list[str]] = {}
-    for name in dict.fromkeys(("cpu", device)):
-        with engine_on(name, prefix_bytes=1 << 28) as engine:
-            engine.add([*DOCUMENT, *ALONE])
-            first = engine.generate(prompt, 6, do_sample=False)
-            asked = BlendPrompt(prompt.prefix, prompt.chunks, f"{prompt.suffix} {first.text} {words(4, 90)}")
-            second = engine.generate(asked, 6, do_sample=False)
-            assert second.report.prefix_tokens > 0
-            answers[name] = [first.text, second.text]
-    assert answers[device] == answers["cpu"]
-
-
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", [row.family for row in shipped_table()[1] if row.is_exact])

@@ -12,49 +12,16 @@ from cacheblend_lab.families.tiny import tiny_config
 from cacheblend_lab.families.tiny import tiny_model as tiny_lab_model
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendPrompt, Chunk
-from cacheblend_rag.encode import Encoder, Target, plan_batches
-from cacheblend_rag.model import KVCache, inspect_model
+from cacheblend_rag.encode import plan_batches
 from cacheblend_rag.preamble import default_preamble
 from tests.engines import MakeEngine
-from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
+from tests.families import tiny_tokenizer, words
 
 ENGINE = {"self_check": False}
 
 
 def some_ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@pytest.mark.parametrize(("family", "attention"), sampled(CASES))
-@torch.no_grad()
-def test_chunks_get_the_kv_that_they_have_behind_their_own_prefix(family: str, attention: str) -> None:
-    decoder = inspect_model(tiny_model(family, attention))
-    # Longer and shorter than the sliding windows, so that some rows see the prefix and some no longer do.
-    alone = [Target(tuple(some_ids(length, seed))) for seed, length in enumerate((40, 3, 17, 1, 40, 25))]
-    first, second, third = (tuple(some_ids(length, 60 + length)) for length in (10, 8, 7))
-    document = [Target(first), Target(second, first), Target(third, first + second[:5])]
-    for prefix in (some_ids(1, 50), some_ids(20, 51)):
-        for targets, batch_tokens in ((alone, 128), (document, 4096)):
-            encoder = Encoder(decoder, prefix, batch_tokens)
-            batches = list(encoder.encode(targets))
-            assert len(batches) > 1 or targets is document
-            encoded = dict(pair for batch in batches for pair in batch)
-            assert sorted(encoded) == list(range(len(targets)))
-            for index, kv in encoded.items():
-                target = targets[index]
-                behind = [*prefix, *target.context]
-                cache = KVCache(decoder.num_layers)
-                ids = torch.tensor([[*behind, *target.token_ids]])
-                decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
-                assert (kv.token_ids, kv.start) == (target.token_ids, len(prefix))
-                for layer, own in zip(kv.layers, cache.kv(), strict=True):
-                    assert layer.keys.is_contiguous() and layer.values.is_contiguous()
-                    # Keys are turned back to right behind the prefix, which values do not show.
-                    wanted = own.values[0, :, len(behind) :]
-                    assert (layer.values - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
-                    if not target.context:
-                        wanted = own.keys[0, :, len(behind) :]
-                        assert (layer.keys - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
 
 
 def test_a_long_prefix_is_run_once(make_engine: MakeEngine) -> None:

@@ -1,6 +1,7 @@
 """The engine's door: hits and misses, names, generation, streams and threads."""
 
 import asyncio
+import functools
 import gc
 import itertools
 import math
@@ -172,6 +173,10 @@ def test_the_model_is_left_as_it_was(engine: BlendEngine) -> None:
     with torch.no_grad():
         before = engine.model(input_ids=ids).logits
         engine.prefill(_prompt(CHUNKS))
+        # A model that was patched stays so.
+        engine.model.forward = patched = functools.partial(engine.model.forward)
+        engine.generate_many([_prompt(CHUNKS), _prompt(CHUNKS[:1])], 3)
+        assert engine.model.forward is patched
         assert torch.equal(engine.model(input_ids=ids).logits, before)
     assert not any(module._forward_pre_hooks for module in engine.model.modules())
 

@@ -4,7 +4,6 @@ import gc
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,7 @@ CHUNKS = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0, 0, 1, 7, 32,
     chunks=CHUNKS,
     near=st.sets(st.integers(0, 4)),
     ram_bytes=st.sampled_from([0, 20_000, 2**40]),
-    device_bytes=st.sampled_from([0, 2**40]),
+    device_bytes=st.sampled_from([0, 20_000, 2**40]),
     threads=st.sampled_from([0, 1, 2, 4]),
     ahead=st.integers(1, 7),
     first_layer=st.integers(0, 5),
@@ -145,8 +144,11 @@ def test_layers_are_those_of_the_naive_reference(
                 read = [kv.nbytes for kv, each in zip(prompt.chunks, readers, strict=True) if each.tier != "device"]
                 assert loader.load_bytes == sum(read) // decoder.num_layers * (decoder.num_layers - first_layer)
             # What was read from end to end is nearer now, unless most of it was never asked for.
-            if first_layer * 2 <= decoder.num_layers and 2**40 in (ram_bytes, device_bytes):
-                assert {each.tier for each in readers} == {"device" if device_bytes else "ram"}
+            if first_layer * 2 <= decoder.num_layers:
+                if device_bytes == 2**40:
+                    assert {each.tier for each in readers} == {"device"}
+                elif ram_bytes == 2**40:
+                    assert {each.tier for each in readers} <= {"device", "ram"}
 
 
 class _Watched(KVReader):
@@ -261,22 +263,6 @@ def test_the_report_says_what_was_loaded_and_from_where(make_engine: MakeEngine,
     assert left() == []
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("threads", [0, 1, 4])
-def test_layers_on_a_cuda_device_are_those_on_the_cpu(decoder: Decoder, threads: int) -> None:
-    on_device = inspect_model(tiny_model("llama").to("cuda"))  # type: ignore[arg-type]
-    prompt = make_prompt([300, 20, 170], [0, 3, 40])
-    rows = prompt.layout.context_rows
-    readers = [RamReader(chunk) for chunk in prompt.chunks]
-    with LayerLoader(on_device, prompt.layout, readers, 0, len(prompt.layout) + 9, 2, threads) as loader:
-        for layer in range(on_device.num_layers):
-            loaded, wanted = loader.synchronize(layer), prompt.naive(decoder, layer)
-            assert loaded.keys.device.type == "cuda"
-            torch.testing.assert_close(loaded.keys[:, :, rows].cpu(), wanted.keys[:, :, rows])
-            assert torch.equal(loaded.values[:, :, rows].cpu(), wanted.values[:, :, rows])
-    assert 0 <= loader.wait_s < 60
-
-
 def test_memory_is_used_again_when_the_last_view_is_gone() -> None:
     pool = BufferPool(1 << 24)
     first = pool.empty((1, 4, 1000, 128), torch.float32)
@@ -300,16 +286,3 @@ def test_what_is_lent_at_the_same_time_does_not_overlap(sizes: list[int], dtype:
         tensors = [pool.empty((size,), dtype).fill_(number) for number, size in enumerate(sizes)]
         assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
         del tensors
-
-
-def test_threads_share_a_pool() -> None:
-    pool = BufferPool(4 << 20)
-
-    def use(number: int) -> bool:
-        tensor = pool.empty((1 << 18,), torch.float32).fill_(number)
-        return bool((tensor == number).all())
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(use, range(200)))
-    gc.collect()
-    assert pool.free_bytes <= 4 << 20

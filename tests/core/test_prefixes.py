@@ -94,8 +94,11 @@ def test_answers_are_those_of_an_engine_without_sharing(make_engine: MakeEngine,
     for seed in range(pairs):
         draw = random.Random(seed)
         first, second, with_answer = drawn_pair(draw)
-        blend = BlendConfig(recompute_ratio=draw.choice((0.0, 0.0, 1.0)))
-        answer = sharing.generate(BlendPrompt(segments=first), 4, blend=blend).token_ids
+        # What was made otherwise serves only as far as that makes no difference.
+        made, blend = (
+            BlendConfig(recompute_ratio=draw.choice((0.0, 0.0, 0.4, 1.0)), selector="hkvd") for _ in range(2)
+        )
+        answer = sharing.generate(BlendPrompt(segments=first), 4, blend=made).token_ids
         if with_answer:
             second[len(first) : len(first)] = [answer]
         asked = BlendPrompt(segments=second)
@@ -103,8 +106,8 @@ def test_answers_are_those_of_an_engine_without_sharing(make_engine: MakeEngine,
         assert found.token_ids == wanted.token_ids, seed
         assert wanted.report.prefix_tokens == 0
         shared += found.report.prefix_tokens
-    # Half of what is asked, or so, is known.
-    assert shared > 10 * pairs
+    # Much of what is asked is known.
+    assert shared > 5 * pairs
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *FURTHER])
@@ -137,24 +140,6 @@ def test_text_behind_other_chunks_is_computed(make_engine: MakeEngine) -> None:
     report = engine.generate(chat(CHUNKS[:2]), 1).report
     assert [(chunk.tier, chunk.hit) for chunk in report.chunks] == [("prefix", True)] * 2
     assert report.load_bytes == report.recomputed_tokens == 0
-
-
-def test_what_was_made_otherwise_is_shared_up_to_the_first_chunk(make_engine: MakeEngine) -> None:
-    better, plain = {"recompute_ratio": 0.5}, {"recompute_ratio": 0.0}
-    for before, after, rows in (
-        (better, better, UP_TO_THE_FIRST_CHUNK),
-        (better, plain, UP_TO_THE_FIRST_CHUNK),
-        (plain, better, UP_TO_THE_FIRST_CHUNK),
-        (plain, {"selector": "none", "recompute_ratio": 0.3}, WHOLE - 1),
-        ({"recompute_ratio": 1.0}, {"recompute_ratio": 0.0}, UP_TO_THE_FIRST_CHUNK),
-        ({"recompute_ratio": 0.0}, {"recompute_ratio": 1.0}, UP_TO_THE_FIRST_CHUNK),
-        ({"recompute_ratio": 1.0}, {"recompute_ratio": 1.0}, WHOLE - 1),
-        ({"enabled": False}, {"recompute_ratio": 1.0}, 0),
-        ({"recompute_ratio": 1.0}, {"enabled": False}, 0),
-    ):
-        engine = make_engine(selector="hkvd")
-        reused(engine, chat(CHUNKS[:2]), **before)
-        assert reused(engine, chat(CHUNKS[:2]), **after) == rows, (before, after)
 
 
 def test_what_has_seen_a_chunk_lives_no_longer_than_it(
@@ -247,6 +232,7 @@ def test_scores_places_dropped_rows_and_repair(make_engine: MakeEngine) -> None:
     with closing(engine.attach(Repair(1.0, limit=0.0))):
         longer = chat(CHUNKS[:2], ids_of(words(9, 4)), words(6, 2))
         assert engine.generate(longer, 6).report.prefix_tokens > UP_TO_THE_FIRST_CHUNK
-    engine.attach(SnapKV(24, observation_window=4))
-    assert engine.generate(chat(CHUNKS), 6).report.evicted_tokens > 0
-    assert reused(engine, chat(CHUNKS)) <= UP_TO_THE_FIRST_CHUNK
+    evicting = make_engine()
+    evicting.attach(SnapKV(24, observation_window=4))
+    assert evicting.generate(chat(CHUNKS), 6).report.evicted_tokens > 0
+    assert reused(evicting, chat(CHUNKS)) == 0

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import peft
@@ -17,7 +16,7 @@ from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.model import KVCache, PaddedBatch, inspect_model
+from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import own_kv, random_ids, span_layout
 from tests.engines import busy
@@ -108,38 +107,3 @@ def test_rows_are_put_back_in_the_blended_prompt_only() -> None:
     assert (logits[0, -1] - wanted[0, -1]).abs().max() < 1e-4
     [output] = outputs
     assert output.equal(others_wanted)
-
-
-def _batch(model: PreTrainedModel, prompts: list[list[int]], answer: int) -> PaddedBatch:
-    batch = PaddedBatch(prompts, [range(len(ids)) for ids in prompts], 4)
-    for row, ids in enumerate(prompts):
-        cache = KVCache(model.config.num_hidden_layers)
-        model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
-        batch.take(row, cache, torch.zeros(model.config.vocab_size).index_fill(0, torch.tensor([answer]), 9.0))
-    return batch
-
-
-def _first_tokens(model: PreTrainedModel, batch: PaddedBatch, cache: KVCache) -> list[int]:
-    logits: torch.Tensor = model(**batch.inputs(model.device), past_key_values=cache, use_cache=True).logits
-    return logits[:, -1].argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("patched", [False, True], ids=["own", "patched"])
-@torch.no_grad()
-def test_padded_batches_leave_the_model_as_it_was(patched: bool) -> None:
-    model = tiny_model("llama")
-    if patched:
-        model.forward = partial(model.forward)
-    before, plain = vars(model).get("forward"), _logits(model, torch.tensor([[3, 4, 5]]))
-    first, second = _batch(model, [[1, 2, 3], [4, 5]], 7), _batch(model, [[5, 6, 7], [8, 9]], 8)
-    with first.prefilled(model) as first_cache, second.prefilled(model) as second_cache:
-        assert _first_tokens(model, first, first_cache) == [7, 7]
-        assert _first_tokens(model, second, second_cache) == [8, 8]
-        assert _logits(model, torch.tensor([[3, 4, 5]])).equal(plain)
-    assert vars(model).get("forward") is before
-    with first.prefilled(model) as first_cache:
-        # What replaces it meanwhile stays.
-        model.forward = replacement = partial(model.forward)
-        assert _first_tokens(model, first, first_cache) == [7, 7]
-    assert vars(model)["forward"] is replacement
-    assert _logits(model, torch.tensor([[3, 4, 5]])).equal(plain)

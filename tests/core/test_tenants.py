@@ -72,14 +72,6 @@ def test_a_tenants_name_leads_nowhere(make_engine: MakeEngine, tmp_path: Path, n
     assert check_store(folder).is_clean
 
 
-def test_a_namespace_has_one_owner(pair: Pair, tmp_path: Path) -> None:
-    pair[0].add(CHUNKS)
-    [record] = pair[0].records(["a"])
-    assert record is not None
-    with closing(open_store(tmp_path, 0)) as store, pytest.raises(StoreError, match="globex"):
-        store.name(pair[0].namespace, [record], tenant="globex")
-
-
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_no_figure_of_an_engine_is_another_tenants(make_engine: MakeEngine, tmp_path: Path, in_folder: bool) -> None:
     model = tiny_model("llama")

@@ -1,8 +1,7 @@
 """kill -9 at random moments, while two processes add, replace and delete chunks of the same documents in one folder.
 
 After each kill a process that has nothing in memory looks at what there is: all KV must be that of a plain forward over what the
-documents say now, the documents in order, the index sound, and what had been deleted gone. A process that was not killed looks as
-well, with what it has in memory.
+documents say now, the documents in order, the index sound, and what had been deleted gone.
 """
 
 import os
@@ -20,6 +19,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import UnknownChunkError
 from cacheblend_rag.store import check_store
 from tests.core.documents.naive import Library, Rows, later_of, small_model
+from tests.engines import evict
 from tests.families import tiny_tokenizer
 from tests.limits import apart
 
@@ -38,9 +38,6 @@ class Scene:
         self.disk_bytes = disk_bytes
         self.folder = place.with_name(place.name + ".store")
         self.log = place.with_name(place.name + ".log")
-        # While it is there, whoever is alive looks at what there is, says so, and waits.
-        self.pause = place.with_name(place.name + ".pause")
-        self.paused = place.with_name(place.name + ".paused")
 
     def note(self, *words: object) -> None:
         """Add a line to the log, whole, whoever else does."""
@@ -110,15 +107,8 @@ def flaws(engine: BlendEngine, rows: Rows) -> list[str]:
 def use_until_killed(scene: Scene, worker: int, turn: int) -> None:
     """Add, replace, move, delete, evict and read without end."""
     chance = random.Random(f"{worker}:{turn}")
-    engine, rows = open_engine(scene), Rows(small_model())
+    engine = open_engine(scene)
     while True:
-        if scene.pause.exists():
-            engine.flush()
-            for flaw in flaws(engine, rows):
-                scene.note("wrong", f"worker-{worker}:", flaw)
-            scene.paused.touch()
-            while scene.pause.exists():
-                time.sleep(0.005)
         document, version = chance.choice(DOCUMENTS), chance.randrange(3)
         number = chance.choice((*SHARED, *OWN[worker]))
         id = f"{document}-{number}"
@@ -148,9 +138,7 @@ def use_until_killed(scene: Scene, worker: int, turn: int) -> None:
                 if known:
                     engine.prefill(BlendPrompt("t5 t6", known, "t7 t8"))
         elif deed == "evict":
-            [record] = engine.records([id])
-            if record is not None:
-                engine._store.discard(chance.choice(record.keys))
+            evict(engine, id)
 
 
 def whose(id: str) -> int | None:
@@ -210,44 +198,24 @@ def fork(scene: Scene, work: Callable[[], None]) -> int:
 
 def run(place: Path, kills: int, disk_bytes: int | None) -> list[str]:
     """Go on until there were so many kills, beside a place; return what was wrong."""
-    scene, done, chance = Scene(place, disk_bytes), 0, random.Random(0)
+    scene, chance = Scene(place, disk_bytes), random.Random(0)
     small_model()
     running: dict[int, int] = {}
-
-    def begin(worker: int) -> None:
-        running[worker] = fork(scene, lambda: use_until_killed(scene, worker, time.monotonic_ns()))
 
     def kill(worker: int) -> None:
         os.kill(running[worker], signal.SIGKILL)
         os.waitpid(running.pop(worker), 0)
 
-    try:
-        while done < kills:
-            for worker in OWN:
-                if worker not in running:
-                    begin(worker)
+    for _ in range(kills):
+        for worker in OWN:
+            running[worker] = fork(scene, partial(use_until_killed, scene, worker, time.monotonic_ns()))
+        # One goes on for a while without the other.
+        for worker in chance.sample(list(OWN), len(OWN)):
             time.sleep(chance.uniform(0.3, 1.5))
-            kill(chance.choice(list(OWN)))
-            done += 1
-            scene.paused.unlink(missing_ok=True)
-            scene.pause.touch()
-            [left] = running
-            if chance.random() < 0.4 and done < kills:
-                kill(left)
-                done += 1
-            until = time.monotonic() + 120
-            while running and not scene.paused.exists() and time.monotonic() < until:
-                if os.waitpid(running[left], os.WNOHANG)[0]:
-                    del running[left]
-                time.sleep(0.01)
-            _, status = os.waitpid(fork(scene, lambda: look(scene)), 0)
-            if status or wrong(scene):
-                break
-            scene.pause.unlink()
-    finally:
-        for worker in list(running):
             kill(worker)
-        scene.pause.unlink(missing_ok=True)
+        _, status = os.waitpid(fork(scene, partial(look, scene)), 0)
+        if status or wrong(scene):
+            break
     return wrong(scene)
 
 

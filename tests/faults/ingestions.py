@@ -37,43 +37,30 @@ def open_engine(folder: Path) -> BlendEngine:
 
 
 class Scene:
-    """A folder with a KV store and a Chroma collection, and how a framework fills and empties both."""
+    """A folder with a KV store and a Chroma collection, and an index over both."""
 
     def __init__(self, folder: Path) -> None:
         import chromadb
-
-        self.engine = open_engine(folder / "kv")
-        self.client = chromadb.PersistentClient(str(folder / "chroma"))
-
-    def upsert(self, version: int) -> None:
-        """Bring all documents to a version, each by deleting and adding it."""
-        raise NotImplementedError
-
-    def ids(self, document: int | None = None) -> list[str]:
-        """Return the ids that the vector store has, or those of a document."""
-        where = None if document is None else {"source": f"d{document}"}
-        return list(self.client.get_or_create_collection("nodes").get(where=where, include=[])["ids"])
-
-    def delete(self, document: int) -> None:
-        raise NotImplementedError
-
-
-class LlamaIndexScene(Scene):
-    def __init__(self, folder: Path) -> None:
         from llama_index.core import MockEmbedding, StorageContext, VectorStoreIndex
         from llama_index.vector_stores.chroma import ChromaVectorStore
 
         from llama_index_cacheblend import BlendVectorStore
 
-        super().__init__(folder)
-        inner = ChromaVectorStore(chroma_collection=self.client.get_or_create_collection("nodes"))
+        self.engine = open_engine(folder / "kv")
+        self.collection = chromadb.PersistentClient(str(folder / "chroma")).get_or_create_collection("nodes")
+        inner = ChromaVectorStore(chroma_collection=self.collection)
         self.index = VectorStoreIndex(
             [],
             storage_context=StorageContext.from_defaults(vector_store=BlendVectorStore(inner, engine=self.engine)),
             embed_model=MockEmbedding(8),
         )
 
+    def ids(self) -> list[str]:
+        """Return the ids that the vector store has."""
+        return list(self.collection.get(include=[])["ids"])
+
     def upsert(self, version: int) -> None:
+        """Bring all documents to a version, each by deleting and adding it."""
         from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
         for document in range(DOCUMENTS):
@@ -92,43 +79,9 @@ class LlamaIndexScene(Scene):
         self.index.delete_ref_doc(f"d{document}")
 
 
-class LangChainScene(Scene):
-    def __init__(self, folder: Path) -> None:
-        from langchain_chroma import Chroma
-        from langchain_core.embeddings import DeterministicFakeEmbedding
-
-        from langchain_cacheblend import BlendVectorStore
-
-        super().__init__(folder)
-        inner = Chroma("nodes", DeterministicFakeEmbedding(size=8), client=self.client)
-        self.store = BlendVectorStore(inner, engine=self.engine)
-
-    def upsert(self, version: int) -> None:
-        from langchain_core.documents import Document
-
-        for document in range(DOCUMENTS):
-            start, pieces = 0, []
-            for text in text_of(document, version):
-                pieces.append(Document(text, metadata={"source": f"d{document}", "start_index": start}))
-                start += len(text) + 1
-            old = self.ids(document)
-            # As many loaders do: what is new is there before what is old is gone.
-            self.store.add_documents(pieces)
-            if old:
-                self.store.delete(old)
-
-    def delete(self, document: int) -> None:
-        ids = self.ids(document)
-        if ids:
-            self.store.delete(ids)
-
-
-SCENES: dict[str, type[Scene]] = {"llama_index": LlamaIndexScene, "langchain": LangChainScene}
-
-
-def flaws(folder: Path, framework: str, version: int) -> list[str]:
+def flaws(folder: Path, version: int) -> list[str]:
     """Do again what was killed, look at what there is, delete all documents, and return what was wrong."""
-    scene = SCENES[framework](folder)
+    scene = Scene(folder)
     scene.upsert(version)
     found, ids = [], scene.ids()
     if len(ids) != DOCUMENTS * PIECES:
@@ -136,8 +89,7 @@ def flaws(folder: Path, framework: str, version: int) -> list[str]:
     if sorted(ids) != sorted(scene.engine.ids()):
         found.append(f"it has {len(ids)} nodes, of which {len(set(ids) & set(scene.engine.ids()))} are among the names")
     lost = scene.engine.store.holds(ids).count(False)
-    # What followed an old version was encoded after it; deleting that is known to cost what comes next.
-    if lost and framework == "llama_index":
+    if lost:
         found.append(f"{lost} of {len(ids)} nodes have lost their KV")
     for document in range(DOCUMENTS):
         scene.delete(document)
@@ -150,19 +102,19 @@ def flaws(folder: Path, framework: str, version: int) -> list[str]:
     return found + check_store(folder / "kv").problems
 
 
-def run(place: Path, framework: str, kills: int) -> list[str]:
+def run(place: Path, kills: int) -> list[str]:
     """Go on until there were so many kills, beside a place; return what was wrong."""
     wrong: list[str] = []
     upsert_s = 0.5
     small_model()
     for number in range(kills):
-        chance = random.Random(f"{framework}:{number}")
+        chance = random.Random(number)
         folder = place.with_name(f"{place.name}.{number}")
         folder.mkdir(parents=True)
         ready, begun = folder / "ready", time.monotonic()
 
         def work(folder: Path = folder, ready: Path = ready, is_upsert: bool = chance.random() < 0.6) -> None:
-            scene = SCENES[framework](folder)
+            scene = Scene(folder)
             if is_upsert:
                 scene.upsert(0)
             ready.touch()
@@ -175,14 +127,14 @@ def run(place: Path, framework: str, kills: int) -> list[str]:
         time.sleep(chance.uniform(0.0, upsert_s))
         os.kill(child, 9)
         os.waitpid(child, 0)
-        _, status = os.waitpid(apart(partial(look, folder, framework)), 0)
+        _, status = os.waitpid(apart(partial(look, folder)), 0)
         found, upsert_s = json.loads((folder / "found").read_text()) if not status else (["nothing was found"], 0.5)
         wrong += [f"kill {number + 1}: {flaw}" for flaw in found]
     return wrong
 
 
-def look(folder: Path, framework: str) -> None:
+def look(folder: Path) -> None:
     """Write what is wrong after a kill, and how long doing it again took."""
     begun = time.monotonic()
-    found = flaws(folder, framework, 1)
+    found = flaws(folder, 1)
     (folder / "found").write_text(json.dumps([found, time.monotonic() - begun]))
