@@ -110,6 +110,13 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     (ConfigError, "BlendConfig", lambda engine: engine.generate(ask(), recompute_ratio=0.2)),
     (ConfigError, "temperature", lambda engine: engine.generate(ask(), tempreature=1.0)),
     *((PromptError, "logits_to_keep", partial(BlendEngine.prefill, prompt=ask(), logits_to_keep=n)) for n in (0, 2)),
+    # Many prompts, of which one cannot be served, or no list.
+    (PromptTooLongError, "512", lambda engine: engine.generate_many([ask(), BlendPrompt(words(600, 3))], 4)),
+    (ConfigError, "list", lambda engine: engine.generate_many(ask())),
+    *(
+        (ConfigError, next(iter(options)), partial(BlendEngine.generate_many, prompts=[ask(), ask()], **options))
+        for options in ({"batch_size": 0}, {"streamer": object()}, {"stopping_criteria": [[]]})
+    ),
     (ConfigError, "6", fitted(selector="hkvd", check_layers=(6,))),
     (ConfigError, "best", fitted(selector="best")),
     (ConfigError, "repair", fitted(selector="query(repair=0.1)")),

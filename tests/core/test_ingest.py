@@ -19,8 +19,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.engine import AddJob
-from cacheblend_rag.engine.scheduler import Scheduler
-from cacheblend_rag.errors import ConfigError, EmptyChunkError
+from cacheblend_rag.errors import ConfigError
 from tests import poison
 from tests.engines import busy
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -61,14 +60,6 @@ def test_a_job_tells_how_far_it_is_and_what_it_did(engine: BlendEngine) -> None:
     assert (result.encoded, result.named, result.unchanged) == (5, 5, 1)
     assert (job.done(), job.progress) == (True, (6, 6))
     assert seen == [(done, 6) for done in range(1, 7)]
-    assert held(engine) == dict.fromkeys(IDS, True)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_bad_chunks_are_refused_at_once_and_the_others_stored(engine: BlendEngine, background: bool) -> None:
-    with pytest.raises(EmptyChunkError):
-        engine.add([*CHUNKS, Chunk(" ", "blank")], background=background)
-    engine.flush()
     assert held(engine) == dict.fromkeys(IDS, True)
 
 
@@ -207,30 +198,6 @@ def test_a_block_that_ends_by_an_error_does_not_wait(tmp_path: Path) -> None:
     with make(tmp_path / "kv") as again:
         for most in (6, 0):
             assert again.prefill(BlendPrompt("t5", IDS, "t6")).report.misses <= most
-
-
-def test_turns_are_taken_in_the_order_of_coming() -> None:
-    turn, order = Scheduler(), []
-
-    def take(number: int) -> None:
-        with turn, turn:
-            order.append(number)
-
-    def take_after_others() -> None:
-        with turn.after_others(), turn:
-            order.append(-1)
-
-    with turn:
-        threads = [threading.Thread(target=take_after_others)]
-        threads[0].start()
-        for number in range(5):
-            threads.append(threading.Thread(target=take, args=(number,)))
-            threads[-1].start()
-            while len(turn.line()) <= number:
-                pass
-    for thread in threads:
-        thread.join()
-    assert order == [0, 1, 2, 3, 4, -1]
 
 
 @pytest.mark.parametrize("codec", codec_names())

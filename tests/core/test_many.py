@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from cacheblend_attachments import Repair, SnapKV
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.many import Extent, plan_decoding
-from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(5 + 6 * number, number), f"c{number}") for number in range(6)]
@@ -182,23 +179,6 @@ def test_no_answer_passes_the_window_and_each_goes_as_far_as_it_may(family: str)
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
 
 
-@settings(max_examples=100)
-@given(
-    prompts=st.lists(
-        st.builds(Extent, st.integers(1, 60), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=30
-    ),
-    batch_tokens=st.integers(1, 400),
-    window=st.integers(1, 100),
-)
-def test_batches_keep_the_budget(prompts: list[Extent], batch_tokens: int, window: int) -> None:
-    groups = plan_decoding(prompts, lambda all: all.tokens <= batch_tokens and all.end + all.limit <= window)
-    assert sorted(chain.from_iterable(groups)) == list(range(len(prompts)))
-    for group in (members for members in groups if len(members) > 1):
-        limit = max(prompts[index].limit for index in group)
-        assert len(group) * (max(prompts[index].width for index in group) + limit) <= batch_tokens
-        assert max(prompts[index].end for index in group) + limit <= window
-
-
 @pytest.mark.parametrize(("room", "size", "sizes"), [(32_768, 3, {3, 1}), (32_768, 1, {1}), (1, None, {1})])
 def test_more_prompts_than_fit_are_decoded_batch_after_batch(room: int, size: int | None, sizes: set[int]) -> None:
     prompts = some_prompts(7)
@@ -251,24 +231,6 @@ def test_a_model_that_fails_in_a_batch_answers_one_by_one(monkeypatch: pytest.Mo
         assert model.forward is deaf
         wanted = [engine.generate(prompt, 4, do_sample=False) for prompt in prompts]
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "error"),
-    [
-        ([*some_prompts(2), BlendPrompt(words(599, 1))], {}, PromptTooLongError),
-        (some_prompts(2), {"batch_size": 0}, ConfigError),
-        (some_prompts(2), {"streamer": object()}, ConfigError),
-        (some_prompts(3), {"stopping_criteria": [[], []]}, ConfigError),
-        (some_prompts(1)[0], {}, ConfigError),
-    ],
-)
-def test_nothing_is_computed_if_one_prompt_cannot_be_served(prompts: Any, options: Any, error: type[Exception]) -> None:
-    with engine_of() as engine:
-        computed: list[Any] = []
-        with engine.model.register_forward_pre_hook(lambda *_: computed.append(1)), pytest.raises(error):
-            engine.generate_many(prompts, 4, **options)
-        assert computed == []
 
 
 async def test_cancelling_ends_the_generation_at_the_next_token() -> None:

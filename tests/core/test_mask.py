@@ -96,16 +96,6 @@ def test_few_rows_and_rows_that_see_nothing_keep_a_plain_mask() -> None:
     assert type(RowMask.over(mask)) is torch.Tensor
 
 
-def test_a_function_of_the_users_own_is_not_replaced() -> None:
-    def own(*args: object, **kwargs: object) -> tuple[object, object]:
-        return args, kwargs
-
-    query, key = torch.randn(1, 2, 300, 16), torch.randn(1, 2, _COLUMNS, 16)
-    mask = RowMask.over(_causal(_rows(300), _COLUMNS))
-    args, kwargs = attend_in_blocks(own, nn.Module(), query, key, key, mask, scaling=0.3)
-    assert args[1:] == (query, key, key, mask) and kwargs == {"scaling": 0.3}
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])
 def test_a_blended_prefill_attends_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = engine_settings(strict=True, self_check=False, selector="random", recompute_ratio=0.7)

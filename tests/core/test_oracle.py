@@ -11,13 +11,11 @@ from transformers import PreTrainedModel
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
-from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import LENGTH, SPANS, dense_blend, own_kv, random_ids, read_behind, span_layout
 from tests.engines import evict
@@ -50,21 +48,6 @@ def test_any_selection_over_true_kv_gives_the_models_own_logits(model: PreTraine
             assert (got - wanted).abs().max() < TOLERANCE
             assert steering.charge == pytest.approx(len(rows) * decoder.num_layers)
             assert [kv.keys.shape[2] for kv in cache.kv()] == [LENGTH] * decoder.num_kv_layers
-
-
-@torch.no_grad()
-def test_a_moved_chunk_is_the_chunk_encoded_there(model: PreTrainedModel) -> None:
-    decoder = inspect_model(model)
-    prefix, chunk = random_ids(2)[:3], random_ids(3)[:20]
-    [[(_, encoded)]] = Encoder(decoder, prefix, 4096).encode([Target(tuple(chunk))])
-    for distance in (0, 1, 30, 200):
-        there = own_kv(model, [*prefix, *chunk], first_position=distance)
-        for rotation, stored, (keys, values) in zip(decoder.rotations, encoded.layers, there, strict=True):
-            moved = LayerKV(*(part.clone() for part in stored))
-            if rotation is not None:
-                shift_layer(moved, rotation.table(torch.full((len(chunk),), distance), moved.keys.device))
-            assert (moved.keys - keys[0, :, len(prefix) :]).abs().max() < TOLERANCE
-            assert (moved.values - values[0, :, len(prefix) :]).abs().max() < TOLERANCE
 
 
 def _engine(model: PreTrainedModel, **settings: object) -> BlendEngine:
@@ -129,17 +112,6 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
                 assert rows.numel() == 9
             wanted = dense_blend(model, ids, spans, read_behind(engine, prompt), recomputed=rows)
             assert (result.logits - wanted).abs().max() < TOLERANCE
-
-
-@torch.no_grad()
-def test_a_first_chunk_behind_its_preamble_is_the_models_prefix_cache(model: PreTrainedModel) -> None:
-    head = words(4, 10)
-    with _engine(model, preamble=head, selector="none") as engine:
-        engine.add([Chunk(words(20, 0), "n0")])
-        prompt = BlendPrompt(head, ["n0"], words(6, 12))
-        ids = torch.tensor([engine.prompt_ids(prompt)])
-        # Nothing is recomputed, and yet the answer is exact.
-        assert (engine.prefill(prompt).logits - model(input_ids=ids).logits[0, -1]).abs().max() < TOLERANCE
 
 
 Part: TypeAlias = "tuple[bool, int, int]"

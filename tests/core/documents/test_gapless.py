@@ -15,11 +15,9 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, ChunkRef, FixedText
 from tests.core.documents.texts import Text
 from tests.engines import preamble_of
-from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
+from tests.families import CASES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
-# A sliding window, a bias by distance, frequencies that are scaled, keys that are rotated in part.
-SAMPLED = [("llama", "sdpa"), ("gemma3", "eager"), ("bloom", "eager"), ("llama-llama3", "sdpa"), ("gpt-neox", "sdpa")]
 SEPARATOR = "t3 t4"
 HEAD = words(11, 77)
 QUESTION = words(7, 88)
@@ -59,8 +57,17 @@ def counting_rows(engine: BlendEngine) -> Iterator[list[int]]:
         hook.remove()
 
 
-def check_pair(family: str, attention: str, separator: str, preamble: str | None, sizes: Sequence[int]) -> None:
-    """What has seen just what stands before it is exact: two chunks behind each other, or one right behind the head."""
+@pytest.mark.parametrize(("family", "attention"), sampled(CASES + FURTHER_CASES))
+@given(
+    sizes=st.lists(st.integers(4, 20), min_size=2, max_size=2),
+    separator=st.sampled_from(["", SEPARATOR]),
+    preamble=st.sampled_from([None, "", HEAD]),
+)
+@settings(max_examples=3)
+def test_what_has_seen_what_stands_before_it_is_exact(
+    family: str, attention: str, sizes: list[int], separator: str, preamble: str | None
+) -> None:
+    """Two chunks behind each other, or one right behind the head."""
     text = Text.of("d", sizes, [0], 5)
     ids = [str(chunk.id) for chunk in text.chunks]
     with engine_of(family, attention, separator=separator, preamble=preamble) as engine:
@@ -76,33 +83,6 @@ def check_pair(family: str, attention: str, separator: str, preamble: str | None
     with engine_of(family, attention, separator=separator, preamble=preamble, companions="neutral") as neutral:
         neutral.add(text.chunks)
         assert off(neutral, prompt_of(ids, separator, head)) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize("preamble", [None, "", HEAD], ids=["default", "BOS", "own"])
-@pytest.mark.parametrize("separator", ["", SEPARATOR])
-@pytest.mark.parametrize(("family", "attention"), SAMPLED)
-def test_what_has_seen_what_stands_before_it_is_exact(
-    family: str, attention: str, separator: str, preamble: str | None
-) -> None:
-    check_pair(family, attention, separator, preamble, [8, 13])
-
-
-@given(sizes=st.lists(st.integers(4, 20), min_size=2, max_size=2), separator=st.sampled_from(["", SEPARATOR]))
-@settings(max_examples=15)
-def test_whatever_the_sizes_of_its_chunks(sizes: list[int], separator: str) -> None:
-    check_pair("llama", "sdpa", separator, "", sizes)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("family", "attention"), CASES + FURTHER_CASES)
-@given(
-    sizes=st.lists(st.integers(4, 14), min_size=2, max_size=2),
-    separator=st.sampled_from(["", SEPARATOR]),
-    preamble=st.sampled_from([None, "", HEAD]),
-)
-@settings(max_examples=6)
-def test_in_every_family(family: str, attention: str, sizes: list[int], separator: str, preamble: str | None) -> None:
-    check_pair(family, attention, separator, preamble, sizes)
 
 
 @pytest.mark.parametrize("head", ["", HEAD, FixedText(HEAD)], ids=["none", "declared not", "fixed"])
@@ -145,7 +125,9 @@ def test_separators_are_stored_and_other_text_is_computed(segments: list[Any], c
     with engine_of(separator=SEPARATOR, preamble="") as engine:
         engine.add(Text.of("d", [8, 9], [0], 1).chunks)
         with counting_rows(engine) as rows:
-            assert engine.prefill(BlendPrompt(segments=segments)).report.hits == 2
+            hits = engine.prefill(BlendPrompt(segments=segments)).report.hits
+        # A chunk at the end is computed.
+        assert hits == (1 if isinstance(segments[-1], ChunkRef) else 2)
         assert rows == [computed]
         if segments[1] == SEPARATOR:
             assert off(engine, BlendPrompt(segments=segments)) < TOLERANCE

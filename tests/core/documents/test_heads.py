@@ -194,17 +194,6 @@ def test_streams_many_prompts_eviction_and_repair(make_engine: MakeEngine) -> No
         assert attention[0] == pytest.approx(attention[1], abs=1e-4)
 
 
-def test_an_earlier_prompt_serves_where_it_reaches_further(make_engine: MakeEngine) -> None:
-    engine = make_engine(prefix_bytes=1 << 28)
-    engine.add(CHUNKS)
-    reports = [
-        engine.generate(asking(*chunks), 5).report for chunks in ((CHUNKS[0],), (CHUNKS[0], CHUNKS[1]), (CHUNKS[2],))
-    ]
-    # The third shares no more than the head.
-    figures = [(report.head_tokens, report.prefix_tokens) for report in reports]
-    assert figures == [(0, 0), (0, HEAD_TOKENS + 12), (HEAD_TOKENS, 0)]
-
-
 def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make_engine: MakeEngine, tmp_path: Path) -> None:
     one, two = make_engine(tmp_path, tenant="acme"), make_engine(tmp_path, tenant="globex")
     assert [taken(one), taken(two)] == [0, 0]
@@ -270,16 +259,11 @@ def test_no_codec_takes_anything_from_it(make_engine: MakeEngine, tmp_path: Path
     assert record is not None
     reader = store_of(engine).open(record.key)
     assert reader is not None and (reader.codec, reader.start) == ("exact", 0)
-
-
-def test_a_damaged_file_is_computed_anew(make_engine: MakeEngine, tmp_path: Path) -> None:
-    taken(make_engine(tmp_path, ram_bytes=0), ALONE)
+    # Damaged, it is computed anew.
     [file] = files_of(tmp_path)
     damage(file)
-    engine = make_engine(tmp_path, ram_bytes=0)
-    result = engine.prefill(ALONE)
-    assert result.report.head_tokens == 0
-    assert same(result.logits, own_logits(engine, ALONE))
+    engine = make_engine(tmp_path, **tiers | {"ram_bytes": 0})
+    assert same(engine.prefill(ALONE).logits, own_logits(engine, ALONE))
     engine.flush()
     assert taken(engine, ALONE) == HEAD_TOKENS
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings, stateful
+from hypothesis import HealthCheck, seed, settings, stateful
 from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import KVStore, check_store, open_store
-from cacheblend_rag.store.index import Index
 from tests.core.documents.naive import Ids, Library, Reading, Rows, later_of, small_model
 from tests.engines import evict, separator_of, store_of
 from tests.families import tiny_tokenizer, words
@@ -280,11 +279,3 @@ def test_sampled() -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_whole(part: int) -> None:
     run_machine(40, 40, part, database=None)
-
-
-def test_where_what_has_seen_a_deleted_chunk_is_left_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = Index.schema.replace("SELECT seq FROM seen WHERE other = old.seq", "SELECT seq FROM seen WHERE 0")
-    assert schema != Index.schema
-    monkeypatch.setattr(Index, "schema", schema)
-    with pytest.raises(AssertionError):
-        run_machine(40, 20, phases=[Phase.generate], database=None)
