@@ -10,6 +10,7 @@ import json
 import random
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from integrations.serve.tests.process import ServerProcess
 from tests.families import tiny_reader, words
 
 DOCUMENTS_OF_A_CLIENT, VERSIONS, TOKENS = 2, 3, 6
+# What there must be some of.
+DEEDS = ("right", "puts", "deletes", "left early", "not there")
 
 
 def chunks_of(document: int, version: int) -> dict[str, list[str]]:
@@ -180,9 +183,12 @@ def run(seconds: float, clients: int) -> Outcome:
 async def _part(
     server: ServerProcess, everybody: list[Client], seconds: float, ending: signal.Signals, outcome: Outcome
 ) -> None:
-    """Let everybody work, and end the server in the midst of it."""
+    """Let everybody work, on a slow machine until there was something of all, and end the server in the midst of it."""
     working = [asyncio.create_task(client.work(server)) for client in everybody]
     await asyncio.sleep(seconds)
+    until = time.monotonic() + 120
+    while not all(outcome.counts[deed] for deed in DEEDS) and time.monotonic() < until:
+        await asyncio.sleep(0.2)
     await asyncio.to_thread(server.stop, ending)
     for task in working:
         task.cancel()
