@@ -24,6 +24,7 @@ from cacheblend_rag.errors import (
     UnknownChunkError,
     UnsupportedModelError,
 )
+from cacheblend_rag.model.checkpoint import model_folder
 from cacheblend_rag.store import open_store
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -132,7 +133,6 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     (ConfigError, "hkvd", lambda _: BlendEngine.from_pretrained("reference", blend=BlendConfig(selector="hkdv"))),
     (ConfigError, "cuda:99", lambda _: BlendEngine.from_pretrained("reference", **engine_settings(device="cuda:99"))),
     *((ConfigError, "nothing", lambda _, n=n: BlendEngine.from_pretrained(n)) for n in (Path("nothing"), "./nothing")),
-    (ConfigError, "reference", lambda _: BlendEngine.from_pretrained("Reference")),
 ]
 
 
@@ -288,3 +288,16 @@ def test_what_would_be_refused_is_said_chunk_by_chunk(engine: BlendEngine, backg
     refused: list[str | None] = []
     engine.add(chunks, on_refused=lambda each, error: refused.append(each.id), background=background)
     assert (refused, engine.ids()) == (["long"], ["good"])
+
+
+def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        BlendEngine.from_pretrained(tmp_path)
+    for name in ("a.safetensors", "b.gguf", "C.GGUF"):
+        Path(name).write_bytes(b"no weights")
+        for path in (name, f"./{name}"):
+            with pytest.raises(ConfigError, match="GGUF"):
+                BlendEngine.from_pretrained(path)
+    with pytest.raises(ConfigError, match="folder"):
+        model_folder("b.gguf")

@@ -247,22 +247,17 @@ def test_what_names_no_document_is_none(name: Any) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_many_short_texts_of_one_name_are_encoded_alone(engine: BlendEngine, background: bool) -> None:
-    def places(name: str, text: str = "{0} {1}", placed: bool = False) -> list[str | None]:
-        ids = [f"{name}{n}" for n in range(50)]
-        chunks = [
-            Chunk(text.format(words(2, n), n), id, document=name, start=n if placed else None)
-            for n, id in enumerate(ids)
-        ]
+    def places(name: str, size: int = 2, placed: bool = False) -> list[str | None]:
+        chunks = [Chunk(words(size, n), f"{name}{n}", document=name, start=n if placed else None) for n in range(50)]
         for some in (chunks[:40], *([chunk] for chunk in chunks[40:])):
             engine.add(some, background=background)
         engine.flush()
         return engine.places([str(chunk.id) for chunk in chunks])
 
     assert places("news") == [None] * 50
-    # What says where it stands, or is no line, is a document.
+    # What says where it stands, or is longer, is a document.
     assert None not in places("starts", placed=True)
-    assert None not in places("lines", "{0}\n{1}")
-    assert all(held(engine).values())
+    assert None not in places("long", 81)
 
 
 @pytest.mark.parametrize("place", [{}, {"document": "d", "start": 0}])
