@@ -114,7 +114,7 @@ def test_langchain(model: Path, folder: Path) -> None:
     embeddings = HuggingFaceEmbeddings(model=str(get_model_path()), model_kwargs={"device": "cpu"})
     with llm.engine:
         store = BlendVectorStore(InMemoryVectorStore(embeddings), engine=llm.engine)
-        splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=200)
+        splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=200, add_start_index=True)
         documents = [Document(text, metadata={"source": name}) for name, text in PAGES.items()]
         store.add_documents(splitter.split_documents(documents))
         prompt = ChatPromptTemplate.from_template(

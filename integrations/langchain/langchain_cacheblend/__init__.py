@@ -6,7 +6,6 @@ from langchain_cacheblend.chain import calibrate, create_blend_documents_chain
 from langchain_cacheblend.chat import ChatBlend
 from langchain_cacheblend.llm import BlendLLM
 from langchain_cacheblend.messages import documents_to_blocks
-from langchain_cacheblend.retriever import BlendRetriever
 from langchain_cacheblend.vectorstore import BlendVectorStore
 from langchain_cacheblend.warm import estimate, warm
 
@@ -14,7 +13,6 @@ __getattr__ = lazy_loader.attach(__name__, submod_attrs={"pml": ["PMLPromptTempl
 
 __all__ = [
     "BlendLLM",
-    "BlendRetriever",
     "BlendVectorStore",
     "ChatBlend",
     "PMLPromptTemplate",

@@ -13,14 +13,13 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
 from langchain_core.runnables import Runnable, RunnableLambda
 
-from cacheblend_rag import Chunk, FixedText
+from cacheblend_rag import Chunk
 from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.chat.render import Holes
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from langchain_cacheblend.calls import calls_made
-from langchain_cacheblend.holes import TextPromptValue, as_content, declare_fixed, said_first, static_value
-from langchain_cacheblend.messages import as_chunks
+from langchain_cacheblend.messages import TextPromptValue, as_chunks, as_content
 
 if TYPE_CHECKING:
     from cacheblend_attachments.calibration import Calibration
@@ -61,11 +60,6 @@ def create_blend_documents_chain(
     -------
     Runnable
         Takes a dictionary with a list of `Document` under `document_variable_name`, and the prompt's other variables.
-
-    Raises
-    ------
-    ConfigError
-        If the prompt has no such variable.
     """
     if document_variable_name not in prompt.input_variables:
         raise ConfigError(
@@ -78,20 +72,12 @@ def create_blend_documents_chain(
         holes = Holes[Chunk]()
         written = (_written(document, writer, holes) for document in inputs[document_variable_name])
         value = prompt.invoke({**inputs, document_variable_name: document_separator.join(written)})
-        # What the template writes before the documents, with none of these values.
-        marks = Holes[Chunk]()
-        own = static_value(prompt, document_variable_name, marks.text([Chunk("context")]), uuid.uuid4().hex)
         if isinstance(value, ChatPromptValue):
-            made = ChatPromptValue(messages=_with_blocks(value.messages, holes))
-            holes.check()
-            digest = said_first(_with_blocks(own.messages, marks)) if isinstance(own, ChatPromptValue) else None
-            return declare_fixed(made, digest)
-        parts: list[str | Chunk | FixedText] = [*holes.split(value.to_string())]
+            made: PromptValue = ChatPromptValue(messages=_with_blocks(value.messages, holes))
+        else:
+            made = TextPromptValue.of(holes.split(value.to_string()))
         holes.check()
-        head = None if own is None else marks.split(own.to_string())[0]
-        if isinstance(head, str) and len(parts) > 1 and parts[0] == head and isinstance(parts[1], Chunk):
-            parts[0] = FixedText(head)
-        return TextPromptValue.of(parts)
+        return made
 
     chain = RunnableLambda(fill).with_config(run_name="format_inputs") | llm | (output_parser or StrOutputParser())
     return chain.with_config(run_name="blend_documents_chain")
@@ -100,9 +86,9 @@ def create_blend_documents_chain(
 def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: Any) -> Calibration:
     """Find the smallest recompute ratio that keeps full prefill's quality, on the prompts that a chain makes.
 
-    The chain is invoked once with each question. The prompt that answered it is then answered by full prefill and at each ratio,
-    under the settings that the chain's model has, as `cacheblend_attachments.calibrate` says. Nothing is changed: give
-    what was found to the model, ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
+    The chain is invoked once with each question, and `cacheblend_attachments.calibrate` is given the prompts and the settings of
+    the chain's model. Nothing is changed: give what was found to the model,
+    ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
 
     Parameters
     ----------
@@ -117,11 +103,6 @@ def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: An
     -------
     Calibration
         What was measured (``rows``), what was chosen (``recompute_ratio``, or None), and why (``reason``).
-
-    Raises
-    ------
-    ConfigError
-        If it is not a chain, blends nothing.
     """
     if not isinstance(chain, Runnable):
         raise ConfigError(f"chain is a {type(chain).__name__}; give a chain, as prompt | llm")

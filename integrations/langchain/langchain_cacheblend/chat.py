@@ -7,7 +7,6 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
@@ -26,9 +25,8 @@ from cacheblend_rag.chunk import carried_prompt
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.thoughts import Thought
-from langchain_cacheblend.calls import Call, info_of, usage_of, with_objects
+from langchain_cacheblend.calls import Call, info_of, usage_of
 from langchain_cacheblend.forms import AnswerForm, as_functions, call_chunks, calls_of, requested_schema, with_schema
-from langchain_cacheblend.holes import fixed_head
 from langchain_cacheblend.messages import passages, turns_of
 from langchain_cacheblend.model import BlendModel
 
@@ -118,7 +116,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         parts = render_chat(self.engine.tokenizer, turns, tools=shown, documents=beside, **variables)
         said = turns[-1]["content"] if turns and turns[-1]["role"] == "user" else []
         asked = "".join(part for part in said if isinstance(part, str))
-        return self._catalog.prompt(self.engine, fixed_head(messages, parts, documents), self.min_chunk_chars, asked)
+        return self._catalog.prompt(self.engine, parts, self.min_chunk_chars, asked)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return how many tokens the model is given for a conversation, template included.
@@ -150,10 +148,8 @@ class ChatBlend(BlendModel, BaseChatModel):
         tool_choice : str, dict or bool, optional
             "auto", "none", "any" (a call of any of them), or the name of one, which the model then has to call. A call that has
             to be made is constrained to the tool's schema token by token.
-        strict : bool, optional
-            Has no effect: calls that have to be made always fit their schema.
-        **kwargs : Any
-            Options of the calls.
+        strict, **kwargs
+            Options of the calls; `strict` has no effect, since calls that have to be made always fit their schema.
 
         Raises
         ------
@@ -188,10 +184,8 @@ class ChatBlend(BlendModel, BaseChatModel):
             ``additionalProperties``.
         include_raw : bool
             Whether to return a dictionary of the message (raw), the object (parsed) and what went wrong (parsing_error) instead.
-        strict : bool, optional
-            Has no effect: answers always fit the schema.
-        **kwargs : Any
-            Options of the calls.
+        strict, **kwargs
+            Options of the calls; `strict` has no effect, since answers always fit the schema.
 
         Raises
         ------
@@ -225,29 +219,17 @@ class ChatBlend(BlendModel, BaseChatModel):
     # How LangChain calls it
 
     def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         return self._result(self._answer(self._prepared(messages, stop, kwargs)), kwargs)
 
     async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         return self._result(await self._aanswer(partial(self._prepared, messages, stop, kwargs)), kwargs)
 
     def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
         gate = ToolGate(_callable(kwargs)[0]) if kwargs.get("tools") else None
         for piece in self._pieces(self._prepared(messages, stop, kwargs)):
@@ -257,11 +239,7 @@ class ChatBlend(BlendModel, BaseChatModel):
                 yield chunk
 
     async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
         gate = ToolGate(_callable(kwargs)[0]) if kwargs.get("tools") else None
         async for piece in self._apieces(partial(self._prepared, messages, stop, kwargs)):
@@ -294,7 +272,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         thinking = lexer.thoughts and lexer.thinking(prompt.segments)
         if grammar is not None:
             guide = Guide(self.engine, after_thoughts(grammar, thinking))
-            options["logits_processor"] = with_objects(options, "logits_processor", guide)
+            options["logits_processor"] = [*(options.get("logits_processor") or ()), guide]
         return self._call(prompt, stop, options, thinking)
 
     def _chunks(self, piece: str | Answer, gate: ToolGate | None, kwargs: dict[str, Any]) -> list[ChatGenerationChunk]:

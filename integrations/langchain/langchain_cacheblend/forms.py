@@ -51,17 +51,15 @@ class AnswerForm:
 
     def json_schema(self) -> dict[str, Any]:
         """Return the form as a JSON schema."""
-        if self._object is None:
-            given = self.schema
-            if isinstance(given, dict) and isinstance(given.get("schema"), dict):
-                given = given["schema"]
-            # LangChain would leave out what is no property, as allOf.
-            is_schema = isinstance(given, dict) and not given.keys() & {"function", "input_schema", "parameters"}
-            return dict(given) if is_schema else convert_to_json_schema(given)
-        schema: dict[str, Any] = (
-            self._object.model_json_schema() if issubclass(self._object, BaseModel) else self._object.schema()
-        )
-        return schema
+        if self._object is not None:
+            made = self._object.model_json_schema if issubclass(self._object, BaseModel) else self._object.schema
+            return dict(made())
+        given = self.schema
+        if isinstance(given, dict) and isinstance(given.get("schema"), dict):
+            given = given["schema"]
+        # LangChain would leave out what is no property, as allOf.
+        is_schema = isinstance(given, dict) and not given.keys() & {"function", "input_schema", "parameters"}
+        return dict(given) if is_schema else convert_to_json_schema(given)
 
     def parse(self, message: Any) -> Any:
         """Return an answer, or the arguments of its first call, as an object of the pydantic model, or as a dict.
@@ -69,7 +67,7 @@ class AnswerForm:
         `AnswerFormError` says why not.
         """
         calls = [*message.tool_calls, *message.invalid_tool_calls]
-        given = calls[0]["args"] if calls else _unfenced(message.text)
+        given = calls[0]["args"] if calls else message.text
         try:
             return self._read(json.loads(given) if isinstance(given, str) else given)
         except (ValueError, TypeError) as error:
@@ -115,13 +113,6 @@ def with_schema(messages: list[BaseMessage], schema: dict[str, Any]) -> list[Bas
             content = message.content + said if isinstance(message.content, str) else [*message.content, said]
             return [*messages[:place], message.model_copy(update={"content": content}), *messages[place + 1 :]]
     return messages
-
-
-def _unfenced(text: str) -> str:
-    """Return what stands between the fences of a Markdown code block, where the text is one."""
-    lines = text.strip().split("\n")
-    fenced = len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```"
-    return "\n".join(lines[1:-1]) if fenced else text.strip()
 
 
 def as_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:

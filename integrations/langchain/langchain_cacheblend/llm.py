@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseLLM, LanguageModelInput
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
@@ -17,10 +16,8 @@ from pydantic import PrivateAttr
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import Segment, carried_prompt
-from langchain_cacheblend.batch import options_of_all
 from langchain_cacheblend.calls import Call, info_of, usage_of
-from langchain_cacheblend.holes import PromptText, TextPromptValue
-from langchain_cacheblend.messages import as_chunks, render_text
+from langchain_cacheblend.messages import PromptText, TextPromptValue, as_chunks, render_text
 from langchain_cacheblend.model import BlendModel
 
 __all__ = ["BlendLLM"]
@@ -75,12 +72,12 @@ class BlendLLM(BlendModel, BaseLLM):
     def generate(
         self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
     ) -> LLMResult:
-        return super(BlendLLM, self._keyed(kwargs)).generate(prompts, self._stop(stop), callbacks, **kwargs)
+        return super(BlendLLM, self._keyed(kwargs)).generate(prompts, stop, callbacks, **kwargs)
 
     async def agenerate(
         self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
     ) -> LLMResult:
-        return await super(BlendLLM, self._keyed(kwargs)).agenerate(prompts, self._stop(stop), callbacks, **kwargs)
+        return await super(BlendLLM, self._keyed(kwargs)).agenerate(prompts, stop, callbacks, **kwargs)
 
     def _keyed(self, kwargs: dict[str, Any]) -> BlendLLM:
         # LangChain makes the key of a cached answer from the object alone, and would take one of another ratio or temperature.
@@ -93,10 +90,8 @@ class BlendLLM(BlendModel, BaseLLM):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return super()._identifying_params | ({"asked": self._asked} if self._asked else {})
-
-    def _stop(self, stop: list[str] | None) -> list[str] | None:
-        return self.stop if stop is None else stop
+        # LangChain puts the stop strings of the call in the place of this object's.
+        return super()._identifying_params | {"asked": {"stop": self.stop} | self._asked}
 
     def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
         # Messages become one string, and LangChain would leave out what is not text: take documents along, refuse the rest.
@@ -106,29 +101,21 @@ class BlendLLM(BlendModel, BaseLLM):
         return value
 
     def _generate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompts: list[str], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> LLMResult:
         calls = [self._prepared(prompt, stop, kwargs) for prompt in prompts]
         if len(calls) == 1:
             return _result([self._answer(calls[0])])
-        results = self.engine.generate_many([call.prompt for call in calls], **options_of_all(calls))
+        results = self.engine.generate_many([call.prompt for call in calls], **_options_of(calls))
         return _result([call.ending.read(result) for call, result in zip(calls, results, strict=True)])
 
     async def _agenerate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompts: list[str], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> LLMResult:
         if len(prompts) == 1:
             return _result([await self._aanswer(partial(self._prepared, prompts[0], stop, kwargs))])
         calls = [await run_in_executor(None, self._prepared, prompt, stop, kwargs) for prompt in prompts]
-        results = await self.engine.agenerate_many([call.prompt for call in calls], **options_of_all(calls))
+        results = await self.engine.agenerate_many([call.prompt for call in calls], **_options_of(calls))
         return _result([call.ending.read(result) for call, result in zip(calls, results, strict=True)])
 
     def _prepared(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
@@ -137,11 +124,7 @@ class BlendLLM(BlendModel, BaseLLM):
         return self._call(self.blend_prompt(prompt, documents=documents), stop, options)
 
     def _stream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompt: str, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[GenerationChunk]:
         for piece in self._pieces(self._prepared(prompt, stop, kwargs)):
             chunk = _chunk(piece)
@@ -150,17 +133,19 @@ class BlendLLM(BlendModel, BaseLLM):
             yield chunk
 
     async def _astream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompt: str, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[GenerationChunk]:
         async for piece in self._apieces(partial(self._prepared, prompt, stop, kwargs)):
             chunk = _chunk(piece)
             if run_manager is not None and chunk.text:
                 await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
+
+
+def _options_of(calls: Sequence[Call]) -> dict[str, Any]:
+    """Return the options of calls that were made with the same; objects that keep a state for their call are each call's own."""
+    own = {name: [call.options.get(name) or [] for call in calls] for name in ("stopping_criteria", "logits_processor")}
+    return calls[0].options | own
 
 
 def _chunk(piece: str | Answer) -> GenerationChunk:

@@ -18,14 +18,24 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.content import PlainTextContentBlock
 from langchain_core.messages.tool import tool_call
+from langchain_core.prompt_values import StringPromptValue
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.chat.render import Holes, Passage, block_text, past_call
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.errors import ConfigError, PromptError
-from langchain_cacheblend.places import DOCUMENT_KEYS
+from langchain_cacheblend.places import SOURCE
 
-__all__ = ["as_chunks", "chunk_block", "documents_to_blocks", "parts_of", "passages", "render_text", "turns_of"]
+__all__ = [
+    "PromptText",
+    "TextPromptValue",
+    "as_chunks",
+    "as_content",
+    "documents_to_blocks",
+    "passages",
+    "render_text",
+    "turns_of",
+]
 
 # Key in a block's ``extras``: nothing is put between the document and the text beside it.
 _INLINE = "cacheblend_inline"
@@ -42,8 +52,6 @@ _CALLS = {
     "tool_call": ("args", "id"),
     "invalid_tool_call": ("args", "id"),
 }
-# Results of calls among the content of other messages, and what their ids are called there.
-_RESULTS = {"tool_result": "tool_use_id", "function_call_output": "call_id"}
 _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (SystemMessage, "system"),
     (HumanMessage, "user"),
@@ -79,10 +87,10 @@ def documents_to_blocks(documents: Iterable[Document]) -> list[PlainTextContentB
     list of PlainTextContentBlock
         One block of type "text-plain" for each document that has text, for the content of a message.
     """
-    return [chunk_block(chunk) for chunk in as_chunks(documents)]
+    return [_block(chunk) for chunk in as_chunks(documents)]
 
 
-def chunk_block(chunk: Chunk, *, inline: bool = False) -> PlainTextContentBlock:
+def _block(chunk: Chunk, *, inline: bool = False) -> PlainTextContentBlock:
     """Make a content block of a chunk; `inline` says that nothing is put between it and the text beside it."""
     block = PlainTextContentBlock(type="text-plain", mime_type="text/plain", text=chunk.text)
     if chunk.id:
@@ -93,16 +101,46 @@ def chunk_block(chunk: Chunk, *, inline: bool = False) -> PlainTextContentBlock:
     return block
 
 
-def parts_of(message: BaseMessage) -> list[str | Chunk]:
+def as_content(parts: Sequence[str | Chunk]) -> list[str | dict[str, Any]]:
+    """Return text and chunks as the content of a message that adds nothing between them."""
+    return [part if isinstance(part, str) else dict(_block(part, inline=True)) for part in parts]
+
+
+class PromptText(str):
+    """A prompt as a string that knows which parts of it are chunks, for models that take a string."""
+
+    parts: tuple[str | Chunk, ...]
+
+    def __new__(cls, parts: Sequence[str | Chunk]) -> PromptText:
+        text = super().__new__(cls, "".join(part if isinstance(part, str) else part.text for part in parts))
+        text.parts = tuple(parts)
+        return text
+
+
+class TextPromptValue(StringPromptValue):
+    """Prompt value of a template whose text knows its chunks; see `of`."""
+
+    parts: list[Any]
+
+    @classmethod
+    def of(cls, parts: Sequence[str | Chunk]) -> TextPromptValue:
+        """Make one of text and chunks."""
+        return cls(text=str(PromptText(parts)), parts=list(parts))
+
+    def to_string(self) -> str:
+        return PromptText(self.parts)
+
+    def to_messages(self) -> list[BaseMessage]:
+        return [HumanMessage(content=as_content(self.parts))]
+
+
+def _parts_of(message: BaseMessage) -> list[str | Chunk]:
     """Return the content of a message as text and documents; `PromptError` for anything else.
 
-    A document is a block of type "text-plain" (or Anthropic's "document", of text), or a document among the artifact of a
-    retriever's tool message, where the message's text holds it. A blank line parts a block from what stands beside it. Content
-    is read in the forms of OpenAI's, Anthropic's and Google's messages; thoughts and calls of answers are no part of it.
+    A document is a block of type "text-plain", or Anthropic's "document", of text; a blank line parts it from the text beside it.
+    Content is read in the forms of OpenAI's, Anthropic's and Google's messages; thoughts and calls of answers are no part of it.
     """
     if isinstance(message.content, str):
-        if isinstance(message, ToolMessage):
-            return _found(message.content, message.artifact)
         return [message.content or str(message.additional_kwargs.get("refusal") or "")]
     parts: list[str | Chunk] = []
     inline = False
@@ -138,16 +176,16 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         if role is None:
             raise PromptError(f"ChatBlend cannot show a {type(message).__name__} to its model")
         blocks = message.content if isinstance(message.content, list) else []
-        results = [each for each in blocks if isinstance(each, dict) and each.get("type") in _RESULTS]
+        results = [each for each in blocks if isinstance(each, dict) and each.get("type") == "tool_result"]
         for block in results:
-            id = block.get(_RESULTS[block["type"]])
+            id = block.get("tool_use_id")
             turns.append({"role": "tool", "content": _block_parts(block), "tool_call_id": id})
             turns[-1] |= {"name": names[id]} if id in names else {}
         if results:
             message = message.model_copy(update={"content": [each for each in blocks if each not in results]})
             if not message.content:
                 continue
-        turn: dict[str, Any] = {"role": role, "content": parts_of(message)}
+        turn: dict[str, Any] = {"role": role, "content": _parts_of(message)}
         if isinstance(message, ToolMessage):
             turn["tool_call_id"] = message.tool_call_id
         if isinstance(message, ToolMessage | FunctionMessage):
@@ -165,16 +203,9 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def _past_thoughts(message: AIMessage) -> str:
-    """Return what was thought before an answer, as Anthropic, OpenAI, Bedrock, LangChain and others write it."""
-    blocks = [each for each in message.content if isinstance(each, dict)]
-    said = [each.get(kind) for each in blocks for kind in ("reasoning", "thinking") if each.get("type") == kind]
-    said += [
-        part.get("text") for each in blocks if each.get("type") == "reasoning" for part in each.get("summary") or ()
-    ]
-    bedrock = [each["reasoning_content"] for each in blocks if isinstance(each.get("reasoning_content"), dict)]
-    said += [each.get("text") for each in bedrock]
-    given = [each for each in said if each] or [message.additional_kwargs.get("reasoning_content")]
-    return "\n\n".join(each for each in given if isinstance(each, str))
+    """Return what was thought before an answer."""
+    blocks: list[Any] = [each for each in message.content_blocks if each["type"] == "reasoning"]
+    return "\n\n".join(each["reasoning"] for each in blocks if each.get("reasoning"))
 
 
 def _past_calls(message: AIMessage) -> list[dict[str, Any]]:
@@ -186,10 +217,9 @@ def _past_calls(message: AIMessage) -> list[dict[str, Any]]:
         if isinstance(block, dict) and block.get("type") in _CALLS:
             arguments, id = (block.get(name) for name in _CALLS[block["type"]])
             given += [] if id in known else [(block.get("name"), arguments, id)]
-    if not given:
-        kept = [(call.get("function"), call.get("id")) for call in message.additional_kwargs.get("tool_calls") or ()]
-        for function, id in kept or [(message.additional_kwargs.get("function_call"), None)]:
-            given += [(function.get("name"), function.get("arguments"), id)] if function else []
+    function = message.additional_kwargs.get("function_call")
+    if function and not given:
+        given.append((function.get("name"), function.get("arguments"), None))
     for name, arguments, _ in given:
         if not name:
             raise PromptError(
@@ -208,7 +238,7 @@ def passages(documents: Sequence[Document]) -> list[Passage[Chunk]]:
 def render_text(messages: Sequence[BaseMessage]) -> list[str | Chunk]:
     """Write messages as one text, as LangChain does it for models that take a string, without losing documents."""
     holes = Holes[Chunk]()
-    flat = [message.model_copy(update={"content": holes.text(parts_of(message))}) for message in messages]
+    flat = [message.model_copy(update={"content": holes.text(_parts_of(message))}) for message in messages]
     for message, given in zip(flat, messages, strict=True):
         if isinstance(message, AIMessage) and isinstance(given, AIMessage) and not message.tool_calls:
             functions = [(call["function"], call["id"]) for call in _past_calls(given)]
@@ -219,14 +249,14 @@ def render_text(messages: Sequence[BaseMessage]) -> list[str | Chunk]:
 
 
 def _chunk(document: Document) -> Chunk:
-    return Chunk(document.page_content, document.id or None, source=document.metadata.get(DOCUMENT_KEYS[0]))
+    return Chunk(document.page_content, document.id or None, source=document.metadata.get(SOURCE))
 
 
 def _block_parts(block: str | dict[str, Any]) -> list[str | Chunk]:
     said = block_text(block)
     if said is not None or isinstance(block, str):
         return [said or ""]
-    kind, text, held = block.get("type"), block.get("text"), block.get("content", block.get("output"))
+    kind, text, held = block.get("type"), block.get("text"), block.get("content")
     source = block.get("source")
     if kind == "document" and isinstance(source, dict):
         kind = "text-plain" if source.get("type") == "text" else kind
@@ -235,27 +265,10 @@ def _block_parts(block: str | dict[str, Any]) -> list[str | Chunk]:
     if kind == "text-plain" and isinstance(text, str):
         source = (block.get("extras") or {}).get(_SOURCE)
         return [*about, Chunk(text, block.get("id") or None, source=source)] if text else []
-    if kind in _RESULTS or (kind in ("document", "search_result") and held):
+    if kind == "tool_result" or (kind == "document" and held):
         parts = [_block_parts(each) for each in (held if isinstance(held, list) else [held or ""])]
         return [*about, *(part for each in parts for part in each)]
     raise PromptError(
         f"a content block of type {kind!r} with the keys {sorted(block)} cannot be shown to this model; it takes blocks of type "
         "text, and text-plain for documents, both with text"
     )
-
-
-def _found(text: str, artifact: Any) -> list[str | Chunk]:
-    """Split a text at the documents of an artifact that stand in it, in their order."""
-    parts: list[str | Chunk] = []
-    begin = 0
-    for document in artifact if isinstance(artifact, list | tuple) else ():
-        if not isinstance(document, Document) or not document.page_content:
-            continue
-        place = text.find(document.page_content, begin)
-        if place < 0:
-            continue
-        if place > begin:
-            parts.append(text[begin:place])
-        parts.append(_chunk(document))
-        begin = place + len(document.page_content)
-    return [*parts, text[begin:]] if begin < len(text) or not parts else parts

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from langchain_core.runnables.config import run_in_executor
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import get_config_list, run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
@@ -17,31 +18,31 @@ from cacheblend_rag.chat.answer import Answer, Deadline, Ending, ModelCall
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
 from cacheblend_rag.chat.finder import HEAD_CHARS
 from cacheblend_rag.chunk import BLANK_LINE
+from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import StopCutter, acut_pieces, cut_pieces
 from cacheblend_rag.thoughts import Thinking
-from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.calls import (
     Call,
     DecodingFields,
+    checked_options,
     chosen_engine,
     explain,
     gathered_calls,
     generation_options,
-    hinted,
-    stop_strings,
-    with_objects,
 )
 
 __all__ = ["BlendModel"]
 
-_OPTIONS = tuple(DecodingFields.model_fields)
+_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k")
 # The address of a remote tier may hold a password.
 _SECRET = {"remote"}
+# Threads that wait cost little, but not nothing.
+_MOST_THREADS = 64
 
 
-class BlendModel(AnswersTogether, DecodingFields):
+class BlendModel(DecodingFields):
     """Fields and calls that `BlendLLM` and `ChatBlend` share.
 
     Parameters
@@ -88,8 +89,6 @@ class BlendModel(AnswersTogether, DecodingFields):
     engine: Engine = Field(exclude=True, repr=False)
     engine_config: EngineConfig | None = None
     blend_config: BlendConfig | None = None
-    stop: list[str] | None = None
-    timeout: float | None = Field(default=None, gt=0)
     generation_kwargs: dict[str, Any] = Field(default_factory=dict)
     min_chunk_chars: int = Field(default=HEAD_CHARS, ge=HEAD_CHARS)
     max_retries: int | None = Field(default=None, ge=0, exclude=True, repr=False)
@@ -114,9 +113,10 @@ class BlendModel(AnswersTogether, DecodingFields):
         # LangChain's classes swallow unknown names. And a misspelt one should not cost the loading of a model.
         unknown = sorted(fields.keys() - type(self).model_fields.keys())
         if unknown:
+            names = ", ".join(f"{name}{did_you_mean(name, type(self).model_fields)}" for name in unknown)
             raise ConfigError(
-                f"unknown parameter {hinted(unknown, type(self).model_fields)} of {type(self).__name__}; generate's options go "
-                "into generation_kwargs, settings into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
+                f"unknown parameter {names} of {type(self).__name__}; options of generate go into generation_kwargs, settings "
+                "into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
             )
         generation_options(fields.get("generation_kwargs") or {})
         blend, config = _settings(blend_config, BlendConfig), _settings(engine_config, EngineConfig)
@@ -157,7 +157,7 @@ class BlendModel(AnswersTogether, DecodingFields):
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from error
         self._catalog = catalog_of(engine)
         if loads:
-            self._loaded = {"store": store, "model_kwargs": model_kwargs}
+            self._loaded = {"store": str(store) if isinstance(store, Path) else store, "model_kwargs": model_kwargs}
         elif server is not None:
             self._loaded = {"server": server}
 
@@ -171,29 +171,52 @@ class BlendModel(AnswersTogether, DecodingFields):
         thinking: Thinking | None = None,
     ) -> Call:
         """Merge the options of this object and of one call, which wins; `thinking` says how thoughts are told from the answer."""
-        given = dict(kwargs)
+        given = checked_options({**kwargs, "stop": stop})
         asked = given.pop("blend_config", None)
         blend = self.blend_config if asked is None else _settings(asked, BlendConfig)
-        timeout = given.pop("timeout", None)
-        timeout = self.timeout if timeout is None else timeout
         model = given.pop("model", None)
         if model is not None and model != self.model:
             raise ConfigError(
                 f"this object answers with the model {self.model!r}, and a single call cannot use {model!r}; make another object"
             )
+        ends, timeout = (
+            getattr(self, name) if value is None else value
+            for name, value in (("stop", given.pop("stop")), ("timeout", given.pop("timeout", None)))
+        )
         own = {name: getattr(self, name) for name in _OPTIONS}
-        options = generation_options(own, self.generation_kwargs, DecodingFields.checked(given) if given else {})
-        stop = self.stop if stop is None else stop
-        ends = () if stop is None else stop_strings(stop)
-        ending = Ending(ends, None if timeout is None else Deadline(timeout), thinking)
-        if ends or timeout is not None:
-            criteria = ending.criteria(self.engine.tokenizer)
-            options["stopping_criteria"] = with_objects(options, "stopping_criteria", *criteria)
+        options = generation_options(own, self.generation_kwargs, given)
+        ending = Ending(tuple(ends or ()), None if timeout is None else Deadline(timeout), thinking)
+        if criteria := ending.criteria(self.engine.tokenizer):
+            options["stopping_criteria"] = [*options.get("stopping_criteria", ()), *criteria]
         if (gathered := gathered_calls.get()) is not None:
             gathered.append(ModelCall(self.engine, prompt, blend))
         return Call(prompt, ending, options | {"blend": blend, "wait_s": timeout})
 
     # How it is answered
+
+    def batch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
+        """Answer each input in a thread of its own: the engine answers together those that wait for the model."""
+        if not inputs:
+            return []
+        most = RunnableConfig(max_concurrency=min(len(inputs), _MOST_THREADS))
+        configs = [most | each for each in get_config_list(config, len(inputs))]
+        return Runnable.batch(self, inputs, configs, **kwargs)  # type: ignore[arg-type]
+
+    async def abatch(self, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Answer each input in a task of its own; see `batch`."""
+        return await Runnable.abatch(self, inputs, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _answer(self, call: Call) -> Answer:
+        return call.ending.read(self.engine.generate(call.prompt, **call.options))
+
+    async def _aanswer(self, make_call: Callable[[], Call]) -> Answer:
+        # A stream, so that a cancelled task does not leave the engine busy with an answer that is not wanted any more.
+        call = await run_in_executor(None, make_call)
+        stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
+        try:
+            return call.ending.read(await stream.aresult())
+        finally:
+            stream.close()
 
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
         """Yield the answer piece by piece, thoughts as `Thought`, and at the end the whole of it."""
@@ -216,19 +239,11 @@ class BlendModel(AnswersTogether, DecodingFields):
         finally:
             stream.close()
 
-    def __getstate__(self) -> Any:
-        raise ConfigError(
-            f"a {type(self).__name__} holds the model, which cannot be sent to another process; make one there, or write it down "
-            "with langchain_core.load.dumps"
-        )
-
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> BlendModel:
         """Return a model with its own settings; the engine, which is the model itself, is shared."""
-        copied = self.model_copy()
-        for name, value in vars(self).items():
-            if isinstance(value, dict | list):
-                setattr(copied, name, deepcopy(value, memo))
-        return copied
+        return self.model_copy(
+            update={name: deepcopy(value, memo) for name, value in vars(self).items() if isinstance(value, dict | list)}
+        )
 
     # What LangChain asks about
 
@@ -270,8 +285,11 @@ class BlendModel(AnswersTogether, DecodingFields):
         An object around a ready-made engine, a store object or options that are not plain values cannot be serialised, and says
         so. The address of a remote tier is left out, since it may hold a password; the environment provides it.
         """
-        loaded = self._loaded and {name: _written(value) for name, value in self._loaded.items()}
-        if loaded is None or not all(map(_is_plain, loaded.values())):
+        try:
+            loaded = json.loads(json.dumps(self._loaded))
+        except TypeError:
+            loaded = None
+        if loaded is None:
             return self.to_json_not_implemented()  # type: ignore[attr-defined]
         written = super().to_json()  # type: ignore[misc]
         kwargs = written["kwargs"]
@@ -279,7 +297,7 @@ class BlendModel(AnswersTogether, DecodingFields):
             kwargs.pop(name, None)
             if (settings := getattr(self, name)) is not None:
                 kwargs[name] = settings.model_dump(mode="json", exclude_unset=True, exclude=_SECRET)
-        kwargs |= {name: str(value) if isinstance(value, Path) else value for name, value in loaded.items() if value}
+        kwargs |= {name: value for name, value in loaded.items() if value}
         return written
 
 
@@ -288,16 +306,3 @@ _Settings = TypeVar("_Settings", BlendConfig, EngineConfig)
 
 def _settings(given: _Settings | Mapping[str, Any] | None, kind: type[_Settings]) -> _Settings | None:
     return kind(**given) if isinstance(given, Mapping) else None if given is None else kind.of(given)
-
-
-def _written(value: Any) -> Any:
-    """Return an option of loading as it can be written down: a dtype by its name."""
-    if isinstance(value, dict):
-        return {name: _written(each) for name, each in value.items()}
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
-    return value is None or isinstance(value, str | int | float | bool | Path)

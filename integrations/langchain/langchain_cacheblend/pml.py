@@ -89,37 +89,11 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
     def from_markup(
         cls, schema: Schema, markup: str, *, documents: str | None = None, separator: str = "\n\n"
     ) -> PMLPromptTemplate:
-        """Read the prompt from markup.
-
-        Parameters
-        ----------
-        schema : Schema
-            Its schema.
-        markup : str
-            ``<prompt schema="...">`` with its variables.
-        documents, separator
-            As for the template itself.
-
-        Returns
-        -------
-        PMLPromptTemplate
-            The template.
-
-        Raises
-        ------
-        PMLError
-            If the markup is not well-formed, or does not fit the schema.
-        """
+        """Read the prompt from markup, ``<prompt schema="...">`` with its variables; `PMLError` if it does not fit the schema."""
         return cls(schema.parse_prompt(markup), documents, separator)
 
     def pml_prompt(self, **values: Any) -> Prompt:
-        """Return the prompt with its variables filled in.
-
-        Raises
-        ------
-        ConfigError
-            If the documents are neither documents nor strings.
-        """
+        """Return the prompt with its variables filled in; `ConfigError` if the documents are neither documents nor strings."""
         given = self._merge_partial_and_user_variables(**values)
         prompt = self.prompt.map_texts(
             lambda text: formatter.format(text, **given) if "{" in text or "}" in text else text

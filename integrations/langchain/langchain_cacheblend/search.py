@@ -27,8 +27,8 @@ def _through(name: str) -> Any:
         # After query and k stands the filter, where there is no `fetch_k`.
         place = 2 if "marginal" not in name else 4
         filters = [*args[place : place + 1], *(kwargs.get(each) for each in _FILTERS)]
-        if self._divides is not None and any(each is not None for each in filters):
-            self._warn_of(filters)
+        if self._divided is not None:
+            self._warn_of({*_keys(filters)} - self._divided)
         return getattr(self.inner, name)(*args, **kwargs)
 
     return search
@@ -37,18 +37,12 @@ def _through(name: str) -> Any:
 class SearchesInner(VectorStore):
     """Passes every search on to the inner store's method of the same name, so that its own ways of searching count.
 
-    Parameters
-    ----------
-    inner : VectorStore
-        The store that is searched.
-    divides : frozenset of str or None
-        The metadata keys that no document has two values of, by which a search may filter without a warning; None: all.
+    `divides` are the metadata keys that no document has two values of, by which a search may filter without a warning; None: all.
     """
 
-    def __init__(self, inner: VectorStore, divides: frozenset[str] | None = None) -> None:
+    def __init__(self, inner: VectorStore, divides: frozenset[str] | None) -> None:
         self.inner = inner
-        self._divides = divides
-        self._warned: dict[str, object] = {}
+        self._divided = None if divides is None else {*divides}
 
     similarity_search = _through("similarity_search")
     asimilarity_search = _through("asimilarity_search")
@@ -80,19 +74,15 @@ class SearchesInner(VectorStore):
     def _get_retriever_tags(self) -> list[str]:
         return [type(self).__name__, *self.inner._get_retriever_tags()]
 
-    def _warn_of(self, filters: list[Any]) -> None:
+    def _warn_of(self, keys: set[str]) -> None:
         """Warn of filters by something that does not divide documents, once for each key."""
-        mine = object()
-        for key in dict.fromkeys(_keys(filters)):
-            # One call, which threads cannot get between.
-            if key in (self._divides or ()) or self._warned.setdefault(key, mine) is not mine:
-                continue
+        for key in keys:
+            (self._divided or set()).add(key)
             logger.warning(
-                "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of other chunks, "
-                "so an answer from those that a reader may see can reveal something of one that the filter hides from that "
-                "reader. If that is what the filter is for, make the store with boundary=[...] naming the metadata key (no chunk "
-                'is then read behind one with another value) or its engine with companions="neutral", and add or warm the '
-                "documents again; otherwise nothing needs to be done (this warning appears once for each key)",
+                "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of other chunks "
+                "of its document, so an answer can reveal something of one that the filter hides from a reader. If that is what "
+                "the filter is for, make the store with boundary=[...] naming the metadata key, or its engine with "
+                'companions="neutral", and add the documents again (this warning appears once for each key)',
                 key,
             )
 
@@ -101,10 +91,7 @@ def _keys(given: Any) -> Iterator[str]:
     """Yield the metadata keys that a filter names, or a word for a filter that cannot be looked into."""
     if isinstance(given, Mapping):
         for key, value in given.items():
-            if not str(key).startswith("$"):
-                yield str(key)
-            else:
-                yield from _keys(value)
+            yield from _keys(value) if str(key).startswith("$") else [str(key)]
     elif isinstance(given, list | tuple):
         for each in given:
             yield from _keys(each)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
-from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.chunk import document_name, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, Engine
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.calls import chosen_engine
-from langchain_cacheblend.inventory import Inventory, Siblings
-from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces
+from langchain_cacheblend.inventory import Inventory
+from langchain_cacheblend.places import Places
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 
@@ -29,14 +26,14 @@ __all__ = ["BlendVectorStore"]
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS = ("background", "show_progress", "context", "boundary", "document_keys", "name")
+_OPTIONS = ("background", "boundary", "name")
 
 
 class BlendVectorStore(SearchesInner):
     """A wrapper around a vector store: encodes added documents, and deletes the KV of deleted ones.
 
     A chunk's id is the id of its document, and its text the document's ``page_content``. So documents of several stores over one
-    engine need different ids; if two share an id, the chunk is the one added last, and a warning says so.
+    engine need different ids: the chunk of an id is the one added last, and deleting it from any of them deletes its KV.
     The inner store does everything else; what has no counterpart here is on ``store.inner``.
 
     Parameters
@@ -49,28 +46,17 @@ class BlendVectorStore(SearchesInner):
         The address of a server whose engine it is, instead of `engine`.
     background : bool
         Whether adding returns before the texts are encoded, which continues in the background; `flush` waits for it.
-    show_progress : bool
-        Whether to show a progress bar while texts are encoded, unless in the background. The log has a line every five seconds
-        at level INFO in any case.
     boundary : sequence of str
         Metadata keys whose change divides a document: no chunk is read behind one with another value.
-    document_keys : sequence of str
-        Metadata keys that say which document a text is a piece of. Texts without the first key are of no document; the others
-        count if present.
     name : str, optional
-        Distinguishes this store's documents from those of other stores over the engine, in other processes too. By default its
-        collection, in stores that have one; others need a name so that their documents can be continued after a restart.
-
-    Attributes
-    ----------
-    places : DocumentPlaces
-        Knows which text is a piece of which document.
+        Tells this store's documents from those of other stores over the engine. By default the kind of the store and its
+        collection.
 
     Raises
     ------
     ConfigError
-        If `inner` is a `BlendVectorStore` already, `engine` is not a `BlendEngine`, or `boundary` or
-        `document_keys` are invalid, as `boundary` is where the engine reads chunks behind any others (`companions` "similar").
+        If `inner` is a `BlendVectorStore` already, `engine` is not an engine, or `boundary` is invalid, as it is where the engine
+        reads chunks behind any others (`companions` "similar").
     """
 
     def __init__(
@@ -80,9 +66,7 @@ class BlendVectorStore(SearchesInner):
         engine: Engine | None = None,
         server: str | None = None,
         background: bool = False,
-        show_progress: bool = False,
         boundary: Sequence[str] = (),
-        document_keys: Sequence[str] = DOCUMENT_KEYS,
         name: str | None = None,
     ) -> None:
         if isinstance(inner, BlendVectorStore):
@@ -91,33 +75,15 @@ class BlendVectorStore(SearchesInner):
             )
         self.engine = engine = chosen_engine(engine, server)
         self.background = background
-        self.show_progress = show_progress
         self._inventory = Inventory(inner)
-        self._siblings = Siblings(inner, engine, name)
-        self.places = DocumentPlaces(engine, self._siblings.name, document_keys, boundary)
+        self._places = Places(inner, engine, name, boundary)
         self._collection = engine.collection(self._inventory.present)
-        super().__init__(inner, self.places.divides)
-
-    def __getattr__(self, name: str) -> Any:
-        # Asked only for what is not here.
-        inner = self.__dict__.get("inner")
-        if name.startswith("_") or not hasattr(inner, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        raise AttributeError(
-            f"a BlendVectorStore has no {name}, but the {type(inner).__name__} in it has: store.inner.{name}",
-            name=name,
-            obj=self,
-        )
+        super().__init__(inner, self._places.divides if self._places.has_documents else None)
 
     # Adding
 
     def add_texts(
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: Any,
+        self, texts: Iterable[str], metadatas: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> list[str]:
         """Add texts to the inner store, then encode them.
 
@@ -136,47 +102,18 @@ class BlendVectorStore(SearchesInner):
             left.
         """
         texts = list(texts)
-        # Not every store takes ids=None as if it were left out.
-        named = kwargs if ids is None else kwargs | {"ids": ids}
-        given = self.inner.add_texts(texts, metadatas, **named)
+        given = self.inner.add_texts(texts, metadatas, **kwargs)
         self.encode(given, texts, metadatas)
         return given
 
     async def aadd_texts(
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: Any,
+        self, texts: Iterable[str], metadatas: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> list[str]:
         """Add texts to the inner store, then encode them in another thread."""
         texts = list(texts)
-        named = kwargs if ids is None else kwargs | {"ids": ids}
-        given = await self.inner.aadd_texts(texts, metadatas, **named)
+        given = await self.inner.aadd_texts(texts, metadatas, **kwargs)
         await run_in_executor(None, self.encode, given, texts, metadatas)
         return given
-
-    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Add documents to the inner store, then encode them; see `add_texts`."""
-        given = self.inner.add_documents(documents, **kwargs)
-        self.encode(given, *_of(documents))
-        return given
-
-    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Add documents to the inner store, then encode them in another thread."""
-        given = await self.inner.aadd_documents(documents, **kwargs)
-        await run_in_executor(None, self.encode, given, *_of(documents))
-        return given
-
-    def update_document(self, document_id: str, document: Document) -> None:
-        """Replace a document, in stores that have this method."""
-        self.update_documents([document_id], [document])
-
-    def update_documents(self, ids: list[str], documents: list[Document]) -> None:
-        """Replace documents, in stores that have this method."""
-        self._inner_method("update_documents")(ids, documents)
-        self.encode(ids, *_of(documents))
 
     @classmethod
     def from_texts(
@@ -186,54 +123,42 @@ class BlendVectorStore(SearchesInner):
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        inner: VectorStore | type[VectorStore] | None = None,
+        inner: type[VectorStore] | None = None,
         engine: Engine | None = None,
         **kwargs: Any,
     ) -> BlendVectorStore:
-        """Wrap `inner` and add texts to it; `from_documents` does the same with documents.
+        """Make a store of the class `inner` by its own ``from_texts``, wrap it, and encode the texts.
 
-        With a class as `inner`, one line becomes another: ``Chroma.from_documents(documents, embeddings)`` becomes
+        One line becomes another: ``Chroma.from_documents(documents, embeddings)`` becomes
         ``BlendVectorStore.from_documents(documents, embeddings, inner=Chroma, engine=llm.engine)``.
 
         Parameters
         ----------
-        texts : list of str
-            The texts.
-        embedding : Embeddings, optional
-            Embeds the texts; a store that is there already has its own.
-        metadatas : list of dict, optional
-            One for each text.
-        ids : list of str, optional
-            One for each text.
-        inner : VectorStore or type
-            The store to wrap, or the class of one to make by its own ``from_texts``.
+        texts, embedding, metadatas, ids
+            As for every vector store.
+        inner : type
+            The class; a store that is there already is wrapped by ``BlendVectorStore(store, engine=...)``.
         engine : BlendEngine or ServedEngine
             The engine.
         **kwargs : Any
-            What the class takes, as `background`; the others are passed to the inner store's ``add_texts``, or the class's
-            ``from_texts``.
+            What `BlendVectorStore` takes, as `background`; the others are passed to the class's ``from_texts``.
 
         Raises
         ------
         ConfigError
-            If `inner` or `engine` is missing, or `embedding` is not the inner store's.
+            If `inner` is not a class, or there is no engine.
         """
-        if inner is None or (engine is None and kwargs.get("server") is None):
-            raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
+        if not isinstance(inner, type):
+            raise ConfigError(
+                f"inner={inner!r:.60} is not the class of a vector store, as Chroma; wrap a store that is there already: "
+                "BlendVectorStore(store, engine=...)"
+            )
         engine = chosen_engine(engine, kwargs.pop("server", None))
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-        if isinstance(inner, type):
-            given = [str(uuid.uuid4()) for _ in texts]
-            if ids is not None:
-                given = [id or new for id, new in zip(ids, given, strict=True)]
-            made = inner.from_texts(texts, embedding, metadatas, ids=given, **kwargs)  # type: ignore[arg-type]
-            store = cls(made, engine=engine, **options)
-            store.encode(given, texts, metadatas)
-            return store
-        if embedding is not None and inner.embeddings is not None and embedding is not inner.embeddings:
-            raise ConfigError("embedding is not the one that the inner store embeds with; leave it out")
-        store = cls(inner, engine=engine, **options)
-        store.add_texts(texts, metadatas, ids=ids, **kwargs)
+        given = [id or str(uuid.uuid4()) for id in ids or [""] * len(texts)]
+        made = inner.from_texts(texts, embedding, metadatas, ids=given, **kwargs)  # type: ignore[arg-type]
+        store = cls(made, engine=engine, **options)
+        store.encode(given, texts, metadatas)
         return store
 
     def encode(
@@ -258,31 +183,19 @@ class BlendVectorStore(SearchesInner):
         -------
         AddResult or AddJob
             What was done; in the background, a job that reports it.
-
-        Raises
-        ------
-        ConfigError
-            If there are more of one than of the other.
         """
         if len(ids) != len(texts):
             name = type(self.inner).__name__
             raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks would have no ids")
         # Some stores number what they have.
         ids = list(map(str, ids))
-        given = [metadata or {} for _, metadata in zip(ids, chain(metadatas or (), repeat(None)), strict=False)]
-        self._siblings.warn_of(ids, texts)
-        # What was deleted behind our back, or given other ids since a process was killed, is no context of these texts.
-        sources = {document_name(metadata.get(DOCUMENT_KEYS[0])) for metadata in given}
+        chunks = self._chunks(ids, texts, metadatas)
+        # What was deleted behind our back is no context of these texts.
+        sources = {document_name(chunk.source) for chunk in chunks}
         self._collection.sync({source for source in sources if source is not None}, ids)
-        rows = [row for row in zip(ids, texts, given, strict=True) if row[1].strip()]
-        chunks = self.places.chunks(*zip(*rows, strict=True)) if rows else []
-        if len(rows) < len(ids):
-            # A store may hold documents without text; there is nothing to encode in them.
-            self.engine.delete([id for id, text in zip(ids, texts, strict=True) if not text.strip()])
+        if blank := set(ids).difference(chunk.id for chunk in chunks):
+            self.engine.delete(blank)
         try:
-            if progress is None and self.show_progress and not self.background:
-                with tqdm(desc="Encoding texts", unit="text") as bar:
-                    return self.engine.add(chunks, progress=partial(_advance, bar), on_refused=_warn_of)
             return self.engine.add(chunks, progress=progress, on_refused=_warn_of, background=self.background)
         except BaseException:
             # Rather no chunk under an id than the text that the store has just replaced.
@@ -294,25 +207,23 @@ class BlendVectorStore(SearchesInner):
             )
             raise
 
-    def flush(self) -> None:
-        """Wait until the texts that were added in the background are encoded.
+    def _chunks(
+        self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]] | None
+    ) -> list[Chunk]:
+        """Return a chunk for each text that is not blank; of several with one id for the last."""
+        # There may be fewer metadata, and None among them.
+        rows = zip(ids, texts, chain(metadatas or (), repeat(None)), strict=False)
+        chunks = {id: self._places.chunk(id, text, metadata or {}) for id, text, metadata in rows if text.strip()}
+        return list(chunks.values())
 
-        Raises
-        ------
-        StoreError
-            If the KV of some of them could not be stored; it is computed at query time.
-        """
+    def flush(self) -> None:
+        """Wait until the texts that were added in the background are encoded; `StoreError` if KV could not be stored."""
         self.engine.flush()
 
     def sync(self) -> int:
-        """Forget the KV of documents that were deleted behind this store's back.
+        """Forget the KV of documents that were deleted behind this store's back; return how many chunks that were.
 
         Where other processes have vector stores over the same KV, call the engine's `sync` with the ids of all of them instead.
-
-        Returns
-        -------
-        int
-            How many chunks were forgotten.
         """
         return self._collection.sync()
 
@@ -328,13 +239,8 @@ class BlendVectorStore(SearchesInner):
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete from the inner store, and forget the KV of what it no longer has.
 
-        Parameters
-        ----------
-        ids : list of str, optional
-            Which documents. Without ids the inner store decides (it may delete all, or those that `kwargs` select), and is
-            asked before and afterwards for what it has.
-        **kwargs : Any
-            Passed to the inner store.
+        Without ids the inner store decides (it may delete all, or those that `kwargs` select), and is asked before and afterwards
+        for what it has.
         """
         if ids is None:
             return self._forgetting(lambda: self.inner.delete(None, **kwargs))
@@ -351,13 +257,13 @@ class BlendVectorStore(SearchesInner):
         return done
 
     def reset_collection(self) -> None:
-        """Empty the inner store, in stores that have this method, and forget the KV of what it had."""
-        self._forgetting(self._inner_method("reset_collection"))
+        """Empty the inner store, if it has this method, and forget the KV of what it had."""
+        self._forgetting(self.inner.reset_collection)  # type: ignore[attr-defined]
 
     def delete_collection(self) -> None:
-        """Remove the inner store's collection, in stores that have this method, and forget the KV of what it had."""
+        """Remove the inner store's collection, if it has this method, and forget the KV of what it had."""
         present = self._inventory.present(self.engine.ids())
-        self._inner_method("delete_collection")()
+        self.inner.delete_collection()  # type: ignore[attr-defined]
         self._forget(present)
 
     def _forget_deleted(self, ids: Sequence[str], done: bool | None, kwargs: Mapping[str, Any]) -> None:
@@ -373,33 +279,7 @@ class BlendVectorStore(SearchesInner):
         return done
 
     def _forget(self, ids: Iterable[str]) -> None:
-        """Forget chunks, but not those that are documents of another store over this engine as well."""
-        ids = list(dict.fromkeys(map(str, ids)))
-        held = self._siblings.texts(ids)
-        shared = [record for record in self.engine.records(list(held)) if record is not None] if held else []
-        kept = [record.id for record in shared if record.text_hash == text_hash(held[record.id])]
-        self._collection.forget([id for id in ids if id not in kept])
-        # What another store still has is no longer a piece of this one's documents.
-        mine = [id for id, place in zip(kept, self.engine.places(kept), strict=True) if self.places.owns(place)]
-        if mine:
-            self.engine.add([Chunk(held[id], id) for id in mine])
-
-    def _inner_method(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] | None = getattr(self.inner, name, None)
-        if method is None:
-            raise ConfigError(
-                f"{type(self.inner).__name__} has no {name}; use add_documents with the same ids, or delete"
-            )
-        return method
-
-
-def _of(documents: Sequence[Document]) -> tuple[list[str], list[dict[str, Any]]]:
-    return [document.page_content for document in documents], [document.metadata for document in documents]
-
-
-def _advance(bar: Any, done: int, total: int) -> None:
-    bar.total = total
-    bar.update(done - bar.n)
+        self._collection.forget(list(map(str, ids)))
 
 
 def _warn_of(chunk: Chunk, refusal: PromptError) -> None:

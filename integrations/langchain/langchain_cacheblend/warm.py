@@ -41,15 +41,10 @@ def warm(
     Returns
     -------
     AddResult or AddJob
-        What was done; in the background, a job that reports it.
-
-    Raises
-    ------
-    ConfigError
-        If the store is not a `BlendVectorStore`, cannot list its documents, or documents have no ids.
+        What was done; in the background, a job that reports it. `ConfigError` if documents cannot be listed, or have no ids.
     """
     _check(store, "warm")
-    documents = store.places.in_reading_order(store._inventory.documents(ids))
+    documents = store._inventory.documents(ids)
     nameless = sum(not document.id for document in documents)
     if nameless:
         raise ConfigError(
@@ -84,22 +79,12 @@ def estimate(
     WarmEstimate
         What is not encoded yet: its `chunks` and `tokens`, and what they would take, `ram_bytes`, `disk_bytes` and `seconds`
         (embedding them not counted).
-
-    Raises
-    ------
-    ConfigError
-        If the store is not a `BlendVectorStore`, or cannot list its documents.
     """
     _check(store, "estimate")
-    if documents is None:
-        documents = store.places.in_reading_order(store._inventory.documents())
-    rows = [
-        (str(document.id or uuid.uuid4()), document.page_content if text_of is None else text_of(document), document)
-        for document in documents
-    ]
-    rows = [row for row in rows if row[1].strip()]
-    ids, texts, given = zip(*rows, strict=True) if rows else ((), (), ())
-    return store.engine.estimate(store.places.copy().chunks(ids, texts, [document.metadata for document in given]))
+    given = list(store._inventory.documents() if documents is None else documents)
+    ids = [document.id or str(uuid.uuid4()) for document in given]
+    texts = [document.page_content if text_of is None else text_of(document) for document in given]
+    return store.engine.estimate(store._chunks(ids, texts, [document.metadata for document in given]))
 
 
 def _check(store: Any, caller: str) -> None:

@@ -1,21 +1,18 @@
 """The catalog keeps in step with the engine by whatever door chunks come and go."""
 
-import gc
 import tempfile
-import weakref
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
+from cacheblend_rag.chat.catalog import ChunkCatalog
 from cacheblend_rag.chunk import Segment, text_hash
+from integrations.langchain.tests.asking import chunk_ids
 from langchain_cacheblend import BlendLLM, ChatBlend
 
 SETTINGS = engine_settings(self_check=False)
@@ -38,31 +35,12 @@ def test_what_is_asked_is_text_though_it_is_stored_too(engine: BlendEngine, chun
     engine.add(Chunk(text, f"n{number}") for number, text in enumerate(texts))
     llm = ChatBlend(engine=engine)
     context = f"Read this:\n\n{chunks['goat']}\n\n{chunks['house']}"
-
-    def found(*messages: tuple[str, str]) -> list[str | None]:
-        return [each.id for each in llm.blend_prompt(list(messages)).segments if isinstance(each, Chunk)]
-
-    assert found(("system", context), ("human", question)) == ["n0", "n1"]
-    assert found(("human", f"{context}\n\nQuestion: {question}")) == ["n0", "n1"]
+    assert chunk_ids(llm.blend_prompt([("system", context), ("human", question)])) == ["n0", "n1"]
     # What is behind other chunks, or before other words, is a passage like them.
-    assert found(("human", f"{question}\n\nBy this:\n\n{chunks['goat']}\n\n{chunks['house']}")) == ["n2", "n0", "n1"]
-    assert found(("human", f"{chunks['goat']}\n\nWhere?")) == ["n0"]
+    assert chunk_ids(llm.blend_prompt(f"{question}\n\nBy this:\n\n{context}")) == ["n2", "n0", "n1"]
     # As a client of the string model writes it.
     prompt = BlendLLM(engine=engine).blend_prompt(f"{context}\n\nQuestion: {question}")
-    assert [each.id for each in prompt.segments if isinstance(each, Chunk)] == ["n0", "n1"]
-    [*_, last] = prompt.segments
-    assert last == f"\n\nQuestion: {question}"
-
-
-def test_text_comes_back_from_any_reference_tokens(engine: BlendEngine) -> None:
-    texts = [
-        "  two spaces , and  more",
-        "日本語のテキストはここにあります。🙂🙃",
-        "tabs\tand\r\nbreaks\n\n\n",
-        "<s> looks like a token",
-    ]
-    engine.add(Chunk(text, str(number)) for number, text in enumerate(texts))
-    assert ids_in(ChunkCatalog(), engine, "|".join(texts)) == ["0", "1", "2", "3"]
+    assert chunk_ids(prompt) == ["n0", "n1"] and prompt.segments[-1] == f"\n\nQuestion: {question}"
 
 
 def test_an_earlier_process(tiny: LlamaForCausalLM, tokenizer: Any, chunks: dict[str, str], tmp_path: Path) -> None:
@@ -119,39 +97,3 @@ def test_following_changes(tiny: LlamaForCausalLM, tokenizer: Any, rounds: list[
             for chunk in (part for part in followed if isinstance(part, Chunk)):
                 (record,) = engine.records([str(chunk.id)])
                 assert record is not None and record.text_hash == text_hash(chunk.text)
-
-
-def test_only_changes_are_read(engine: BlendEngine, chunks: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog = ChunkCatalog()
-    engine.add(Chunk(text, id) for id, text in chunks.items())
-    assert ids_in(catalog, engine, "\n".join(chunks.values())) == list(chunks)
-    asked: list[list[str]] = []
-    records = engine.records
-    monkeypatch.setattr(engine, "records", lambda ids: asked.append(list(ids)) or records(ids))
-    engine.add([Chunk("Somebody else wrote this line.", "else")])
-    engine.delete(["goat"])
-    assert ids_in(catalog, engine, "Nothing that is known stands here.") == []
-    assert asked == [["else"]]
-
-
-def test_lost_text_is_said(tiny: LlamaForCausalLM, chunks: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    words = sorted({word for text in chunks.values() for word in text.lower().split()})
-    lossy = Tokenizer(models.WordLevel({word: id for id, word in enumerate(["<unk>", *words])}, unk_token="<unk>"))
-    lossy.normalizer = normalizers.Lowercase()
-    lossy.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    with BlendEngine(tiny, PreTrainedTokenizerFast(tokenizer_object=lossy), **SETTINGS) as engine:
-        engine.add(Chunk(text, id) for id, text in chunks.items())
-        catalog = ChunkCatalog()
-        for _ in range(2):
-            assert ids_in(catalog, engine, "\n".join(chunks.values())) == []
-    assert sum("cannot be restored" in record.getMessage() for record in caplog.records) == 1
-
-
-def test_models_of_one_engine_share_a_catalog_that_ends_with_it(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
-    engine = BlendEngine(tiny, tokenizer, **SETTINGS)
-    assert catalog_of(engine) is catalog_of(engine)
-    gone = weakref.ref(catalog_of(engine))
-    engine.close()
-    del engine
-    gc.collect()
-    assert gone() is None

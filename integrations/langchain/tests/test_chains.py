@@ -1,7 +1,6 @@
 """Whole chains, as the LangChain tutorials write them: retrieve, stuff, ask."""
 
 import asyncio
-import copy
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -13,19 +12,13 @@ from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
-from langchain_core.runnables import RunnableConfig, RunnableLambda, RunnablePassthrough
-from langchain_core.tools import create_retriever_tool
-from langchain_core.vectorstores import InMemoryVectorStore
-from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode, tools_condition
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
-from integrations.langchain.tests.asking import EXACT, KINDS, TOOL_TEMPLATE, Kind, Reports, chunk_ids, own_answer
+from integrations.langchain.tests.asking import EXACT, KINDS, Kind, Reports, chunk_ids, own_answer
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, create_blend_documents_chain
 
 TOKENS = 8
@@ -40,27 +33,6 @@ def store(engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str]) ->
     store.add_documents([Document(text, metadata={"name": name}) for name, text in chunks.items()])
     yield store
     chroma.delete_collection()
-
-
-@KINDS
-def test_stuffed_documents_blend(kind: Kind, store: BlendVectorStore) -> None:
-    llm = kind(engine=store.engine, max_tokens=8)
-    template = PromptTemplate if kind is BlendLLM else ChatPromptTemplate
-    chain = create_stuff_documents_chain(llm, template.from_template(TEMPLATE))
-    documents = store.similarity_search(QUESTION, k=3)
-    reports = Reports()
-    answer = chain.invoke({"context": documents, "input": QUESTION}, {"callbacks": [reports]})
-    assert isinstance(answer, str)
-    assert reports.hits == [3]
-    # The same with the documents in another order, each with its own template around it.
-    chain = create_stuff_documents_chain(
-        llm,
-        template.from_template(TEMPLATE),
-        document_prompt=PromptTemplate.from_template("<doc name='{name}'>\n{page_content}\n</doc>"),
-        document_separator="\n",
-    )
-    chain.invoke({"context": documents[::-1], "input": QUESTION}, {"callbacks": [reports]})
-    assert reports.hits == [3, 3]
 
 
 def test_a_retrieval_chain_blends_in_every_way_of_calling_it(store: BlendVectorStore) -> None:
@@ -137,7 +109,7 @@ def test_a_prompt_without_a_place_for_documents_is_refused(engine: BlendEngine) 
     with pytest.raises(ConfigError, match="document_variable_name"):
         create_blend_documents_chain(ChatBlend(engine=engine), ChatPromptTemplate.from_template("{input}"))
     upper = PromptTemplate.from_template("{{ context | replace('[[', '') }}", template_format="jinja2")
-    with pytest.raises(PromptError, match="drops or changes"):
+    with pytest.raises(PromptError):
         create_blend_documents_chain(BlendLLM(engine=engine), upper).invoke({"context": [Document("A text.")]})
 
 
@@ -168,35 +140,3 @@ def test_a_template_that_knows_documents_shows_them_in_its_own_place(store: Blen
         assert chunk_ids(prompt) == ["s", "b"]
     finally:
         tokenizer.chat_template = own
-
-
-# LangGraph
-
-
-async def test_models_call_retrieval(tiny: Any, tokenizer: Any, embedding: Embeddings, chunks: dict[str, str]) -> None:
-    shows = copy.deepcopy(tokenizer)
-    shows.chat_template = TOOL_TEMPLATE
-    with BlendEngine(tiny, shows, **engine_settings(self_check=False)) as engine:
-        store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
-        store.add_documents([Document(text, id=id) for id, text in chunks.items()])
-        retrieve = create_retriever_tool(
-            store.as_retriever(search_kwargs={"k": 3}), "search", "Looks it up.", response_format="content_and_artifact"
-        )
-        quote = tuple(shows('"', add_special_tokens=False)["input_ids"])
-        llm = ChatBlend(engine=engine, max_tokens=60, generation_kwargs={"sequence_bias": {quote: 50.0}})
-        calling, answering = llm.bind_tools([retrieve], tool_choice="search"), llm.bind_tools([retrieve])
-        reports = Reports()
-
-        async def ask(state: MessagesState, config: RunnableConfig) -> dict[str, Any]:
-            model = answering if isinstance(state["messages"][-1], ToolMessage) else calling
-            return {"messages": [await model.ainvoke(state["messages"], config)]}
-
-        graph = StateGraph(MessagesState)
-        graph.add_node("ask", ask)
-        graph.add_node("tools", ToolNode([retrieve]))
-        graph.add_edge(START, "ask")
-        graph.add_conditional_edges("ask", tools_condition)
-        graph.add_edge("tools", "ask")
-        state = await graph.compile().ainvoke({"messages": [HumanMessage(QUESTION)]}, {"callbacks": [reports]})
-        assert [type(message) for message in state["messages"]] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
-        assert reports.hits == [0, 3]

@@ -64,7 +64,7 @@ class StoreMachine(RuleBasedStateMachine):
     def add(self, given: dict[str, tuple[str | None, int, int, bool]]) -> None:
         documents, chunks = [], []
         last: dict[str, int] = {}
-        # In one call the pieces of a source come in order: else they were several texts.
+        # No two pieces of a source begin at one place.
         for id, (source, first, count, other) in sorted(given.items(), key=lambda each: each[1][1]):
             text = SOURCES[source or "one.txt"]
             start = [*accumulate((len(word) + 1 for word in text), initial=0)][first]

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.load import dumpd, load
-from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from transformers import LlamaForCausalLM
@@ -23,7 +23,7 @@ from cacheblend_lab.settings import settings_of
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from integrations.langchain.tests.asking import KINDS, Kind, text_of
-from langchain_cacheblend import BlendLLM, ChatBlend
+from langchain_cacheblend import BlendLLM
 from tests.core.test_engine import Held
 
 TOKENS = 8
@@ -87,50 +87,26 @@ def test_what_tracing_is_told(kind: Kind, engine: BlendEngine) -> None:
     secret.engine.close()
 
 
-def test_counting_tokens_is_the_models_own(engine: BlendEngine) -> None:
-    llm = ChatBlend(engine=engine)
-    assert llm.get_num_tokens("Mara Lind") == len(llm.get_token_ids("Mara Lind"))
-    assert ChatBlend(engine=engine, custom_get_token_ids=lambda text: [1, 2]).get_num_tokens("Mara") == 2
-    assert BlendLLM(engine=engine).get_num_tokens_from_messages([HumanMessage("Mara")]) == len(
-        BlendLLM(engine=engine).get_token_ids("Human: Mara")
-    )
-
-
 @KINDS
-def test_fields_can_be_configured(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine, max_tokens=TOKENS)
+def test_fields_can_be_configured_but_for_the_model(kind: Kind, engine: BlendEngine) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS, temperature=0)
     configurable = llm.configurable_fields(
-        max_tokens=ConfigurableField(id="tokens"), blend_config=ConfigurableField(id="blend")
+        max_tokens=ConfigurableField(id="tokens"), model=ConfigurableField(id="model")
     )
+    assert text_of(configurable.invoke("Who?")) == text_of(llm.invoke("Who?", model=engine.model_name))
     short = configurable.with_config(configurable={"tokens": 2}).invoke("Who?")
     assert len(text_of(short)) < len(text_of(configurable.invoke("Who?")))
-    with pytest.raises(ConfigError, match="max_tokens"):
-        configurable.with_config(configurable={"tokens": 0}).invoke("Who?")
-    chosen = llm.configurable_alternatives(ConfigurableField(id="which"), short=kind(engine=engine, max_tokens=1))
-    assert len(text_of(chosen.with_config(configurable={"which": "short"}).invoke("Who?"))) < len(text_of(short)) + 8
-    tiny_ratio = configurable.with_config(configurable={"blend": engine.blend.replace(enabled=False)})
-    assert text_of(tiny_ratio.invoke("Who?")) == text_of(llm.invoke("Who?"))
-
-
-@KINDS
-def test_an_engine_answers_under_the_name_of_its_own_model_only(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine, max_tokens=TOKENS)
-    for model in (engine.model_name, engine.model.name_or_path or engine.model_name):
-        assert kind(engine=engine, model=model).model == engine.model_name
-    with pytest.raises(ConfigError, match=r"model='another' is not .* configurable_alternatives"):
-        kind(engine=engine, model="another")
-    assert text_of(llm.invoke("Who?", model=engine.model_name)) == text_of(llm.invoke("Who?"))
-    with pytest.raises(ConfigError, match="make another"):
-        llm.invoke("Who?", model="other")
-    configurable = llm.configurable_fields(model=ConfigurableField(id="model"))
-    assert text_of(configurable.invoke("Who?")) == text_of(llm.invoke("Who?"))
-    with pytest.raises(ConfigError, match="configurable_alternatives"):
-        configurable.with_config(configurable={"model": "another"}).invoke("Who?")
-
-
-def test_an_engine_is_known_by_the_name_it_was_loaded_by(reference: BlendEngine) -> None:
-    assert reference.model_name == "reference"
-    assert ChatBlend(engine=reference).model == ChatBlend(model="reference", engine=reference).model == "reference"
+    chosen = llm.configurable_alternatives(ConfigurableField(id="which"), other=kind(engine=engine, max_tokens=2))
+    assert text_of(chosen.with_config(configurable={"which": "other"}).invoke("Who?")) == text_of(short)
+    wrong: list[Callable[[], Any]] = [
+        lambda: configurable.with_config(configurable={"tokens": 0}).invoke("Who?"),
+        lambda: configurable.with_config(configurable={"model": "another"}).invoke("Who?"),
+        lambda: kind(engine=engine, model="another"),
+        lambda: llm.invoke("Who?", model="another"),
+    ]
+    for make in wrong:
+        with pytest.raises(ConfigError):
+            make()
 
 
 # Being written down
@@ -152,7 +128,7 @@ def test_a_named_model_is_written_down(kind: Kind, tiny: LlamaForCausalLM, token
     tokenizer.save_pretrained(tmp_path / "model")
     blend = BlendConfig(recompute_ratio=0.4)
     options = {"max_tokens": TOKENS, "stop": ["never"], "generation_kwargs": {"repetition_penalty": 1.1}}
-    options["model_kwargs"] = {"dtype": torch.bfloat16}
+    options["model_kwargs"] = {"dtype": "bfloat16"}
     llm = kind(model=tmp_path / "model", store=tmp_path / "kv", blend_config=blend, **options)
     written = dumpd(llm)
     assert written["type"] == "constructor"
@@ -163,102 +139,62 @@ def test_a_named_model_is_written_down(kind: Kind, tiny: LlamaForCausalLM, token
     assert again.engine.config == llm.engine.config == EngineConfig(separator="\n\n")
     assert again.engine.blend == llm.engine.blend == blend
     assert text_of(again.invoke("Who?")) == text_of(llm.invoke("Who?"))
+    assert dumpd(kind(engine=llm.engine))["type"] == "not_implemented"
     for each in (llm, again):
         each.engine.close()
-
-
-@LOAD_IS_BETA
-@KINDS
-def test_what_cannot_be_written_down_says_so(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine)
-    written = dumpd(llm)
-    assert written["type"] == "not_implemented"
-    with pytest.raises(NotImplementedError):
-        load(written, **trusting(kind))
 
 
 # Events, time and cancellation
 
 
+class Tokens(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+        self.seen.append(token)
+
+
 @KINDS
-async def test_events_come_in_order(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine, max_tokens=TOKENS)
-    chain = ChatPromptTemplate.from_template("{question}") | llm
+async def test_events_and_callbacks_tell_of_a_stream(kind: Kind, engine: BlendEngine) -> None:
+    chain = ChatPromptTemplate.from_template("{question}") | kind(engine=engine, max_tokens=TOKENS)
     events = [event async for event in chain.astream_events({"question": "Who?"}, version="v2")]
     word = "llm" if kind is BlendLLM else "chat_model"
     names = [event["event"] for event in events if word in event["event"]]
-    assert names[0] == f"on_{word}_start"
-    assert names[-1] == f"on_{word}_end"
-    assert set(names[1:-1]) == {f"on_{word}_stream"}
+    assert [names[0], names[-1], *{*names[1:-1]}] == [f"on_{word}_start", f"on_{word}_end", f"on_{word}_stream"]
     assert len(names) > 3
     pieces = [event["data"]["chunk"] for event in events if event["event"] == f"on_{word}_stream"]
-    streamed = "".join(piece if isinstance(piece, str) else piece.text for piece in pieces)
+    streamed = "".join(text_of(piece) for piece in pieces)
     assert streamed == text_of(await chain.ainvoke({"question": "Who?"}))
-    assert (events[0]["event"], events[-1]["event"]) == ("on_chain_start", "on_chain_end")
-
-
-async def test_invoke_streams_where_it_is_asked_to(engine: BlendEngine) -> None:
-    plain = ChatBlend(engine=engine, max_tokens=TOKENS)
-    streaming = ChatBlend(engine=engine, max_tokens=TOKENS, streaming=True)
-    one, other = plain.invoke("Who?"), streaming.invoke("Who?")
-    assert isinstance(one, AIMessage)
-    assert isinstance(other, AIMessage)
-    assert (one.content, one.usage_metadata) == (other.content, other.usage_metadata)
+    tokens = Tokens()
+    pieces = [text_of(piece) for piece in chain.stream({"question": "Who?"}, {"callbacks": [tokens]})]
+    assert "".join(pieces) == "".join(tokens.seen) == streamed and len(pieces) > 2
 
 
 @KINDS
-def test_a_call_that_takes_too_long_is_given_up(kind: Kind, engine: BlendEngine) -> None:
+async def test_a_call_that_takes_or_waits_too_long_is_given_up(kind: Kind, engine: BlendEngine) -> None:
     llm = kind(engine=engine, max_tokens=1500, timeout=0.05)
-    for ask in (lambda: llm.invoke("Who?"), lambda: list(llm.stream("Who?")), lambda: asyncio.run(llm.ainvoke("Who?"))):
-        with pytest.raises(AnswerTimeoutError, match=r"timeout=0\.05 s"):
+    asks: list[Callable[[], Any]] = [
+        lambda: llm.invoke("Who?"),
+        lambda: list(llm.stream("Who?")),
+        lambda: llm.batch(["Who?", "Why?"]),
+    ]
+    for ask in asks:
+        with pytest.raises(AnswerTimeoutError):
             ask()
-    assert isinstance(AnswerTimeoutError("x"), TimeoutError)
-    for timeout in (0, -1, "soon"):
-        with pytest.raises(ConfigError, match="timeout="):
-            llm.invoke("Who?", timeout=timeout)
-    with pytest.raises(ConfigError, match="there is a dict among the documents"):
-        llm.invoke("Who?", documents=[{"text": "A text."}])
-    assert text_of(llm.invoke("Who?", timeout=60, max_tokens=2))
-
-
-@KINDS
-async def test_a_call_that_waits_for_the_model_too_long_is_given_up(kind: Kind, engine: BlendEngine) -> None:
     held = Held()
     stream = engine.stream(BlendPrompt("A question"), 4, stopping_criteria=[held])
     held.begun.wait(60)
-    llm = kind(engine=engine, max_tokens=TOKENS, timeout=0.05)
     try:
-        for ask in (lambda: llm.invoke("Who?"), lambda: list(llm.stream("Who?")), lambda: llm.batch(["Who?", "Why?"])):
-            with pytest.raises(AnswerTimeoutError, match="the model was busy with other calls"):
+        for ask in asks:
+            with pytest.raises(AnswerTimeoutError, match="busy"):
                 ask()
-        with pytest.raises(AnswerTimeoutError, match="the model was busy with other calls"):
+        with pytest.raises(AnswerTimeoutError, match="busy"):
             await llm.ainvoke("Who?")
     finally:
         held.go_on.set()
     assert stream.result().token_ids
-    assert text_of(llm.invoke("Who?", timeout=60))
-
-
-@KINDS
-async def test_calls_that_wait_for_the_model_leave_the_loops_threads_to_others(kind: Kind, engine: BlendEngine) -> None:
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-    llm = kind(engine=engine, max_tokens=TOKENS)
-
-    async def read() -> str:
-        return "".join([text_of(piece) async for piece in llm.astream("Who?")])
-
-    held = Held()
-    stream = engine.stream(BlendPrompt("A question"), 4, stopping_criteria=[held])
-    try:
-        held.begun.wait(60)
-        tasks = [asyncio.create_task(each) for _ in range(4) for each in (read(), llm.ainvoke("Who?"))]
-        while sum(thread.name == "cacheblend-stream" for thread in threading.enumerate()) < 9:
-            await asyncio.sleep(0.01)
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
-    finally:
-        held.go_on.set()
-    assert len({text_of(answer) for answer in await asyncio.gather(*tasks)}) == 1
-    assert stream.result().token_ids
+    assert text_of(llm.invoke("Who?", timeout=60, max_tokens=2))
 
 
 @KINDS

@@ -13,7 +13,6 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.errors import ConfigError
 from integrations.langchain.tests.test_running import LOAD_IS_BETA, trusting
 from integrations.serve.tests.conftest import serving
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend
@@ -50,19 +49,13 @@ def test_a_chain_answers_as_over_the_engine_itself(engine: BlendEngine, address:
     assert "".join(chain(there, store).stream(QUESTION)) == expected
     assert asyncio.run(chain(there, store).ainvoke(QUESTION)) == expected
     questions = [QUESTION, "What lives there?"]
-    answers = chain(here, store).batch(questions)
-    assert chain(there, store).batch(questions) == answers
-    assert asyncio.run(chain(there, store).abatch(questions)) == answers
+    assert chain(there, store).batch(questions) == chain(here, store).batch(questions)
     message = there.invoke(PROMPT.invoke({"context": store.get_by_ids(["works"])[0].page_content, "question": "?"}))
     assert message.response_metadata["blend"]["hits"] == 1
     assert message.usage_metadata["output_tokens"] == 12
-
-
-def test_a_completion_model_is_served_too(engine: BlendEngine, address: str) -> None:
-    prompts = ["Once there was", "Nobody knows"]
     here, there = BlendLLM(engine=engine, max_tokens=8), BlendLLM(server=address, max_tokens=8)
-    assert there.generate(prompts).generations[0][0].text == here.generate(prompts).generations[0][0].text
-    assert there.invoke(prompts[1], stop=["zzz"]) == here.invoke(prompts[1], stop=["zzz"])
+    assert there.generate(questions).generations[0][0].text == here.generate(questions).generations[0][0].text
+    assert there.invoke(QUESTION, stop=["zzz"]) == here.invoke(QUESTION, stop=["zzz"])
 
 
 def test_what_is_deleted_is_forgotten_there(engine: BlendEngine, store: BlendVectorStore) -> None:
@@ -76,14 +69,3 @@ def test_a_model_of_a_server_can_be_written_down(address: str) -> None:
     llm = ChatBlend(server=address, max_tokens=6)
     again = load(dumpd(llm), **trusting(ChatBlend))
     assert again.invoke(QUESTION).content == llm.invoke(QUESTION).content
-
-
-def test_server_and_engine_exclude_each_other(engine: BlendEngine, address: str, embedding: Embeddings) -> None:
-    with pytest.raises(ConfigError, match="engine and server"):
-        ChatBlend(engine=engine, server=address)
-    with pytest.raises(ConfigError, match="engine and server"):
-        BlendVectorStore(InMemoryVectorStore(embedding), engine=engine, server=address)
-    with pytest.raises(ConfigError, match="apply when a model is loaded"):
-        ChatBlend(server=address, store="./kv")
-    with pytest.raises(ConfigError, match="is not"):
-        ChatBlend(model="other", server=address)

@@ -20,7 +20,6 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, HumanMessage
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_tests.integration_tests import (
     ChatModelIntegrationTests,
@@ -32,7 +31,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from cacheblend_lab.settings import settings_of
 from cacheblend_rag import BlendEngine, Chunk
 from integrations.langchain.tests.asking import TOOL_TEMPLATE
-from langchain_cacheblend import BlendRetriever, BlendVectorStore, ChatBlend
+from langchain_cacheblend import BlendVectorStore, ChatBlend
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 
 loading: Any = importlib.import_module("langchain_core.load.load")
@@ -217,10 +216,9 @@ class TestOverInMemory(_Stores):
 del _Stores
 
 
-class _Retrievers(RetrieversIntegrationTests):
+class TestRetrieverOfTheStore(RetrieversIntegrationTests):
     @pytest.fixture(autouse=True)
     def _fill(self, engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str]) -> None:
-        self.engine = engine
         self.store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
         self.store.add_documents([Document(text, id=id) for id, text in chunks.items()])
 
@@ -228,24 +226,9 @@ class _Retrievers(RetrieversIntegrationTests):
     def retriever_query_example(self) -> str:
         return "goat"
 
-
-class TestRetrieverOfTheStore(_Retrievers):
     @property
     def retriever_constructor(self) -> Any:
         def make(k: int = 4) -> BlendVectorStoreRetriever:
             return self.store.as_retriever(search_kwargs={"k": k})
 
         return make
-
-
-class TestBlendRetriever(_Retrievers):
-    @property
-    def retriever_constructor(self) -> Any:
-        def make(k: int = 4) -> BaseRetriever:
-            inner = self.store.inner.as_retriever(search_kwargs={"k": k})
-            return BlendRetriever(retriever=inner, engine=self.engine)
-
-        return make
-
-
-del _Retrievers

@@ -65,11 +65,16 @@ async def test_thoughts_are_no_calls_and_are_kept_while_calls_go_on(dictation: D
     whole = sum(pieces[1:], pieces[0])
     assert whole.additional_kwargs == answer.additional_kwargs and len(whole.tool_calls) == 1
     # Blocks of other classes say the same.
-    blocks = [{"type": "thinking", "thinking": CALL, "signature": "x"}]
     messages += [answer, ToolMessage("rain", tool_call_id=answer.tool_calls[0]["id"])]
     ids = dictation.engine.prompt_ids(llm.blend_prompt(messages, tools=[LOOK]))
-    bedrock = [{"type": "reasoning_content", "reasoning_content": {"text": CALL, "signature": "x"}}]
-    others = [AIMessage(each, tool_calls=answer.tool_calls) for each in (blocks, bedrock)]
+    blocks = {
+        "anthropic": {"type": "thinking", "thinking": CALL, "signature": "x"},
+        "bedrock_converse": {"type": "reasoning_content", "reasoning_content": {"text": CALL, "signature": "x"}},
+    }
+    others = [
+        AIMessage([block], tool_calls=answer.tool_calls, response_metadata={"model_provider": name})
+        for name, block in blocks.items()
+    ]
     for other in (*others, AIMessage(content_blocks=answer.content_blocks)):
         assert dictation.engine.prompt_ids(llm.blend_prompt([messages[0], other, messages[2]], tools=[LOOK])) == ids
     before = answer.usage_metadata
@@ -96,7 +101,7 @@ def test_variables_reach_the_template_and_the_keys_of_caches(dictation: Dictatio
     assert llm.invoke("Who?", enable_thinking=False).content == "Yes."
     dictation.say(THINKS + "It stops.", ends=True)
     assert llm.invoke("Who?", stop=["t r", "st"]).content == "It "
-    with pytest.raises(ConfigError, match="takes no 'thinking'"):
+    with pytest.raises(ConfigError):
         ChatBlend(engine=dictation.engine, chat_template_kwargs={"thinking": True})
-    with pytest.raises(ConfigError, match="takes no 'reasoning_effort'"):
+    with pytest.raises(ConfigError):
         llm.invoke("Who?", reasoning_effort="low")

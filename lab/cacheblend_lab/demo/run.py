@@ -180,7 +180,7 @@ def _langchain(
     embeddings = HuggingFaceEmbeddings(model=str(get_model_path()), model_kwargs=options)
     chroma = Chroma("langchain", embeddings, client=client)
     store = BlendVectorStore(chroma, engine=engine)
-    splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0)
+    splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0, add_start_index=True)
     there = {about["source"] for about in chroma.get(include=["metadatas"])["metadatas"]}
     for name, text in documents.items():
         if name not in there:
