@@ -203,9 +203,9 @@ class EngineConfig(SettingsBase):
         here; machines that share it share the KV. The
         attribute is a pydantic `SecretStr`: no dump of the settings shows a password in it.
     names : str, optional
-        The URL of a Redis or Valkey in which machines share ids (``redis://host:6379/1``): all machines with the same URL
-        have the same chunk ids, documents and deletions. By default each folder has its own. A `SecretStr`
-        too.
+        The URL of a database in which machines share ids (``postgresql+psycopg://user@host/database``, or on one machine
+        ``sqlite:////folder/names.sqlite``): all with the same URL have the same chunk ids, documents and deletions. By default
+        each folder has its own. A `SecretStr` too.
     prefix_bytes : int
         Maximum bytes of KV that all engines over a model keep of their last prompts and answers, in the memory in which it
         computes: what the next prompt begins with as they do is not computed again. 0 keeps none.

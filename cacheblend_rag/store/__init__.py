@@ -141,13 +141,13 @@ def open_store(
 
 def _names_at(url: str) -> NamesSource:
     """Return the shared names at a URL, which an installed package opens."""
-    location = shown_url(url)
-    for entry in entry_points(group="cacheblend_rag.names", name=location.partition(":")[0]):
+    scheme = url.partition(":")[0]
+    for entry in entry_points(group="cacheblend_rag.names", name=scheme.partition("+")[0]):
         source: NamesSource = entry.load()(url)
         return source
     raise ConfigError(
-        f"no installed package shares ids at {location}; a URL of Redis or Valkey (redis://host:port/db) needs cacheblend-ray: "
-        "pip install 'cacheblend-rag[ray]'"
+        f"no installed package shares ids at {scheme}://; a database (postgresql+psycopg://user@host/database, or "
+        "sqlite:////folder/names.sqlite) needs cacheblend-ray: pip install 'cacheblend-rag[ray]'"
     )
 
 

@@ -242,8 +242,9 @@ class KVStore:
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
         self._waiting.cancel({key for key, miss, _ in self._waiting.items() if tenant in (None, miss.tenant)})
-        for deed in self._names.removals(tenant):
-            self._drop(self._names.change(partial(self._tiers.with_room, deed)))
+        if self._names.is_shared:
+            for namespace in self.names.namespaces(tenant):
+                self.forget(namespace, self._names.ids(namespace))
         dropped = self._tiers.with_room(lambda: self._index.clear(tenant))
         self._tiers.clear(tenant)
         self._drop(dropped)

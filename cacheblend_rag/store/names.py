@@ -40,7 +40,7 @@ class Names:
     """The names in an index; each method is one transaction, and says which KV is to be dropped with what it changes."""
 
     is_shared = False
-    """Whether machines share them, so that the index has a copy; such a subclass has these four methods, and `_publish`."""
+    """Whether machines share them, so that the index has a copy; such a subclass has these three methods, and `_publish`."""
 
     def __init__(self, index: Index, now: Callable[[], float]) -> None:
         self._database, self._rows, self._now = index, index.rows, now
@@ -52,10 +52,6 @@ class Names:
         """Return what `deed` returns, which records or removes names in a transaction; again if others were quicker."""
         return deed()
 
-    def removals(self, tenant: str | None) -> Iterator[Callable[[], Dropped]]:
-        """Yield the changes that remove, for all machines, all names or those of one tenant."""
-        yield from ()
-
     def close(self) -> None:
         """Release connections."""
 
@@ -66,6 +62,14 @@ class Names:
     def ids(self, namespace: str) -> list[str]:
         """Return all ids of a namespace, in the order they were first recorded."""
         return [id for (id,) in self._rows("SELECT id FROM nodes WHERE namespace = ? ORDER BY seq", namespace)]
+
+    def namespaces(self, tenant: str | None = None) -> list[str]:
+        """Return all namespaces that have ids, or those of one tenant."""
+        query = (
+            "SELECT DISTINCT namespace FROM nodes LEFT JOIN namespaces USING (namespace) "
+            "WHERE ?1 IS NULL OR ifnull(tenant, '') = ?1"
+        )
+        return [namespace for (namespace,) in self._rows(query, tenant)]
 
     def revision(self) -> int:
         """Return a number that every change to a name raises, by any process; equal numbers mean that no name changed."""

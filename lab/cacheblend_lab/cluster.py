@@ -19,7 +19,7 @@ __all__ = ["ROUTERS", "ClusterRow", "ClusterSetting", "draw_requests", "simulate
 ROUTERS = ("nearest", "balanced", "round-robin")
 """The routers of `cacheblend_ray`, and one replica after the other."""
 
-# What a document that a replica lacks counts for where it belongs: less than any that a replica has.
+# What a document that no replica was asked for counts for where it belongs: less than any that one was asked for.
 _AT_HOME = 0.1
 
 
@@ -137,6 +137,8 @@ class _Run:
     env: simpy.Environment
     replicas: list[_Replica]
     turn: int = 0
+    # The replica that was asked last for each document.
+    last: dict[int, int] = field(default_factory=dict)
     ttft_s: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     far: int = 0
@@ -147,12 +149,12 @@ class _Run:
             self.turn += 1
             return self.replicas[self.turn % len(self.replicas)]
         if self.router == "nearest":
-            scores = [float(sum(document in each.held for document in named)) for each in self.replicas]
+            scores = [0.0] * len(self.replicas)
             for document in named:
-                scores[document % len(self.replicas)] += _AT_HOME
-            best = max(scores)
-            near = (each for each, score in zip(self.replicas, scores, strict=True) if score == best)
-            nearest = min(near, key=lambda each: each.queue)
+                last = self.last.get(document)
+                scores[document % len(scores) if last is None else last] += _AT_HOME if last is None else 1
+            ranked = range(len(scores))
+            nearest = self.replicas[max(ranked, key=lambda number: (scores[number], -self.replicas[number].queue))]
             if nearest.queue <= min(each.queue for each in self.replicas) + self.setting.queue_bound:
                 return nearest
         two = self.rng.sample(self.replicas, min(2, len(self.replicas)))
@@ -168,6 +170,7 @@ class _Run:
 
     def answer(self, named: Sequence[int], counts: bool) -> Generator[simpy.Event, Any, None]:
         came, setting, replica = self.env.now, self.setting, self.choose(named)
+        self.last.update(dict.fromkeys(named, self.replicas.index(replica)))
         replica.queue += 1
         far = replica.read(named)
         with replica.answers.request() as place:

@@ -24,6 +24,22 @@ def name_together(folder: Path, names: str, worker: int, count: int) -> None:
     store.close()
 
 
+def name_until_killed(connection: Connection, folder: Path, names: str, worker: int) -> None:
+    """Name chunks and forget one of them, again and again; each that is done is told."""
+    store = open_store(folder, 10**6, names=names)
+    for number in range(10**6):
+        id = f"{worker}-{number % 7}"
+        if number % 7 == 0 and number:
+            store.forget("ns", [id])
+            connection.send((id, False))
+        elif number < 7:
+            store.name("ns", [record(id, number)])
+            connection.send((id, True))
+        else:
+            store.name("ns", [record(f"{worker}-0", number)])
+            connection.send((f"{worker}-0", True))
+
+
 def work_together(folder: Path, seed: int, steps: int, disk_bytes: int | None) -> None:
     """Do anything to a few keys that other processes use too; whatever is read must be right."""
     chance = random.Random(seed)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from os.path import relpath
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cacheblend_rag.cli.options import JsonOption, ModelOption
-from cacheblend_rag.cli.output import make_quiet, progress_bar, say_seconds, write_json
+from cacheblend_rag.cli.output import make_quiet, say_seconds, write_json
 from cacheblend_rag.cli.warm import CHUNK_TOKENS
 
 __all__ = ["warm_ray"]
-
-_FAILED_SHOWN = 20
 
 
 def warm_ray(
@@ -28,9 +27,6 @@ def warm_ray(
         typer.Option(metavar="DIR", file_okay=False, help="Where KV is kept, beside the remote of the settings."),
     ] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a passage.")] = CHUNK_TOKENS,
-    address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="The cluster; by default a local one, or a new one.")
-    ] = None,
     actors: Annotated[int | None, typer.Option(min=1, help="Number of workers; by default as many as fit.")] = None,
     gpus: Annotated[float, typer.Option(min=0, help="Share of a GPU per worker, such as 0.25.")] = 0.0,
     settings_file: Annotated[
@@ -41,36 +37,32 @@ def warm_ray(
     """Compute the KV of files with Ray's workers, for servers that share a tier; no vector store is filled.
 
     Documents are named by their paths below PATH. KV goes to the remote and names of the settings. What is there already
-    is not computed again, and nothing is deleted.
+    is not computed again, and nothing is deleted. RAY_ADDRESS names the cluster.
     """
     from cacheblend_rag.config import EngineConfig
-    from cacheblend_ray.warming import connect, warm
+    from cacheblend_rag.documents.splitter import read_files
+    from cacheblend_ray.warming import warm
 
     config = EngineConfig() if settings_file is None else EngineConfig.from_yaml(settings_file)
+    rows: list[dict[str, str]] = []
+    for path in paths:
+        texts, left_out = read_files([path])
+        for file, reason in left_out.items():
+            typer.echo(f"{file} is left out: {reason}", err=True)
+        # As many folders have blank ones; there is nothing to compute.
+        named = {
+            relpath(file, path if path.is_dir() else path.parent): text for file, text in texts.items() if text.strip()
+        }
+        rows += [{"document": Path(name).as_posix(), "text": text} for name, text in named.items()]
     make_quiet()
-    with connect(address), progress_bar("warming") as progress:
-
-        def advance(done: int, total: int | None) -> None:
-            progress(done, total or done)
-
-        summary = warm(
-            paths,
-            model=model,
-            store=store,
-            config=config,
-            chunk_tokens=chunk_tokens,
-            actors=actors,
-            num_gpus=gpus,
-            progress=advance,
-        )
+    summary = warm(
+        rows, model=model, store=store, config=config, chunk_tokens=chunk_tokens, actors=actors, num_gpus=gpus
+    )
     typer.echo(
-        f"{summary.chunks} chunks of {summary.documents} documents: {summary.encoded} encoded, "
-        f"{summary.unchanged} there already; {say_seconds(summary.seconds)}"
+        f"{summary.chunks} chunks of {summary.documents} documents: {summary.encoded} encoded; {say_seconds(summary.seconds)}"
     )
     write_json(json_file, "warm-ray", [asdict(summary)], model=model)
-    for name, reason in summary.failed[:_FAILED_SHOWN]:
+    for name, reason in summary.failed:
         typer.echo(f"{name} failed: {reason}", err=True)
-    if len(summary.failed) > _FAILED_SHOWN:
-        typer.echo(f"and {len(summary.failed) - _FAILED_SHOWN} more", err=True)
     if summary.failed:
         raise typer.Exit(1)

@@ -6,18 +6,17 @@ one machine is therefore what the next look-up finds on any other; where the tru
 
 from __future__ import annotations
 
-import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
-from cacheblend_rag.errors import RemoteUnavailableError, StoreError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of
 from cacheblend_rag.store.folder import locked
@@ -34,38 +33,34 @@ from cacheblend_rag.store.names import (
     sources_of,
     write_names,
 )
-from cacheblend_ray.log import Behind, NameLog, Unit, UnitName
+from cacheblend_ray.table import NameTable, Session, Unit, UnitName
 
-__all__ = ["LoggedNames", "open_names"]
+__all__ = ["SharedNames", "open_names"]
 
 Result = TypeVar("Result")
 
-# How long a look-up waits for another one of this machine to bring the names up to date.
-_PATIENCE_S = 5.0
-# How long a change is tried that others are always quicker than, and the first wait.
-_TRY_S, _FIRST_WAIT_S, _LONGEST_WAIT_S = 30.0, 0.002, 0.1
-# What is removed for all machines in one step.
-_UNITS_A_TIME = 1000
+# How long a look-up, and a change, waits for another one of this machine to bring the names up to date.
+_PATIENCE_S, _CHANGE_S = 5.0, 30.0
 
 
 def open_names(url: str) -> NamesSource:
-    """Return the names that a Redis or Valkey server keeps for all machines, at a URL as `NameLog` takes it."""
-    return partial(LoggedNames, NameLog(url))
+    """Return the names that a database keeps for all machines, at a URL as `NameTable` takes it."""
+    return partial(SharedNames, NameTable(url))
 
 
-class LoggedNames(Names):
-    """The names in a log, followed by an index.
+class SharedNames(Names):
+    """The names in a table, followed by an index.
 
-    One thread of one process of a machine at a time reads the log and writes to the index what has changed; who looks names up
-    waits for it. A change is made in a transaction of the index, which the log's answer lets commit: if others were quicker, it
-    is rolled back, what they did is read, and it is made again on that.
+    One thread of one process of a machine at a time reads the table and writes to the index what has changed; who looks names up
+    waits for it. A change is made in a transaction of the index while no other machine may change the table, and is committed
+    there first: an index whose transaction then fails reads it like those of others.
 
     Parameters
     ----------
-    log : NameLog
-        The log. It is closed with this.
+    table : NameTable
+        The table. It is closed with this.
     index : Index
-        Where the names are, and the position up to which the log was followed.
+        Where the names are, and the position up to which the table was followed.
     clock : callable
         The time by which chunks expire.
     folder : Path or None
@@ -78,111 +73,79 @@ class LoggedNames(Names):
 
     def __init__(
         self,
-        log: NameLog,
+        table: NameTable,
         index: Index,
         clock: Callable[[], float],
         folder: Path | None,
         drop: Callable[[Dropped], None],
     ) -> None:
         super().__init__(index, clock)
-        self._log = log
+        self._table = table
         self._path = None if folder is None else folder / "shared.lock"
         self._drop = drop
         self._lock = threading.Lock()
-        # Of the thread that reads the log: that it does, and where it was when it began a change.
+        # Of the thread that reads the table: that it does, and the session in which it makes a change.
         self._holder = threading.local()
 
+    @property
+    def _session(self) -> Session | None:
+        return getattr(self._holder, "session", None)
+
     def catch_up(self) -> None:
-        """Bring the index up to date; `RemoteUnavailableError` if the log is out of reach, and nothing is looked up."""
+        """Bring the index up to date; `RemoteUnavailableError` if the table is out of reach, and nothing is looked up."""
         if getattr(self._holder, "is_here", False):
             return
-        with self._alone(_PATIENCE_S):
-            self._read()
+        with self._alone(_PATIENCE_S), self._table.session() as session:
+            self._read(session)
 
     def change(self, deed: Callable[[], Result]) -> Result:
-        """Return what `deed` returns once the log lets it commit; `RemoteUnavailableError` if others are always quicker."""
-        until, wait_s = time.monotonic() + _TRY_S, _FIRST_WAIT_S
-        while True:
-            with self._alone(_TRY_S):
-                self._holder.at = self._read()
-                try:
-                    return deed()
-                except Behind:
-                    pass
-                finally:
-                    self._holder.at = None
-            if time.monotonic() > until:
-                raise RemoteUnavailableError(
-                    f"the names at {self._log.location} are changed by others all the time; nothing was changed, so try again"
-                )
-            time.sleep(random.uniform(0, wait_s))
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-
-    def removals(self, tenant: str | None) -> Iterator[Callable[[], Dropped]]:
-        self.catch_up()
-        by_namespace = sorted(self._units(tenant), key=lambda unit: unit.namespace)
-        for namespace, group in groupby(by_namespace, key=lambda unit: unit.namespace):
-            while units := [Unit(name) for name in islice(group, _UNITS_A_TIME)]:
-                yield partial(self._adopt, namespace, units)
+        """Return what `deed` returns, which is done on what all others have done."""
+        with self._alone(_CHANGE_S), self._table.session(changes=True) as session:
+            self._read(session)
+            self._holder.session = session
+            try:
+                return deed()
+            finally:
+                self._holder.session = None
 
     def close(self) -> None:
         """Release connections."""
-        self._log.close()
+        self._table.close()
 
-    def _read(self) -> tuple[str, int]:
-        """Write to the index what has changed; return the log's birth and the position that the index is at."""
-        at = self._position() or self._begin()
-        page = self._log.since(*at)
-        if at[0] and not page.continues:
+    def _read(self, session: Session) -> None:
+        """Write to the index what has changed."""
+        birth, position = self._position() or self._begin()
+        if birth and (birth != session.birth or position > session.position):
             raise StoreError(
-                f"the names at {self._log.location} are not those that this store has followed up to change {at[1]}: the server "
-                "has lost what it had acknowledged, or is another one. Restore its data; where that is lost, warm a new folder"
+                f"the names at {self._table.location} are not those that this store has followed up to change {position}: the "
+                "database has lost what it had acknowledged, or is another one. Restore its data; where that is lost, warm a "
+                "new folder"
             )
-        if page.is_whole:
-            self._read_all()
-            # What has changed while all of it was read is read once more.
-            self._mark(page.birth, page.position)
-            page = self._log.since(page.birth, page.position)
-            if page.is_whole:
-                raise RemoteUnavailableError(
-                    f"the names at {self._log.location} change faster than they are read; try again"
-                )
-        if page.changed:
-            self._take(_unpacked(page.changed))
-        if at != (page.birth, page.position):
-            self._mark(page.birth, page.position)
-        return page.birth, page.position
+        if (birth, position) != (session.birth, session.position):
+            reaching: dict[UnitName, Unit] = {}
+            for units in session.since(position):
+                self._take(units)
+                for unit in units:
+                    reaching.pop(unit.name, None)
+                    if unit.reaches_out:
+                        reaching[unit.name] = unit
+            # What chunks were read behind may have come after them.
+            self._take(list(reaching.values()))
+            self._database.transact(lambda connection: _note(connection, session))
 
     def _position(self) -> tuple[str, int] | None:
-        """Return the birth of the log that the index follows, and up to where; None if it follows none."""
-        with self._database.read() as connection:
-            row = connection.execute("SELECT birth, position FROM shared").fetchone()
-        return None if row is None else (str(row[0]), int(row[1]))
+        """Return the birth of the table that the index follows, and up to where; None if it follows none."""
+        rows = self._database.rows("SELECT birth, position FROM shared")
+        return None if not rows else (str(rows[0][0]), int(rows[0][1]))
 
     def _begin(self) -> tuple[str, int]:
-        """Note that the index follows a log from now on; an index that has names already is refused."""
-        with self._database.read() as connection:
-            has_names = connection.execute("SELECT 1 FROM nodes LIMIT 1").fetchone() is not None
-        if has_names:
+        """Return where an index begins to follow; one that has names already is refused."""
+        if self._database.rows("SELECT 1 FROM nodes LIMIT 1"):
             raise StoreError(
-                f"this store has names of its own, which those at {self._log.location} would replace: begin with another folder, "
-                "or empty this one (`cacheblend-rag store clear`), and warm it again; KV in the remote tier is found there"
+                f"this store has names of its own, which those at {self._table.location} would replace: begin with another "
+                "folder, or empty this one (`cacheblend-rag store clear`), and warm it again"
             )
-        self._mark("", 0)
         return "", 0
-
-    def _read_all(self) -> None:
-        """Have in the index what the log has, and nothing else."""
-        found, again = set[str](), set[str]()
-        for states in self._log.units():
-            units = _unpacked(states)
-            found.update(states)
-            again.update(unit.name.packed() for unit in units if unit.reaches_out)
-            self._take(units)
-        # What chunks were read behind may have come after them.
-        for states in self._log.units() if again else ():
-            self._take(_unpacked({name: state for name, state in states.items() if name in again}))
-        self._take([Unit(name) for name in self._units(None) if name.packed() not in found])
 
     def _take(self, units: Sequence[Unit]) -> None:
         by_namespace = sorted(units, key=lambda unit: unit.name.namespace)
@@ -211,18 +174,7 @@ class LoggedNames(Names):
                 write_names(connection, namespace, tenant, records, targets)
             _, _, more = end_sources(connection, namespace, sources, drafts)
             drafts.save()
-            self._send(connection, units)
             return drop_nameless(connection, [*keys, *more])
-
-    def _units(self, tenant: str | None) -> list[UnitName]:
-        """Return all documents, and all chunks of none, or those of one tenant."""
-        owned = "LEFT JOIN namespaces USING (namespace) WHERE (?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1)"
-        documents = f"SELECT namespace, name FROM documents {owned}"
-        loose = f"SELECT namespace, id FROM nodes LEFT JOIN members USING (seq) {owned} AND document IS NULL"
-
-        with self._database.read() as connection:
-            found = [UnitName(space, document=name) for space, name in connection.execute(documents, (tenant,))]
-            return found + [UnitName(space, id=id) for space, id in connection.execute(loose, (tenant,))]
 
     def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
         readers = look_up(connection, namespace, list(drafts.readers))
@@ -235,46 +187,36 @@ class LoggedNames(Names):
             id for unit in units for piece in unit.pieces if piece.record.later for id, _ in piece.record.later.seen
         }
         own = self._own(connection, namespace, seen - set(alone))
-        self._send(connection, [unit.without(own) for unit in units])
+        session = self._session
+        if session is not None and units:
+            session.change([unit.without(own) for unit in units])
+            _note(connection, session)
 
     def _own(self, connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> set[str]:
         """Return those of some ids that only prompts to this machine brought, so that others could not delete them."""
-        if getattr(self._holder, "at", None) is None:
+        if self._session is None:
             return set()
         loose = [id for id in ids if document_of(connection, namespace, id) is None]
-        there = self._log.has([UnitName(namespace, id=id).packed() for id in loose])
+        there = self._session.has([UnitName(namespace, id=id) for id in loose])
         return {id for id, is_there in zip(loose, there, strict=True) if not is_there}
-
-    def _send(self, connection: sqlite3.Connection, units: Sequence[Unit]) -> None:
-        """Write units to the log where they are changed here, not read from it."""
-        at: tuple[str, int] | None = getattr(self._holder, "at", None)
-        if at is not None and units:
-            states = {unit.name.packed(): unit.packed() for unit in units}
-            _note(connection, *self._log.change(*at, states))
-
-    def _mark(self, birth: str, position: int) -> None:
-        self._database.transact(lambda connection: _note(connection, birth, position))
 
     @contextmanager
     def _alone(self, patience_s: float) -> Iterator[None]:
-        """Keep other threads and processes of this machine from reading the log; its holder looks names up as they are."""
+        """Keep other threads and processes of this machine from reading the table; its holder looks names up as they are."""
         self._database.check_open()
         until = time.monotonic() + patience_s
+        otherwise = (
+            f"the names at {self._table.location} are being read for too long by another thread or process; try again"
+        )
         if not self._lock.acquire(timeout=patience_s):
-            raise StoreError(
-                f"the names at {self._log.location} are being read for too long by another thread; try again"
-            )
+            raise StoreError(otherwise)
         self._holder.is_here = True
         try:
-            with self._alone_in_folder(until):
+            with nullcontext() if self._path is None else locked(self._path, until, otherwise):
                 yield
         finally:
             self._holder.is_here = False
             self._lock.release()
-
-    def _alone_in_folder(self, until: float) -> AbstractContextManager[None]:
-        otherwise = f"the names at {self._log.location} are being read for too long by another process; try again"
-        return nullcontext() if self._path is None else locked(self._path, until, otherwise)
 
 
 def _held(drafts: Drafts, unit: UnitName) -> list[str]:
@@ -298,11 +240,6 @@ def _units_now(connection: sqlite3.Connection, namespace: str, drafts: Drafts, a
         yield Unit(UnitName(namespace, id=id), tenant, pieces)
 
 
-def _unpacked(states: Mapping[str, bytes | None]) -> list[Unit]:
-    """Return units from their names and states."""
-    return [Unit.unpacked(UnitName.unpacked(name), state) for name, state in states.items()]
-
-
-def _note(connection: sqlite3.Connection, birth: str, position: int) -> None:
-    """Note up to where the log is followed."""
-    connection.execute("INSERT OR REPLACE INTO shared VALUES (1, ?, ?)", (birth, position))
+def _note(connection: sqlite3.Connection, session: Session) -> None:
+    """Note up to where the table is followed."""
+    connection.execute("INSERT OR REPLACE INTO shared VALUES (1, ?, ?)", (session.birth, session.position))

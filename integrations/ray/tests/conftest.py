@@ -19,8 +19,15 @@ from cacheblend_rag import BlendEngine, EngineConfig
 from tests.families import tiny_reader
 from tests.store.remote.conftest import RedisServer, free_port, needs_redis
 
-# Of what a cluster is started in: one thread, like the tests themselves; and no figures sent anywhere.
-VARIABLES = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+# Of what a cluster is started in: one thread, like the tests themselves; no figures sent anywhere; and time to start on a busy
+# machine.
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
+_START_S = 300
 
 SETTINGS = {"disk_codec": "native"}
 
@@ -35,15 +42,26 @@ def redis_of_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """A cluster with more processors than there are, so that all that is small fits."""
+def ray_is_there() -> None:
+    """Import Ray, which warns of itself."""
     os.environ |= VARIABLES
     with warnings.catch_warnings():
-        # Ray's own, of what it imports.
         warnings.simplefilter("ignore")
-        ray = pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+        pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
         importlib.import_module("ray.data")
         importlib.import_module("ray.serve")
+        for name in ("api", "client"):
+            # How long `serve.start` and `serve.run` wait for the proxy, which no variable says.
+            importlib.import_module(f"ray.serve._private.{name}").HTTP_PROXY_TIMEOUT = _START_S  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_is_there: None) -> Iterator[None]:
+    """A cluster with more processors than there are, so that all that is small fits."""
+    import ray
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     yield
     ray.shutdown()
@@ -57,21 +75,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def shared_in(server: RedisServer, first: int = 0) -> dict[str, Any]:
-    """Return settings of what the machines of a cluster share, in two databases of a server."""
-    remote, names = (f"redis://127.0.0.1:{server.port}/{number}" for number in (first, first + 1))
-    return {"remote": remote, "names": names, **SETTINGS}
+def shared_in(server: RedisServer, folder: Path) -> dict[str, Any]:
+    """Return settings of what the machines of a cluster share: KV in a server, ids in a file."""
+    return {"remote": server.url(), "names": f"sqlite:///{folder}/names.sqlite", **SETTINGS}
 
 
 @pytest.fixture
-def shared(redis_of_ray: RedisServer) -> Iterator[dict[str, Any]]:
+def shared(redis_of_ray: RedisServer, tmp_path: Path) -> dict[str, Any]:
     """Settings of what the machines of a cluster share, which is empty."""
     import redis
 
-    settings = shared_in(redis_of_ray)
-    yield settings
-    with redis.Redis.from_url(settings["remote"]) as client:
+    with redis.Redis.from_url(redis_of_ray.url()) as client:
         client.flushall()
+    return shared_in(redis_of_ray, tmp_path)
 
 
 @contextmanager

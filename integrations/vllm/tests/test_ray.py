@@ -26,6 +26,7 @@ from integrations.ray.tests.conftest import (
     documents_of,
     put,
     question,
+    ray_is_there,
     redis_of_ray,
     served,
     shared_in,
@@ -34,21 +35,21 @@ from integrations.ray.tests.conftest import (
 from integrations.serve.tests.process import LEAST
 from integrations.vllm.tests.conftest import engine_answer, wait_until_gone
 
-__all__ = ["cluster", "redis_of_ray"]
+__all__ = ["cluster", "ray_is_there", "redis_of_ray"]
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def shared(redis_of_ray: RedisServer) -> dict[str, Any]:
-    return shared_in(redis_of_ray)
+def shared(redis_of_ray: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return shared_in(redis_of_ray, tmp_path_factory.mktemp("names"))
 
 
 @pytest.fixture(scope="module")
 def client(cluster: None, shared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     store = str(tmp_path_factory.mktemp("replicas"))
     args = {"backend": "vllm", "arguments": LEAST[1:], "store": store, "settings": shared}
-    args |= {"min_replicas": 2, "max_replicas": 2, "stats_s": 0.5}
+    args |= {"min_replicas": 2, "max_replicas": 2}
     with served(args) as client:
         yield client
 

@@ -89,6 +89,6 @@ def test_settings_that_do_not_fit() -> None:
 
 
 def test_shared_names_need_a_package(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"shares ids at s3://bucket; .* cacheblend-ray: pip install"):
+    with pytest.raises(ConfigError, match="cacheblend-ray"):
         open_store(tmp_path / "kv", 0, names="s3://user:secret@bucket")
     assert not (tmp_path / "kv").exists()
