@@ -125,9 +125,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = VectorStoreIndex.from_vector_store(
             self.store, embed_model=self.embedding, transformations=[Lines()]
         )
-        # What this process knows: the text of each document, and whose the nodes are that it added.
+        # The text of each document that this process knows.
         self.documents: dict[str, str] = {}
-        self.added: dict[str, str] = {}
         self.in_ram.clear()
 
     # What the index is asked to do.
@@ -138,7 +137,6 @@ class IndexMachine(RuleBasedStateMachine):
         for node in nodes:
             self.live[node.node_id] = (document, node.get_content())
             self.names[node.node_id] = self._chunk(node.node_id)
-            self.added[node.node_id] = document
             self.owned.add(node.node_id)
 
     def _chunk(self, node_id: str) -> Chunk:
@@ -146,12 +144,15 @@ class IndexMachine(RuleBasedStateMachine):
         return Chunk(text, node_id, document=document, start=PLACE * int(node_id.split("/")[1]))
 
     def _gone(self, node_ids: set[str], whole: str | None = None) -> None:
-        """Take nodes away, all names of a `whole` document, and what prompts brought of documents that nothing was added of."""
+        """Take nodes away, all of a `whole` document, and what prompts brought of documents that nothing was added of."""
+        node_ids = node_ids | {node_id for node_id in self.live.keys() | self.owned if node_id.split("/")[0] == whole}
         touched = {node_id.split("/")[0] for node_id in node_ids & self.names.keys()} | {whole}
         for node_id in node_ids:
-            for there in (self.live, self.names, self.added):
-                there.pop(node_id, None)
-        self.owned -= {node_id for node_id in self.owned if node_id in node_ids or node_id.split("/")[0] == whole}
+            self.live.pop(node_id, None)
+            # What prompts brought is named by its document's end.
+            if whole is None or node_id in self.owned:
+                self.names.pop(node_id, None)
+        self.owned -= node_ids
         ended = touched - {node_id.split("/")[0] for node_id in self.owned}
         self.names = {id: chunk for id, chunk in self.names.items() if id.split("/")[0] not in ended}
 
@@ -161,10 +162,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.owned -= lost
         ended = {id.split("/")[0] for id in lost} - {id.split("/")[0] for id in self.owned | spared}
         self.names = {id: chunk for id, chunk in self.names.items() if id not in lost and id.split("/")[0] not in ended}
-
-    def _of(self, document: str) -> set[str]:
-        there = {node_id for node_id, (owner, _) in self.live.items() if owner == document}
-        return there | {node_id for node_id, owner in self.added.items() if owner == document}
 
     @rule(document=DOCUMENTS, text=TEXTS)
     def insert(self, document: str, text: str) -> None:
@@ -176,7 +173,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(document=DOCUMENTS, text=TEXTS)
     def update(self, document: str, text: str) -> None:
         self.index.update_ref_doc(Document(text=text, id_=document))
-        self._gone(self._of(document), document)
+        self._gone(set(), document)
         self.documents[document] = text
         self._added(document, text)
         self.check()
@@ -189,7 +186,7 @@ class IndexMachine(RuleBasedStateMachine):
             if before == text:
                 continue
             if before is not None:
-                self._gone(self._of(document), document)
+                self._gone(set(), document)
             self.documents[document] = text
             self._added(document, text)
         self.check()
@@ -197,7 +194,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(document=DOCUMENTS)
     def delete(self, document: str) -> None:
         self.index.delete_ref_doc(document, delete_from_docstore=True)
-        self._gone(self._of(document), document)
+        self._gone(set(), document)
         self.check()
 
     @precondition(lambda self: self.live)
@@ -210,7 +207,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.store.clear()
-        self._gone({*self.live, *self.added})
+        self._gone({*self.live})
         self.check()
 
     @rule(prune=st.booleans())
@@ -222,7 +219,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.names.update({node_id: self._chunk(node_id) for node_id in self.live})
         self.owned |= self.live.keys()
         self._synced({document for document, _ in self.live.values()}, set())
-        self.added.update({node_id: document for node_id, (document, _) in self.live.items()})
         self.check()
 
     @rule()
@@ -278,7 +274,7 @@ class IndexMachine(RuleBasedStateMachine):
         held = sum(self.engine._store.holds(list(keys)))
         # The template's own words before the nodes are nobody's text; what is in RAM alone may be a prompt's first chunk or not.
         others = 2 * len(self.in_ram) + len(self.engine.heads())
-        assert held <= self.engine._store.stats().entries <= held + others
+        assert held <= self.engine.store.stats().entries <= held + others
         for id, record in records.items():
             seen = {} if record.later is None else dict(record.later.seen)
             assert all(records[other].key == key for other, key in seen.items())
