@@ -11,6 +11,7 @@ import pytest
 import torch
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.chat_engine.types import BaseChatEngine
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
@@ -122,12 +123,14 @@ FORMS = ["sync", "async", "stream", "async stream"]
 
 
 async def ask(asked: Any, form: str, *given: Any) -> tuple[str, Any]:
-    """Ask a query engine a question, or a synthesizer about nodes; return what was said and the response."""
-    name = "synthesize" if isinstance(asked, BaseSynthesizer) else "query"
+    """Ask a query engine or a chat engine a question, or a synthesizer about nodes; return what was said and the response."""
+    name = {BaseSynthesizer: "synthesize", BaseChatEngine: "chat"}
+    method = next((name[kind] for kind in name if isinstance(asked, kind)), "query")
+    method = f"stream_{method}" if method == "chat" and "stream" in form else method
     if "async" in form:
-        response = await getattr(asked, f"a{name}")(*given)
+        response = await getattr(asked, f"a{method}")(*given)
     else:
-        response = await asyncio.to_thread(getattr(asked, name), *given)
+        response = await asyncio.to_thread(getattr(asked, method), *given)
     if form == "stream":
         return await asyncio.to_thread(lambda: "".join(response.response_gen)), response
     if form == "async stream":

@@ -122,7 +122,8 @@ def test_nobodys_id_names_the_document_of_another_reader() -> None:
 def test_ways_in(inner: Any, make_engine: MakeEngine, embedding: WordEmbedding, way: str) -> None:
     engine, documents = make_engine(), some_documents()
     store = BlendVectorStore(inner, engine=engine, background=way == "background")
-    index = VectorStoreIndex.from_vector_store(inner if way == "warm" else store, embed_model=embedding)
+    storage = StorageContext.from_defaults(vector_store=inner if way == "warm" else store)
+    index = VectorStoreIndex([], storage_context=storage, embed_model=embedding)
     nodes: Sequence[BaseNode] = SPLITTER(documents)
     assert len(nodes) > 4 * len(NAMES)
     if way == "workers":
@@ -263,29 +264,21 @@ def facts(embedding: WordEmbedding, names: str) -> list[TextNode]:
     ]
 
 
-def test_what_another_collection_has_stays(llm: BlendLLM, tmp_path: Path, embedding: WordEmbedding) -> None:
-    one, other = wrapped(llm, tmp_path, "one"), wrapped(llm, tmp_path, "other")
-    one.add(facts(embedding, "a"))
-    other.add(facts(embedding, "b"))
-    met = Chunk("A parent that a prompt brought.", "parent", source="d")
-    llm.engine.prefill(BlendPrompt("Hi.", [met], "Why?"))
-    llm.engine.flush()
-    one.delete("d")
-    assert set(llm.engine.ids()) == {"parent", *(f"b{number}" for number in range(5))}
-    other.delete("d")
-    assert llm.engine.ids() == []
-
-
-@pytest.mark.parametrize("when", ["asking", "adding"])
-def test_deletions_elsewhere_seen(make_llm: MakeLLM, tmp_path: Path, embedding: WordEmbedding, when: str) -> None:
+def test_what_others_have_or_deleted(make_llm: MakeLLM, tmp_path: Path, embedding: WordEmbedding) -> None:
     llm = make_llm(store=tmp_path / "kv")
-    store, other = wrapped(llm, tmp_path), wrapped(llm, tmp_path, "other")
+    store, other = wrapped(llm, tmp_path, "one"), wrapped(llm, tmp_path, "other")
     store.add(facts(embedding, "a"))
     other.add(facts(embedding, "b"))
     store.inner.delete_nodes(["a1", "a3"])
-    if when == "asking":
-        assert store.sync() == 2
-    else:
-        store.add(facts(embedding, "c")[:1])
-    expected = {"a0", "a2", "a4", *(f"b{number}" for number in range(5))} | ({"c0"} if when == "adding" else set())
-    assert set(llm.engine.ids()) == expected
+    assert store.sync() == 2
+    store.inner.delete_nodes(["a2"])
+    store.add(facts(embedding, "c")[:1])
+    others = {f"b{number}" for number in range(5)}
+    assert set(llm.engine.ids()) == {"a0", "a4", "c0", *others}
+    met = Chunk("A parent that a prompt brought.", "parent", source="d")
+    llm.engine.prefill(BlendPrompt("Hi.", [met], "Why?"))
+    llm.engine.flush()
+    store.delete("d")
+    assert set(llm.engine.ids()) == {"parent", *others}
+    other.delete("d")
+    assert llm.engine.ids() == []

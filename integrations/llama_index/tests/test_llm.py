@@ -1,26 +1,27 @@
-"""The language model: its forms of call, its options, and what messages become."""
+"""The language model: its forms of call, its options, what messages become, and thoughts that are no part of answers."""
 
-import asyncio
 import copy
 import pickle
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from llama_index.core.base.llms.types import CitableBlock, ThinkingBlock, ToolCallBlock
-from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
+from llama_index.core.base.llms.types import ChatMessage, CitableBlock, ThinkingBlock, ToolCallBlock
+from llama_index.core.llms import ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import NodeWithScore, TextNode
+from pydantic import BaseModel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, Chunk, EngineConfig
+from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, EngineConfig
 from cacheblend_rag.errors import ConfigError, PromptError
 from integrations.langchain.tests.asking import TOOL_TEMPLATE
 from integrations.llama_index.tests.conftest import MakeLLM, own_answer
-from llama_index_cacheblend import BlendLLM
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer
 from llama_index_cacheblend.messages import render_messages
+from tests.thinking import Dictation
 
 MESSAGES = [ChatMessage("Be brief.", role="system"), ChatMessage("Where was Mara born?")]
 TEXT = "Mara was born in"
@@ -68,16 +69,6 @@ def test_options_of_a_call_win(make_llm: MakeLLM) -> None:
     assert len(sampled) > 1
     assert llm.complete("Mara", temperature=0, max_new_tokens=3).raw["usage"]["completion_tokens"] == 3
     assert len({tuple(llm.complete("Mara", temperature=0).raw["token_ids"]) for _ in range(3)}) == 1
-
-
-def test_blend_prompt_and_config_of_a_call(make_llm: MakeLLM) -> None:
-    llm = make_llm(recompute_ratio=0.2)
-    llm.engine.add([Chunk(id="a", text="Mara Lindell was born in Oslo."), Chunk(id="b", text="She works as a baker.")])
-    prompt = BlendPrompt("Facts:\n", ["a", "b"], "\nWhere was Mara born?", separator="\n")
-    report = llm.complete("shown to callbacks", blend_prompt=prompt).raw["blend"]
-    assert (report["hits"], report["recompute_ratio"]) == (2, 0.2)
-    blend = llm.engine.blend.replace(recompute_ratio=0.5)
-    assert llm.chat(MESSAGES, blend_prompt=prompt, blend_config=blend).raw["blend"]["recompute_ratio"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -201,38 +192,62 @@ def test_without_a_chat_template_text_is_sent(model: LlamaForCausalLM, tokenizer
     llm.engine.close()
 
 
-class Gate:
-    """Lets a model compute only while it is open."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        self.open = threading.Event()
-        self.passes = 0
-        self._hook = model.register_forward_pre_hook(self._pass)
-
-    def _pass(self, *args: Any) -> None:
-        self.passes += 1
-        assert self.open.wait(20)
-
-    def remove(self) -> None:
-        self.open.set()
-        self._hook.remove()
+THINKS = '<think>\nIt may be {"sure": false}.\n</think>\n\n'
 
 
 @pytest.fixture
-def gate(model: LlamaForCausalLM) -> Iterator[Gate]:
-    gate = Gate(model)
-    yield gate
-    gate.remove()
+def dictation() -> Iterator[Dictation]:
+    made = Dictation("Qwen3")
+    with made.engine:
+        yield made
 
 
-async def test_cancelling_ends_the_generation_and_leaves_others_alone(make_llm: MakeLLM, gate: Gate) -> None:
-    llm = make_llm(max_new_tokens=600)
-    task = asyncio.ensure_future(llm.achat(MESSAGES))
-    while not gate.passes:
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    gate.open.set()
-    assert (await llm.achat(MESSAGES, max_new_tokens=4)).raw["usage"]["completion_tokens"] == 4
-    assert gate.passes < 50
+@pytest.mark.parametrize("streams", [False, True])
+def test_thoughts_are_a_block_of_their_own(dictation: Dictation, streams: bool) -> None:
+    llm = BlendLLM(engine=dictation.engine, max_new_tokens=90)
+    dictation.say(THINKS + "In Oslo.", ends=True)
+    streamed = list(llm.stream_chat([ChatMessage("Where?")])) if streams else []
+    answer = streamed[-1] if streams else llm.chat([ChatMessage("Where?")])
+    [thought, _] = answer.message.blocks
+    assert isinstance(thought, ThinkingBlock) and thought.content and "sure" in thought.content
+    assert answer.message.content == "In Oslo."
+    assert answer.raw["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought.num_tokens}
+    told = "".join(each.additional_kwargs.get("thinking_delta") or "" for each in streamed)
+    assert not streams or (told, "".join(each.delta for each in streamed)) == (thought.content, "In Oslo.")
+
+
+class Sure(BaseModel):
+    """Whether it is so."""
+
+    sure: bool
+
+
+def test_answers_and_objects_are_without_thoughts(dictation: Dictation) -> None:
+    llm = BlendLLM(engine=dictation.engine, max_new_tokens=90)
+    dictation.say(THINKS + '{"sure": true}', ends=True)
+    assert llm.structured_predict(Sure, PromptTemplate("Is it so?")) == Sure(sure=True)
+    nodes = [NodeWithScore(node=TextNode(text="Mara was born in Oslo."))]
+    dictation.say(THINKS + "In Oslo.", ends=True)
+    assert str(BlendSynthesizer(llm).synthesize("Where?", nodes)) == "In Oslo."
+    dictation.say(THINKS + "In Oslo.", ends=True)
+    assert "".join(BlendSynthesizer(llm, streaming=True).synthesize("Where?", nodes).response_gen) == "In Oslo."
+    dictation.say(THINKS + "It is so.", ends=True)
+    assert llm.chat([ChatMessage("So?")], stop="is so").message.content == "It "
+
+
+def test_variables_reach_the_template(dictation: Dictation) -> None:
+    silent = BlendLLM(engine=dictation.engine, enable_thinking=False)
+    assert silent.messages_to_prompt([ChatMessage("So?")]).endswith("</think>\n\n")
+    llm = BlendLLM(engine=dictation.engine)
+
+    def prompt_tokens(model: BlendLLM, **asked: Any) -> int:
+        dictation.say("Yes.", ends=True)
+        return int(model.chat([ChatMessage("So?")], **asked).raw["usage"]["prompt_tokens"])
+
+    plain, without = prompt_tokens(llm), prompt_tokens(silent)
+    assert without > plain == prompt_tokens(silent, enable_thinking=True)
+    assert prompt_tokens(llm, chat_template_kwargs={"enable_thinking": False}) == without
+    with pytest.raises(ConfigError, match="takes no 'reasoning_effort'"):
+        BlendLLM(engine=dictation.engine, reasoning_effort="low")
+    with pytest.raises(ConfigError, match="enable_thinking set variables"):
+        llm.complete("So?", enable_thinking=False)

@@ -178,19 +178,6 @@ class IndexMachine(RuleBasedStateMachine):
         self._added(document, text)
         self.check()
 
-    @rule(texts=st.dictionaries(DOCUMENTS, TEXTS, min_size=1))
-    def refresh(self, texts: dict[str, str]) -> None:
-        self.index.refresh_ref_docs([Document(text=text, id_=document) for document, text in texts.items()])
-        for document, text in texts.items():
-            before = self.documents.get(document)
-            if before == text:
-                continue
-            if before is not None:
-                self._gone(set(), document)
-            self.documents[document] = text
-            self._added(document, text)
-        self.check()
-
     @rule(document=DOCUMENTS)
     def delete(self, document: str) -> None:
         self.index.delete_ref_doc(document, delete_from_docstore=True)

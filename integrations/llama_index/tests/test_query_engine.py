@@ -1,18 +1,26 @@
-"""Query engines, over an engine and over a server: each form of call says what the model says."""
+"""The response mode that `install` makes known: over an engine and over a server, each form of call says what the model says."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
+import llama_index.core
 import pytest
-from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core import PromptHelper, SimpleKeywordTableIndex, SummaryIndex, TreeIndex, VectorStoreIndex
+from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
-from llama_index.core.postprocessor import MetadataReplacementPostProcessor
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import QueryBundle
-from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.llms import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import RetrieverQueryEngine, retriever_query_engine
+from llama_index.core.response_synthesizers import ResponseMode, factory
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
+from cacheblend_attachments import calibrate as calibrate_prompts
+from cacheblend_attachments import inspector_page
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.report import OTHER_TEXT
 from integrations.llama_index.tests.conftest import (
     EVERY_ROW,
     FACTS,
@@ -23,7 +31,21 @@ from integrations.llama_index.tests.conftest import (
     own_answer,
 )
 from integrations.serve.tests.conftest import serving
-from llama_index_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, install, warm_index
+from llama_index_cacheblend import (
+    BlendCondensePlusContextChatEngine,
+    BlendContextChatEngine,
+    BlendLLM,
+    BlendRetriever,
+    BlendSynthesizer,
+    BlendVectorStore,
+    calibrate,
+    install,
+    uninstall,
+    warm_index,
+)
+from llama_index_cacheblend.context import make_context_prompt
+from llama_index_cacheblend.nodes import node_chunks
+from llama_index_cacheblend.report import AnswerReport
 
 QUESTION = "Where was Mara Lindell born?"
 
@@ -56,37 +78,6 @@ async def test_every_form_answers_as_the_model_itself_and_as_compact_mode(
         report = response.metadata["blend"]
         assert (report["hits"], report["misses"]) == (3, 0)
         assert [chunk["id"] for chunk in report["chunks"]] == [name for name, _ in nodes]
-
-
-class Reversed(BaseNodePostprocessor):
-    """Reranks: the last comes first."""
-
-    def _postprocess_nodes(self, nodes: Nodes, query_bundle: QueryBundle | None = None) -> Nodes:
-        return nodes[::-1]
-
-
-def test_postprocessors_reorder_and_replace(llm: BlendLLM, nodes: Nodes, embedding: object, events: EventLog) -> None:
-    install()
-    for number, each in enumerate(nodes):
-        each.node.metadata["short"] = f"Fact {number}."
-    store = BlendVectorStore(SimpleVectorStore(stores_text=True), engine=llm.engine)
-    storage = StorageContext.from_defaults(vector_store=store)
-    index = VectorStoreIndex([each.node for each in nodes], storage_context=storage, embed_model=embedding)  # type: ignore[arg-type]
-    in_order = [each.node_id for each in index.as_retriever(similarity_top_k=4).retrieve(QUESTION)]
-    replaced = [Reversed(), MetadataReplacementPostProcessor(target_metadata_key="short")]
-    for processors, hits in (([Reversed()], 4), (replaced, 0)):
-        events.events.clear()
-        compact, blend = (
-            index.as_query_engine(llm=llm, similarity_top_k=4, node_postprocessors=processors, response_mode=mode)
-            for mode in ("compact", "blend")
-        )
-        expected, answer = compact.query(QUESTION), blend.query(QUESTION)
-        theirs, ours = [event.response.raw for event in events.of(LLMChatEndEvent)]
-        assert ours["token_ids"] == theirs["token_ids"] and str(answer) == str(expected)
-        assert [each.node_id for each in answer.source_nodes] == in_order[::-1]
-        report = answer.metadata["blend"]
-        assert report["hits"] == hits
-        assert all((chunk["reason"] == OTHER_TEXT) == (not hits) for chunk in report["chunks"])
 
 
 @pytest.fixture
@@ -137,3 +128,128 @@ def test_server_and_engine_exclude_each_other(llm: BlendLLM, address: str, chrom
     for options in ({"model": "reference"}, {"store": "./kv"}):
         with pytest.raises(ConfigError):
             BlendLLM(server=address, **options)
+
+
+# Two modes without a language model want one all the same.
+OTHER_MODES = [mode for mode in ResponseMode if mode not in (ResponseMode.NO_TEXT, ResponseMode.CONTEXT_ONLY)]
+
+
+def test_the_mode_is_known_between_install_and_uninstall(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    for _ in range(2):
+        for make in (index.as_query_engine, index.as_chat_engine):
+            with pytest.raises(ValueError, match="blend"):
+                make(response_mode="blend", llm=llm)
+        install()
+        install()
+        assert index.as_query_engine(response_mode="blend", llm=llm, similarity_top_k=2).query(QUESTION)
+        made = [
+            type(index.as_chat_engine(mode, llm=llm, response_mode="blend"))
+            for mode in ("context", "condense_plus_context", "best")
+        ]
+        assert made == [BlendContextChatEngine, *[BlendCondensePlusContextChatEngine] * 2]
+        assert type(index.as_chat_engine("context", llm=llm)) is ContextChatEngine
+        uninstall()
+        uninstall()
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_other_modes_are_as_they_were(llm: BlendLLM, mode: ResponseMode) -> None:
+    before = type(factory.get_response_synthesizer(llm=llm, response_mode=mode))
+    install()
+    # By whatever name a module holds it.
+    for door in (llama_index.core.get_response_synthesizer, retriever_query_engine.get_response_synthesizer):
+        assert type(door(llm=llm, response_mode=mode)) is before
+        assert type(door(llm, response_mode="blend")) is BlendSynthesizer
+
+
+def test_options_of_the_factory_arrive_or_are_refused(llm: BlendLLM) -> None:
+    install()
+    helper = PromptHelper(context_window=900, num_output=20, tokenizer=str.split)
+    refine = PromptTemplate("{context_msg}")
+    made = factory.get_response_synthesizer(llm, helper, refine_template=refine, response_mode="blend")  # type: ignore[arg-type]
+    assert made._prompt_helper is helper
+    assert made.get_prompts()["refine_template"].template == "{context_msg}"
+    for name in ("multimodal", "structured_answer_filtering"):
+        with pytest.raises(ConfigError, match=name):
+            factory.get_response_synthesizer(llm=llm, response_mode="blend", **{name: True})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="MockLLM"):
+        factory.get_response_synthesizer(llm=MockLLM(), response_mode="blend")  # type: ignore[arg-type]
+
+
+def test_a_chat_over_a_query_engine(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    install()
+    memory = ChatMemoryBuffer.from_defaults(tokenizer_fn=str.split)
+    chat = index.as_chat_engine("condense_question", llm=llm, response_mode="blend", similarity_top_k=2, memory=memory)
+    [source] = chat.chat(QUESTION).sources
+    assert source.raw_output.metadata["blend"]["hits"] == 2
+    engine = RetrieverQueryEngine.from_args(index.as_retriever(), llm=llm, response_mode="blend")
+    assert engine.query(QUESTION).metadata["blend"]["hits"] == 2
+
+
+@pytest.mark.parametrize("kind", ["summary", "keyword", "tree", "tree leaves"])
+def test_indices_without_vectors_blend_what_they_retrieve(llm: BlendLLM, nodes: Nodes, kind: str) -> None:
+    install()
+    plain = [each.node for each in nodes]
+    index = {
+        "summary": lambda: SummaryIndex(plain),
+        "keyword": lambda: SimpleKeywordTableIndex(plain, llm=llm),
+        "tree": lambda: TreeIndex(plain, llm=llm),
+        "tree leaves": lambda: TreeIndex(plain, llm=llm),
+    }[kind]()
+    options: Any = {"tree": {"retriever_mode": "root"}, "tree leaves": {"retriever_mode": "all_leaf"}}.get(kind, {})
+    compact = index.as_query_engine(llm=llm, **options).query(QUESTION)
+    engine = index.as_query_engine(llm=llm, response_mode="blend", **options)
+    first, second = engine.query(QUESTION), engine.query(QUESTION)
+    assert str(first) == str(second) == str(compact)
+    count = len(compact.source_nodes)
+    assert count > 0
+    assert (first.metadata["blend"]["misses"], second.metadata["blend"]["hits"]) == (count, count)
+
+
+def test_a_report_is_printed_written_and_drawn(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    install()
+    engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=2, streaming=True)
+    llm.engine.delete(["n0"])
+    response = engine.query(QUESTION)
+    report = response.metadata["blend"]
+    assert report == {}
+    str(response)
+    first, *others = str(report).splitlines()
+    assert "1 of 2 chunks hit" in first
+    assert others == [f"  {each['id']}: {each['reason']}" for each in report["chunks"] if each["reason"]]
+    assert json.loads(json.dumps(report)) == report
+    assert all(chunk["id"] in inspector_page(llm.engine, report) for chunk in report["chunks"])
+    with pytest.raises(ConfigError):
+        inspector_page(llm.engine, AnswerReport())
+
+
+QUESTIONS = ["Where was Mara Lindell born?", "Who runs the harbour office?", "Who paints ships?"]
+ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "target": 0.3, "max_new_tokens": 6}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_calibration_finds_what_prompts_show(index: VectorStoreIndex, llm: BlendLLM, streaming: bool) -> None:
+    blend = BlendConfig(selector="boundary")
+    synthesizer = BlendSynthesizer(llm=llm, streaming=streaming, blend_config=blend)
+    query_engine = index.as_query_engine(llm=llm, response_synthesizer=synthesizer, similarity_top_k=2)
+    found = calibrate(query_engine, QUESTIONS, **ASKED)
+    assert (found.questions, found.skipped, found.selector) == (3, 0, "boundary")
+    prompts = []
+    for question in QUESTIONS:
+        chunks = node_chunks(each.node for each in index.as_retriever(similarity_top_k=2).retrieve(question))
+        template = synthesizer.get_prompts()["text_qa_template"]
+        prompts.append(make_context_prompt(llm, template, chunks, {"query_str": question}, keeps_head=True).blend)
+    own = calibrate_prompts(llm.engine, prompts, blend=blend, **ASKED)
+    assert [replace(row, ttft_ratio=0.0) for row in own.rows] == [replace(row, ttft_ratio=0.0) for row in found.rows]
+
+
+def test_what_cannot_be_calibrated_is_refused(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    blend = index.as_query_engine(llm=llm, response_synthesizer=BlendSynthesizer(llm=llm))
+    for engine, questions, options in (
+        (blend, QUESTIONS, {"target": 0}),
+        (blend, "Where?", {}),
+        (llm, QUESTIONS, {}),
+        (index.as_query_engine(llm=llm, similarity_top_k=1), QUESTIONS, ASKED),
+    ):
+        with pytest.raises(ConfigError):
+            calibrate(engine, questions, **options)  # type: ignore[arg-type]

@@ -141,9 +141,7 @@ async def test_a_random_model_writes_what_the_schema_says(make_llm: MakeLLM, nod
     llm, template = make_llm(max_new_tokens=40, is_chat_model=chat), PromptTemplate("Is the age of {name} known?")
     said = llm.structured_predict(Age, template, name="Mara")
     assert isinstance(said, Age)
-    assert await llm.astructured_predict(Age, template, name="Mara") == said
     assert list(llm.stream_structured_predict(Age, template, name="Mara"))[-1] == said
-    assert isinstance(llm.as_structured_llm(Age).complete(QUESTION).raw, Age)
     assert isinstance(BlendSynthesizer(llm=llm, output_cls=Age).synthesize(QUESTION, nodes).response, Age)
     with pytest.raises(StructuredOutputError):
         llm.structured_predict(Age, template, {"max_new_tokens": 3}, name="Mara")

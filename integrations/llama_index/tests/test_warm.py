@@ -1,6 +1,5 @@
 """Warming an index that is there already: nothing is embedded, everything is encoded, and once is enough."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
-from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
@@ -92,11 +90,10 @@ def test_an_unreadable_text_is_said(bare: VectorStoreIndex, llm: BlendLLM) -> No
 
     def window(node: Any) -> Any:
         content = node.get_content()
-        return {}["window"] if "Mara" in content else 3 if "Otto" in content else content
+        return {"Mara": 3}[content[:4]] if content[:4] in ("Mara", "Otto") else content
 
     result = warm_index(bare, engine=llm, text_of=window)
     assert (len(result.failed), result.encoded, result.without_text) == (2, 3, ())
-    assert {"KeyError" in reason for reason in result.failed.values()} == {True, False}
     # What their ids stood for before is gone.
     assert not set(result.failed) & set(llm.engine.ids())
 
@@ -136,27 +133,21 @@ def test_other_indices_have_their_nodes_in_the_docstore(llm: BlendLLM) -> None:
     assert estimate(store, [TextNode(text=" "), too_long, TextNode(text="A text.")]).chunks == 1
 
 
-@pytest.mark.parametrize("codec", ["native", "int8"])
 def test_an_estimate_says_what_an_ingestion_takes(
-    model: LlamaForCausalLM, tokenizer: Any, chroma: ChromaVectorStore, tmp_path: Path, codec: str
+    llm: BlendLLM, chroma: ChromaVectorStore, embedding: WordEmbedding
 ) -> None:
     documents = [Document(text=" ".join(FACTS[: size + 1]) * (2 + 3 * size), id_=f"d{size}") for size in range(5)]
     nodes = SentenceSplitter(chunk_size=64, chunk_overlap=0)(documents)
-    settings = engine_settings(self_check=False, disk_codec=codec)
-    with BlendEngine(model, tokenizer, store=tmp_path / "kv", **settings) as engine:
-        store = BlendVectorStore(chroma, engine=engine)
-        before = estimate(store, nodes)
-        assert (engine.ids(), engine.store.stats().entries) == ([], 0)
-        assert estimate(store).chunks == 0
-        context = StorageContext.from_defaults(vector_store=store)
-        index = VectorStoreIndex(nodes, storage_context=context, embed_model=WordEmbedding())
-        held = engine.store.stats()
-        assert before.chunks == len({record.key for record in engine.records(engine.ids()) if record is not None}) > 15
-        assert before.disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
-        assert before.ram_bytes == pytest.approx(held.ram_bytes, rel=0.01)
-        assert before.seconds > 0
-        assert estimate(index) == WarmEstimate(0, 0)
-        # As without a store: an index that is there, and nothing of it is encoded.
-        engine.delete(engine.ids())
-        bare = VectorStoreIndex.from_vector_store(chroma, embed_model=WordEmbedding())
-        assert estimate(index).tokens == estimate(bare, engine=engine).tokens == before.tokens
+    store = BlendVectorStore(chroma, engine=llm.engine)
+    before = estimate(store, nodes)
+    assert (llm.engine.ids(), llm.engine.store.stats().entries, estimate(store).chunks) == ([], 0, 0)
+    context = StorageContext.from_defaults(vector_store=store)
+    index = VectorStoreIndex(nodes, storage_context=context, embed_model=embedding)
+    records = llm.engine.records(llm.engine.ids())
+    assert before.chunks == len({record.key for record in records if record is not None}) > 15
+    assert before.ram_bytes == pytest.approx(llm.engine.store.stats().ram_bytes, rel=0.01)
+    assert estimate(index) == WarmEstimate(0, 0)
+    # As without a store: an index that is there, and nothing of it is encoded.
+    llm.engine.delete(llm.engine.ids())
+    bare = VectorStoreIndex.from_vector_store(chroma, embed_model=embedding)
+    assert estimate(index).tokens == estimate(bare, engine=llm.engine).tokens == before.tokens
