@@ -100,10 +100,7 @@ class _BlendChat:
     def stream_chat(
         self, message: str, chat_history: list[ChatMessage] | None = None, **kwargs: Any
     ) -> StreamingAgentChatResponse:
-        """Answer a message piece by piece; ``metadata`` of the response is filled when the stream ends.
-
-        The answer is written to the end, and to the memory, whether it is read or not.
-        """
+        """Answer piece by piece, to the end whether it is read or not; ``metadata`` of the response is filled then."""
         return self._told(super().stream_chat(message, chat_history, **kwargs))  # type: ignore[misc, no-any-return]
 
     async def astream_chat(

@@ -29,14 +29,13 @@ __all__ = ["BlendVectorStore", "listed_ids", "listed_nodes"]
 
 logger = logging.getLogger(__name__)
 
-
 _BATCH = 1000
 # Qdrant lists 9999 nodes unless it is told a limit.
 _MOST_NODES = 10_000_000
 
 
 def listed_nodes(store: BasePydanticVectorStore) -> list[BaseNode]:
-    """Return all nodes of a store that keeps them; `NotImplementedError` if it cannot list them."""
+    """Return all nodes of a store that keeps them; `NotImplementedError` if it cannot."""
     [query] = _queries(store.get_nodes, None, None)
     return list(store.get_nodes(**query))
 
@@ -194,9 +193,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         """Encode nodes, then add them to the inner store; those that are there already are replaced.
 
         A node is added even if its KV cannot be stored: a node beyond the model's window, or KV for which the disk has no room,
-        is computed at query time, as far as that is possible. A warning gives the reason.
-
-        Other keywords are the inner store's.
+        is computed at query time, and a warning gives the reason. Other keywords are the inner store's.
         """
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]

@@ -114,10 +114,8 @@ def test_a_store_over_a_server_adds_and_deletes_there(
     assert warm_index(index).unchanged == 4
     served = BlendLLM(server=address, max_new_tokens=8)
     assert BlendRetriever(index.as_retriever(), served).retrieve(QUESTION)
-    install()
-    chat = index.as_chat_engine(llm=served, chat_mode="context", response_mode="blend")
+    chat = BlendContextChatEngine.from_defaults(index.as_retriever(), llm=served)
     first = chat.chat(QUESTION)
-    assert first.source_nodes and chat.chat("And where was she born?").source_nodes
     chat.reset()
     assert str(chat.chat(QUESTION)) == str(first)
 

@@ -19,7 +19,7 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import ImageNode, NodeWithScore, TextNode
 from llama_index.core.types import BaseOutputParser
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
@@ -206,13 +206,6 @@ def test_too_long(make_llm: MakeLLM, make_model: Callable[..., LlamaForCausalLM]
     helper = PromptHelper(context_window=190, num_output=20, tokenizer=narrow.engine.tokenizer.encode)
     limited = BlendSynthesizer(llm=narrow, prompt_helper=helper).synthesize(QUESTION, nodes).metadata["blend"]
     assert limited["dropped"] and limited["prompt_tokens"] <= 170
-
-
-def test_nothing_written(make_llm: MakeLLM, tokenizer: PreTrainedTokenizerFast, nodes: Nodes) -> None:
-    end = tokenizer.eos_token_id
-    llm = make_llm(generation_kwargs={"prefix_allowed_tokens_fn": lambda batch, ids: [end], "eos_token_id": end})
-    compact = CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
-    assert BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes).response == compact.response == "Empty Response"
 
 
 def test_a_changed_context_is_prefilled_whole(llm: BlendLLM, nodes: Nodes, events: EventLog) -> None:
