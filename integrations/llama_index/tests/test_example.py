@@ -40,16 +40,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "count"),
+    ("name", "lines"),
     [
-        ("llama_index_query_engine.py", r"^  (12) of (12) chunks hit", 4),
-        ("llama_index_query_engine.py", r"^  (.*)  \(expected: (.*)\)$", 4),
-        ("llama_index_structured.py", r"^  Work\(trade='[a-z ]+'\), (4) of (4) chunks hit$", 2),
+        ("query_engine", {r"^  (12) of (12) chunks hit": 4, r"^  (.*)  \(expected: (.*)\)$": 4}),
+        ("structured", {r"^  Work\(trade='[a-z ]+'\), (4) of (4) chunks hit$": 2}),
     ],
 )
-def test_what_was_found_is_what_was_expected(run: Callable[[str], str], name: str, line: str, count: int) -> None:
-    found = re.findall(line, run(name), re.MULTILINE)
-    assert len(found) == count and all(one == other for one, other in found)
+def test_what_was_found_is_what_was_expected(run: Callable[[str], str], name: str, lines: dict[str, int]) -> None:
+    out = run(f"llama_index_{name}.py")
+    for line, count in lines.items():
+        found = re.findall(line, out, re.MULTILINE)
+        assert len(found) == count and all(one == other for one, other in found)
 
 
 def test_a_chat_engine_answers_and_turns_reuse(run: Callable[[str], str]) -> None:
