@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 
+from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
-from llama_index_cacheblend.report import Calls
+from llama_index_cacheblend.llm import recording
 
 if TYPE_CHECKING:
     from cacheblend_attachments.calibration import Calibration
@@ -22,6 +23,7 @@ def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options
 
     Each question is asked once. The prompt that answered it is then answered by full prefill and at each ratio, under the query
     engine's settings. To apply the result, give the model ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
+    `ConfigError` if it is not a query engine, or blends nothing.
 
     Parameters
     ----------
@@ -36,20 +38,19 @@ def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options
     -------
     Calibration
         What was measured (``rows``), what was chosen (``recompute_ratio``, or None), and why (``reason``).
-
-    Raises
-    ------
-    ConfigError
-        If it is not a query engine, blends nothing.
     """
     if not isinstance(query_engine, BaseQueryEngine):
         raise ConfigError(f"query_engine is a {type(query_engine).__name__}; give what index.as_query_engine() returns")
 
-    def ask(question: str) -> Any:
-        with Calls() as calls:
+    def ask(question: str) -> list[ModelCall]:
+        calls: list[ModelCall] = []
+        token = recording.set(calls)
+        try:
             # A stream is read, since it may ask the model only then.
-            str(calls.complete(query_engine.query(question), is_ours=False))
-        return calls.made
+            str(query_engine.query(question))
+        finally:
+            recording.reset(token)
+        return calls
 
     with needs_extra("attachments", "calibrate"):
         from cacheblend_attachments.calibration import calibrate_asking

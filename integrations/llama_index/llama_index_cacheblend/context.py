@@ -1,32 +1,28 @@
-"""Prompts that are blended, made of a question, a template and chunks: one, or several where what has no room is refined."""
+"""Prompts that are blended, made of a question, a template and chunks."""
 
 from __future__ import annotations
 
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
-from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate, SelectorPromptTemplate
-from llama_index.core.schema import NodeWithScore
 
-from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, FixedText, Segment, text_hash
-from cacheblend_rag.engine import Engine
-from cacheblend_rag.errors import PromptTooLongError, StoreError
+from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, FixedText, Segment
+from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.lexer import MARK, lexer_of
-from cacheblend_rag.report import CallReport
 from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.report import AnswerReport, annotate, warn_of_other_texts
 
-__all__ = ["ContextPrompt", "ModelResponse", "Rounds", "make_context_prompt"]
+__all__ = ["ContextPrompt", "make_context_prompt"]
 
 logger = logging.getLogger(__name__)
 
-ModelResponse = ChatResponse | CompletionResponse
+Divided = tuple[Sequence[Chunk], Sequence[Chunk], Sequence[Chunk]]
+"""The chunks for which a prompt has room, those that wait for the next one, and those for which none has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +39,8 @@ class ContextPrompt:
     messages: list[ChatMessage] | None
     context: str
     blend: BlendPrompt
-    left_over: tuple[Chunk, ...] = ()
-    dropped: tuple[Chunk, ...] = ()
+    left_over: Sequence[Chunk] = ()
+    dropped: Sequence[Chunk] = ()
     fallback_reason: str | None = None
 
 
@@ -64,12 +60,7 @@ def make_context_prompt(
 
     The prompt holds all chunks for which there is room in `limit` tokens, whole and in their order; where it `refines`, those up
     to the first that has to wait for the next prompt. With `keeps_head`, what stands before the context is declared fixed, where
-    it is certain that the template alone writes it.
-
-    Raises
-    ------
-    PromptTooLongError
-        If there is room for none of the chunks, or not even for what stands around them.
+    it is certain that the template alone writes it. `PromptTooLongError` if there is room for none of the chunks.
     """
     if hasattr(template, "pml_prompt"):  # a PMLPromptTemplate, of a package that may not be there
         return _of_schema(llm, template, chunks, values, variable, limit, refines)
@@ -78,12 +69,13 @@ def make_context_prompt(
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
     context = BLANK_LINE.join(chunk.text for chunk in chunks)
     whole, messages = llm.render(template, structured, **values, **{variable: context})
-    kept, left_over, dropped = chunks, tuple[Chunk, ...](), tuple[Chunk, ...]()
+    divided: Divided = (chunks, (), ())
     # A token has a byte at least, so most prompts need not be counted.
     if limit is not None and len(whole.encode("utf-8", "surrogatepass")) >= limit and len(parts) > 1 and chunks:
-        kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
-        context = BLANK_LINE.join(chunk.text for chunk in kept)
+        divided = _fitting(llm, parts, chunks, limit, refines)
+        context = BLANK_LINE.join(chunk.text for chunk in divided[0])
         whole, messages = llm.render(template, structured, **values, **{variable: context})
+    kept, left_over, dropped = divided
     # What was said in it has marks for the engine, which nobody else is shown.
     text = whole.replace(MARK, "")
     # A template's function, output parser or prompt function may change the context instead of just placing it.
@@ -120,69 +112,31 @@ def _of_schema(
     def fits(some: Sequence[Chunk]) -> bool:
         return limit is None or filled(some)[2] <= limit
 
-    kept, left_over, dropped = tuple(chunks), tuple[Chunk, ...](), tuple[Chunk, ...]()
-    if template.documents is not None and not fits(kept):
-        kept, left_over, dropped = _divided(chunks, fits, refines)
-    prompt, blend, size = filled(kept or chunks[:1])
-    if limit is not None and size > limit:
-        raise PromptTooLongError(
-            f"the prompt of schema {template.prompt.schema.name!r} reaches position {size} with only its first "
-            f"document, but {limit} are left beside max_new_tokens={llm.max_new_tokens}; split documents into shorter chunks, or "
-            "lower max_new_tokens"
-        )
+    divided: Divided = (chunks, (), ())
+    if not fits(chunks):
+        divided = _divided(llm, chunks if template.documents is not None else (), fits, refines)
+    kept, left_over, dropped = divided
+    prompt, blend, _ = filled(kept)
     text = prompt.plain_text()
     messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
     return ContextPrompt(text, messages, BLANK_LINE.join(chunk.text for chunk in kept), blend, left_over, dropped)
 
 
-def _fitting(
-    llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int, refines: bool
-) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Divide chunks as `_divided` does, for a prompt of `limit` tokens that has other text beside them."""
-
-    def length(text: str) -> int:
-        return len(lexer_of(llm.engine.tokenizer).read(text)[0])
-
-    around = 1 + sum(length(part) for part in parts if part)
-    room = limit - around
-    if room < 1:
-        raise PromptTooLongError(
-            f"without any chunk, the prompt (template, chat history and question) already has {around} tokens, but {limit} is "
-            f"the limit beside max_new_tokens={llm.max_new_tokens}; shorten the question, keep less of the chat in its memory "
-            "(token_limit), or lower max_new_tokens"
-        )
-    # What was added is not tokenised again.
-    named = [chunk.id for chunk in chunks if chunk.id is not None]
-    try:
-        records = llm.engine.records(named)
-    except StoreError:
-        # The engine says so when it asks for them itself.
-        records = []
-    known = {(record.id, record.text_hash): record for record in records if record is not None}
-    separator, sizes = length(BLANK_LINE), dict[Chunk, int]()
-    for chunk in chunks:
-        record = known.get((chunk.id or "", text_hash(chunk.text)))
-        sizes[chunk] = lexer_of(llm.engine.tokenizer).count(chunk.text) if record is None else len(record.token_ids)
+def _fitting(llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int, refines: bool) -> Divided:
+    """Divide chunks for a prompt of `limit` tokens that has other text beside them."""
+    lexer = lexer_of(llm.engine.tokenizer)
+    room = limit - 1 - sum(len(lexer.read(part)[0]) for part in parts if part)
+    sizes = {chunk: lexer.count(chunk.text) for chunk in chunks}
+    separator = lexer.count(BLANK_LINE)
 
     def fits(some: Sequence[Chunk]) -> bool:
         size = sum(sizes[chunk] for chunk in some) + separator * (len(some) - 1)
         return (len(parts) - 1) * size <= room
 
-    kept, left_over, dropped = _divided(chunks, fits, refines)
-    if not kept:
-        raise PromptTooLongError(
-            f"chunk {chunks[0].id!r} has {sizes[chunks[0]]} tokens, but of the {limit} that a prompt may have beside "
-            f"max_new_tokens={llm.max_new_tokens}, template and question leave {room}, since they take {around}; "
-            f"{'no other chunk is short enough either; ' if len(chunks) > 1 else ''}split documents into shorter chunks, or "
-            "lower max_new_tokens"
-        )
-    return kept, left_over, dropped
+    return _divided(llm, chunks, fits, refines)
 
 
-def _divided(
-    chunks: Sequence[Chunk], fits: Callable[[Sequence[Chunk]], bool], refines: bool
-) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Return the chunks for which a prompt has room, those that wait for the next one, and those for which none has room."""
+def _divided(llm: BlendLLM, chunks: Sequence[Chunk], fits: Callable[[Sequence[Chunk]], bool], refines: bool) -> Divided:
     kept: list[Chunk] = []
     left_over: list[Chunk] = []
     dropped: list[Chunk] = []
@@ -193,7 +147,14 @@ def _divided(
             left_over.append(chunk)
         else:
             dropped.append(chunk)
-    return tuple(kept), tuple(left_over), tuple(dropped)
+    if not kept:
+        raise PromptTooLongError(
+            f"the prompt (template, chat history and question) leaves no room for any of the {len(chunks)} chunks, beside "
+            f"max_new_tokens={llm.max_new_tokens}, in the {llm.engine.window} tokens of the model's window or in what "
+            "prompt_helper allows; split documents into shorter chunks, shorten the question, keep less of the chat in its "
+            "memory (token_limit), or lower max_new_tokens"
+        )
+    return kept, left_over, dropped
 
 
 def _is_fixed(
@@ -221,83 +182,3 @@ def _is_fixed(
         return True
     before = takewhile(lambda message: mark not in (message.content or ""), chosen.format_messages(llm=llm, **marks))
     return all(message.role == MessageRole.SYSTEM for message in before)
-
-
-@dataclass
-class Rounds:
-    """State of a question: what has been asked, and what is still to be asked.
-
-    Attributes
-    ----------
-    query_str : str
-        The question.
-    chunks : sequence of Chunk
-        The context that no call has read yet.
-    values : dict
-        Further variables of the templates.
-    answer : str or None
-        The answer so far.
-    report : dict
-        What ``response.metadata["blend"]`` will be.
-    streams : bool
-        Whether the answer comes piece by piece.
-    earlier_calls : list of CallReport
-        The reports of the calls before the last.
-    dropped : list of Chunk
-        Context that no call has read or will read.
-    last : str, BaseModel or None
-        The answer so far, as it was read from what the model wrote.
-    sources : sequence of NodeWithScore
-        Copies of the source nodes, to be annotated with what the report says of them.
-    engine : BlendEngine or ServedEngine or None
-        The engine that answers.
-    """
-
-    query_str: str
-    chunks: Sequence[Chunk]
-    values: dict[str, Any]
-    answer: str | None
-    report: dict[str, Any]
-    streams: bool
-    earlier_calls: list[CallReport] = field(default_factory=list)
-    dropped: list[Chunk] = field(default_factory=list)
-    last: str | BaseModel | None = None
-    sources: Sequence[NodeWithScore] = ()
-    engine: Engine | None = None
-
-    def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
-        """Go on to the chunks that the last prompt left over."""
-        # LlamaIndex starts over where a model wrote nothing.
-        self.last = answer or self.last
-        self.answer = self.last.model_dump_json() if isinstance(self.last, BaseModel) else self.last or self.answer
-        self.chunks = prompt.left_over
-        self.dropped += prompt.dropped
-        self.earlier_calls.append(_call_report(prompt, response))
-
-    def end(self, prompt: ContextPrompt, response: ModelResponse) -> None:
-        """Fill the report; `response` is the last call's."""
-        self._fill(_call_report(prompt, response), [*self.dropped, *prompt.dropped])
-
-    def give_up(self) -> None:
-        """Fill the report; the call that answered last is the last, since beside its answer no chunk has room any more."""
-        self._fill(self.earlier_calls.pop(), [*self.dropped, *self.chunks])
-
-    def _fill(self, report: CallReport, dropped: Sequence[Chunk]) -> None:
-        if self.engine is not None:
-            warn_of_other_texts(self.engine, [*self.earlier_calls, report])
-        left_out = [chunk.id for chunk in dropped]
-        if isinstance(self.report, AnswerReport):
-            self.report.fill(report, self.earlier_calls, left_out)
-        else:
-            self.report.update(report, dropped=left_out, earlier_calls=self.earlier_calls)
-        annotate(self.sources, self.report)
-
-
-def _call_report(prompt: ContextPrompt, response: ModelResponse) -> CallReport:
-    assert response.raw is not None
-    report: CallReport = response.raw["blend"]
-    if prompt.fallback_reason is None:
-        return report
-    changed = CallReport(report | {"fallback_reason": prompt.fallback_reason})
-    changed.last = report.last and replace(report.last, fallback_reason=prompt.fallback_reason)
-    return changed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -27,22 +28,19 @@ from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.settings import Settings
-from llama_index.core.types import BaseOutputParser, PydanticProgramMode
+from llama_index.core.types import BaseOutputParser
 from pydantic.json_schema import SkipJsonSchema
 
 from cacheblend_rag.chat.answer import Ending, ModelCall
 from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
 from cacheblend_rag.chat.render import VARIABLES, template_variables
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, carried_prompt
-from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
+from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine, BlendStream, Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lexer import lexer_of
 from llama_index_cacheblend.messages import (
-    Make,
-    R,
-    Said,
     aresponses,
     as_chat,
     as_completion,
@@ -51,25 +49,12 @@ from llama_index_cacheblend.messages import (
     said_messages,
     whole,
 )
-from llama_index_cacheblend.report import watching
 from llama_index_cacheblend.structured import JSONAnswers
 
-__all__ = ["BlendLLM", "blend_llm", "find_engine"]
+__all__ = ["BlendLLM", "blend_llm", "find_engine", "recording"]
 
-# What other language models of LlamaIndex call it, HuggingFaceLLM first of all, and what it is here.
-_ELSEWHERE = {
-    "context_window": "the model's own is used; a prompt_helper makes prompts shorter",
-    "device": "give config=EngineConfig(device=...)",
-    "device_map": "give model_kwargs={'device_map': ...}",
-    "generate_kwargs": "give generation_kwargs",
-    "max_tokens": "give max_new_tokens",
-    "model_id": "give model",
-    "query_wrapper_prompt": "messages go through the tokenizer's chat template; without one, give completion_to_prompt",
-    "stopping_ids": "give generation_kwargs={'eos_token_id': [...]}, or stop with strings",
-    "tokenizer_kwargs": "the model brings its tokenizer; for another, give objects: model=..., tokenizer=...",
-    "tokenizer_name": "the model brings its tokenizer; for another, give objects: model=..., tokenizer=...",
-    "tokenizer_outputs_to_remove": "the engine gives the model what it takes",
-}
+recording: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_recording", default=None)
+"""Where the calls that are made here are noted, if anybody wants to know."""
 
 # Options of ``generate`` by which callers constrain answers themselves.
 _CONSTRAINTS = {"logits_processor", "prefix_allowed_tokens_fn"}
@@ -115,13 +100,11 @@ class BlendLLM(JSONAnswers):
         Strings at which an answer ends; they are not part of it.
     generation_kwargs : dict, optional
         Further options of transformers' ``generate``.
-    chat_template_kwargs : dict, optional
-        Variables of the chat template.
-    enable_thinking, reasoning_effort : optional
-        Those variables of the chat template.
+    chat_template_kwargs, enable_thinking, reasoning_effort : optional
+        Variables of the chat template, a dictionary, and two of them.
     is_chat_model : bool, optional
         Whether LlamaIndex should send messages; by default whether the tokenizer has a chat template.
-    system_prompt, messages_to_prompt, completion_to_prompt, callback_manager, output_parser, pydantic_program_mode
+    system_prompt, messages_to_prompt, completion_to_prompt, callback_manager, output_parser
         As for every LlamaIndex language model. Messages are written by the tokenizer's chat template unless
         `messages_to_prompt` is given. Where what was said spells a control token, such as ``</s>``, it is given to that with an
         invisible mark inside, so that the model reads it as text.
@@ -167,25 +150,21 @@ class BlendLLM(JSONAnswers):
         completion_to_prompt: Callable[[str], str] | None = None,
         callback_manager: CallbackManager | None = None,
         output_parser: BaseOutputParser | None = None,
-        pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.DEFAULT,
-        **unknown: Any,
     ) -> None:
-        if model is None and engine is None and server is None and model_name is not None:
-            others = f". {_no_arguments(unknown)}" if unknown else ""
-            raise ConfigError(
-                f"model_name only sets the name in logs; give BlendLLM(model={model_name!r}) to load the model{others}"
-            )
-        if unknown:
-            raise ConfigError(_no_arguments(unknown))
         _, stops = _decoding_options(temperature, stop, generation_kwargs or {})
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number from 1 upwards")
         computing = _make_engine(
-            model, engine, server, config, blend_config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs
+            model, engine, server, tokenizer, model_kwargs, config=config, blend=blend_config, store=store
         )
         chat = bool(getattr(computing.tokenizer, "chat_template", None))
         given = dict(zip(VARIABLES, (chat_template_kwargs, enable_thinking, reasoning_effort), strict=True))
         variables = template_variables(computing.tokenizer, given)
+        write: Any = None
+        if messages_to_prompt is not None:
+            write = partial(said_messages, computing.tokenizer, messages_to_prompt)
+        elif chat:
+            write = partial(render_messages, computing.tokenizer, own={VARIABLES[0]: variables} if variables else {})
         values: dict[str, Any] = {
             "model_name": model_name or computing.model_name,
             "temperature": temperature,
@@ -195,17 +174,10 @@ class BlendLLM(JSONAnswers):
             "chat_template_kwargs": variables,
             "is_chat_model": chat if is_chat_model is None else is_chat_model,
             "system_prompt": system_prompt,
-            "messages_to_prompt": partial(said_messages, computing.tokenizer, messages_to_prompt)
-            if messages_to_prompt
-            else (
-                partial(render_messages, computing.tokenizer, own={VARIABLES[0]: variables} if variables else {})
-                if chat
-                else None
-            ),
+            "messages_to_prompt": write,
             "completion_to_prompt": completion_to_prompt,
             "callback_manager": callback_manager or CallbackManager([]),
             "output_parser": output_parser,
-            "pydantic_program_mode": pydantic_program_mode,
             "engine": computing,
         }
         super().__init__(**values)
@@ -241,12 +213,9 @@ class BlendLLM(JSONAnswers):
     def render(
         self, template: BasePromptTemplate, structured: bool = False, **values: Any
     ) -> tuple[str, list[ChatMessage] | None]:
-        """Fill a template as `predict` does, or as `structured_predict`, which has no use for this model's own output parser.
+        """Return a filled template as text, and the messages it was written from if this is a chat model.
 
-        Returns
-        -------
-        tuple of (str, list of ChatMessage or None)
-            The whole prompt as text, and the messages it was written from if this is a chat model.
+        It is filled as by `predict`, or by `structured_predict`, which has no use for this model's own output parser.
         """
         if not self.is_chat_model:
             if structured:
@@ -270,55 +239,54 @@ class BlendLLM(JSONAnswers):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Continue `prompt`, which is given to the model unchanged, after a BOS; it may write control tokens."""
-        return self._answer(self._worded(prompt, formatted), kwargs, as_completion)
+        arguments, ending = self._request(self._worded(prompt, formatted), kwargs)
+        return as_completion(whole(self.engine.generate(**arguments), ending))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer chat messages."""
-        return self._answer(messages, kwargs, as_chat)
+        arguments, ending = self._request(messages, kwargs)
+        return as_chat(whole(self.engine.generate(**arguments), ending))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Continue `prompt` piece by piece; the last response carries the token usage."""
-        return responses(*self._stream(self._worded(prompt, formatted), kwargs, as_completion))
+        return responses(*self._stream(self._worded(prompt, formatted), kwargs), as_completion)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer chat messages piece by piece; the last response carries the token usage."""
-        return responses(*self._stream(messages, kwargs, as_chat))
+        return responses(*self._stream(messages, kwargs), as_chat)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete asynchronously; see `complete`. Cancelling ends the generation."""
-        return await self._aanswer(self._worded(prompt, formatted), kwargs, as_completion)
+        stream, ending = await self._astream(self._worded(prompt, formatted), kwargs)
+        with closing(stream):
+            return as_completion(whole(await stream.aresult(), ending))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer asynchronously; see `chat`. Cancelling ends the generation."""
-        return await self._aanswer(messages, kwargs, as_chat)
+        stream, ending = await self._astream(messages, kwargs)
+        with closing(stream):
+            return as_chat(whole(await stream.aresult(), ending))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Complete piece by piece, asynchronously; see `stream_complete`."""
-        return aresponses(
-            *await asyncio.to_thread(self._stream, self._worded(prompt, formatted), kwargs, as_completion)
-        )
+        return aresponses(*await self._astream(self._worded(prompt, formatted), kwargs), as_completion)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer piece by piece, asynchronously; see `stream_chat`."""
-        return aresponses(*await asyncio.to_thread(self._stream, messages, kwargs, as_chat))
+        return aresponses(*await self._astream(messages, kwargs), as_chat)
 
     def _worded(self, prompt: str, formatted: bool) -> str:
         return prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
 
-    def _request(
-        self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]
-    ) -> tuple[dict[str, Any], Ending, Make[R]]:
-        """Return the engine's arguments for a call, what ends its answer, and what makes its responses.
-
-        That tells those who watch what the call has cost, when its answer is whole.
-        """
+    def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Ending]:
+        """Return the engine's arguments for a call, and what ends its answer."""
         others = self.generation_kwargs | kwargs
         variables = {name: value for name in VARIABLES if (value := others.pop(name, None)) is not None}
         prompt = others.pop("blend_prompt", None)
@@ -350,36 +318,17 @@ class BlendLLM(JSONAnswers):
         if output_cls is not None and not options.keys() & _CONSTRAINTS:
             grammar = after_thoughts(json_grammar(output_cls.model_json_schema()), thinking)
             options["logits_processor"] = [Guide(self.engine, grammar)]
-        watchers = watching.get()
-        for each in watchers:
-            each.made.append(ModelCall(self.engine, prompt, asked["blend"]))
+        if (calls := recording.get()) is not None:
+            calls.append(ModelCall(self.engine, prompt, asked["blend"]))
+        return asked | options, ending
 
-        def made(said: Said) -> R:
-            if said.result is not None:
-                for each in watchers:
-                    each.end(said.result.report)
-            return make(said)
+    def _stream(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[BlendStream, Ending]:
+        arguments, ending = self._request(given, kwargs)
+        return self.engine.stream(**arguments), ending
 
-        return asked | options, ending, made
-
-    def _answer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
-        arguments, ending, make = self._request(given, kwargs, make)
-        return make(whole(self.engine.generate(**arguments), ending))
-
-    async def _aanswer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
-        # A stream, because a stream can be ended from outside.
-        stream, ending, make = await asyncio.to_thread(self._stream, given, kwargs, make)
-        try:
-            result = await stream.aresult()
-        finally:
-            stream.close()
-        return make(whole(result, ending))
-
-    def _stream(
-        self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]
-    ) -> tuple[BlendStream, Ending, Make[R]]:
-        arguments, ending, make = self._request(given, kwargs, make)
-        return self.engine.stream(**arguments), ending, make
+    async def _astream(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[BlendStream, Ending]:
+        # Whole answers come from streams too, because a stream can be ended from outside.
+        return await asyncio.to_thread(self._stream, given, kwargs)
 
 
 def _decoding_options(
@@ -390,8 +339,6 @@ def _decoding_options(
     for each in stops:
         if not isinstance(each, str) or not each:
             raise ConfigError(f"stop={stop!r} holds {each!r}; give non-empty strings")
-    if foreign := _ELSEWHERE.keys() & others.keys():
-        raise ConfigError(_no_arguments(sorted(foreign)))
     if not math.isfinite(temperature) or temperature < 0:
         raise ConfigError(f"temperature={temperature!r} must be a finite number from 0 (greedy) upwards")
     options: dict[str, Any] = {"do_sample": temperature > 0}
@@ -400,14 +347,6 @@ def _decoding_options(
     if stops:
         options["stop_strings"] = stops
     return options | others, stops
-
-
-def _no_arguments(names: Iterable[str]) -> str:
-    """Return what to give instead of arguments that there are not."""
-    known = inspect.signature(BlendLLM.__init__).parameters
-    generic = "options of transformers' generate go into generation_kwargs"
-    said = [f"no {name} ({_ELSEWHERE.get(name, generic)}){did_you_mean(name, known)}" for name in names]
-    return f"BlendLLM has {', '.join(said)}"
 
 
 def blend_llm(llm: Any) -> BlendLLM:
@@ -424,12 +363,7 @@ def blend_llm(llm: Any) -> BlendLLM:
 def find_engine(engine: Any, server: str | None = None) -> Engine:
     """Return the engine that an argument named ``engine`` means: an engine, or what has one; None for that of ``Settings.llm``.
 
-    With the address of a server instead it is that server's.
-
-    Raises
-    ------
-    ConfigError
-        If it is none, or both are given.
+    With the address of a server instead it is that server's. `ConfigError` if it is none, or both are given.
     """
     if server is not None:
         if engine is not None:
@@ -442,31 +376,17 @@ def find_engine(engine: Any, server: str | None = None) -> Engine:
     given = Settings._llm if engine is None else engine
     found = given if isinstance(given, Engine) else getattr(given, "engine", None)
     if not isinstance(found, Engine):
-        what = (
-            "it is not said which engine computes the KV"
-            if engine is None
-            else f"engine={str(engine)[:80]!r} is a {type(engine).__name__}, which computes no KV"
-        )
+        what = "no engine is given" if engine is None else f"a {type(engine).__name__} computes no KV"
         raise ConfigError(f"{what}; pass engine=llm.engine, or set Settings.llm to a BlendLLM")
     return found
 
 
 def _make_engine(
-    model: Any,
-    engine: Any,
-    server: str | None,
-    config: EngineConfig | None,
-    blend: BlendConfig | None,
-    **loading: Any,
+    model: Any, engine: Any, server: str | None, tokenizer: Any, model_kwargs: dict[str, Any] | None, **settings: Any
 ) -> Engine:
-    """Return the engine that the arguments of `BlendLLM` describe; `loading` are tokenizer, store and model_kwargs.
+    """Return the engine that the arguments of `BlendLLM` describe; `settings` are its config, blend and store.
 
     If the settings do not give the separator, it is what LlamaIndex's prompts put between nodes.
-
-    Raises
-    ------
-    ConfigError
-        If the arguments contradict each other, or `engine` is none.
     """
     if sum(each is not None for each in (model, engine, server)) != 1:
         raise ConfigError(
@@ -474,29 +394,22 @@ def _make_engine(
             "of a server"
         )
     if model is None:
-        beside = next(
-            (name for name, value in {"config": config, "blend_config": blend, **loading}.items() if value is not None),
-            None,
-        )
-        if beside is not None:
-            elsewhere = ", or to BlendSynthesizer for its questions alone" if beside == "blend_config" else ""
+        if any(each is not None for each in (tokenizer, model_kwargs, *settings.values())):
             raise ConfigError(
-                f"{beside} belongs to the engine; pass it to BlendEngine{elsewhere}, not to BlendLLM together with engine= or "
-                "server="
+                "config, blend_config, store, tokenizer and model_kwargs belong to the engine: pass them where it is made, not "
+                "beside engine or server (a blend_config also to BlendSynthesizer, for its questions alone)"
             )
         return find_engine(engine, server)
-    tokenizer, store, model_kwargs = loading["tokenizer"], loading["store"], loading["model_kwargs"]
-    config = EngineConfig.of(config)
+    config = EngineConfig.of(settings["config"])
     if "separator" not in config.model_fields_set:
         config = config.replace(separator=BLANK_LINE)
-    if isinstance(model, str | Path):
-        if tokenizer is not None:
-            raise ConfigError(
-                f"model={str(model)!r} brings its own tokenizer; leave tokenizer out, or give a model object"
-            )
-        return BlendEngine.from_pretrained(model, config=config, blend=blend, store=store, **(model_kwargs or {}))
-    if tokenizer is None:
-        raise ConfigError(f"model is a {type(model).__name__} object; give its tokenizer too")
-    if model_kwargs is not None:
-        raise ConfigError("model_kwargs are for loading a model, but this one is loaded already; leave them out")
-    return BlendEngine(model, tokenizer, config=config, blend=blend, store=store)
+    settings["config"] = config
+    is_named = isinstance(model, str | Path)
+    if is_named == (tokenizer is not None) or (model_kwargs is not None and not is_named):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}: the name of one brings its tokenizer, and takes model_kwargs; an object is "
+            "loaded already, and needs tokenizer"
+        )
+    if is_named:
+        return BlendEngine.from_pretrained(model, **settings, **(model_kwargs or {}))
+    return BlendEngine(model, tokenizer, **settings)

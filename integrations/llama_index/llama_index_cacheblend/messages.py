@@ -31,9 +31,6 @@ from cacheblend_rag.stops import StopCutter, acut_pieces, cut_pieces
 from cacheblend_rag.thoughts import Thought
 
 __all__ = [
-    "Make",
-    "R",
-    "Said",
     "aresponses",
     "as_chat",
     "as_completion",
@@ -51,24 +48,13 @@ R = TypeVar("R", ChatResponse, CompletionResponse)
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An answer as far as it has been said.
-
-    Attributes
-    ----------
-    text, thoughts : str
-        The answer, and what the model thought before it.
-    delta, thought : str or None
-        What of both was added last.
-    result : GenerationResult or None
-        What the engine returned, once the answer is whole.
-    reasoning_tokens : int or None
-        The tokens of the thoughts, then, of a model that thinks.
-    """
+    """An answer as far as it has been said: its text, what was thought before it, and what of both was added last."""
 
     text: str = ""
     thoughts: str = ""
     delta: str | None = None
     thought: str | None = None
+    # What the engine returned, once the answer is whole, and the tokens of the thoughts of a model that thinks.
     result: GenerationResult | None = None
     reasoning_tokens: int | None = None
 
@@ -77,10 +63,6 @@ class Said:
         if isinstance(piece, Thought):
             return Said(self.text, self.thoughts + piece, "", str(piece))
         return Said(self.text + piece, self.thoughts, piece)
-
-
-Make = Callable[[Said], R]
-"""Makes a response of an answer."""
 
 
 def render_messages(
@@ -116,7 +98,11 @@ def render_messages(
                     raise PromptError(
                         f"a {role} message holds a {type(part).__name__}, and BlendLLM reads text only; leave it out"
                     )
-        calls = calls or [_call(each) for each in more.get("tool_calls") or ()]
+        if more.get("tool_calls") and not calls:
+            raise PromptError(
+                f"a {role} message has tool_calls in its additional_kwargs, which another model's class has put there; give them "
+                "as blocks, ToolCallBlock"
+            )
         turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
         turn |= {name: more[name] for name in ("name", "tool_call_id") if isinstance(more.get(name), str)}
         turn |= {"reasoning_content": "\n\n".join(thoughts)} if any(thoughts) else {}
@@ -125,16 +111,6 @@ def render_messages(
         return apply_template(tokenizer, turns, **variables)
     except PromptError as error:
         raise PromptError(f"{error}; or give BlendLLM a messages_to_prompt of your own") from error
-
-
-def _call(given: Any) -> dict[str, Any]:
-    """Return a past call as LlamaIndex's classes for OpenAI and Anthropic keep it beside a message."""
-    call = given if isinstance(given, dict) else dict(given)
-    function = call.get("function", call)
-    function = function if isinstance(function, dict) else dict(function)
-    if not isinstance(function.get("name"), str):
-        raise PromptError(f"a message has the tool call {given!r:.80}, which has no name; leave it out")
-    return past_call(function["name"], function.get("arguments", function.get("input")), call.get("id"))
 
 
 def said_messages(
@@ -189,11 +165,8 @@ def whole(result: GenerationResult, ending: Ending) -> Said:
     return Said(answer.text, answer.thoughts, result=result, reasoning_tokens=tokens)
 
 
-def responses(stream: BlendStream, ending: Ending, make: Make[R]) -> Generator[R, None, None]:
-    """Yield a response for each piece of a stream up to the first stop string, and an empty one with the raw response at its end.
-
-    Closing the generator ends the generation.
-    """
+def responses(stream: BlendStream, ending: Ending, make: Callable[[Said], R]) -> Generator[R, None, None]:
+    """Yield a response for each piece up to the first stop string, and an empty one with the raw response at the end."""
     said = Said()
     try:
         for piece in cut_pieces(stream, StopCutter(ending.stop, ending.thinking)):
@@ -204,7 +177,7 @@ def responses(stream: BlendStream, ending: Ending, make: Make[R]) -> Generator[R
     yield make(replace(whole(stream.result(), ending), delta=""))
 
 
-async def aresponses(stream: BlendStream, ending: Ending, make: Make[R]) -> AsyncGenerator[R, None]:
+async def aresponses(stream: BlendStream, ending: Ending, make: Callable[[Said], R]) -> AsyncGenerator[R, None]:
     """Yield responses asynchronously; see `responses`. The generation ends soon after reading stops."""
     said = Said()
     try:

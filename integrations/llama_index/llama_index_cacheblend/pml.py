@@ -12,7 +12,7 @@ from llama_index.core.prompts.prompt_type import PromptType
 from llama_index.core.prompts.utils import format_string, get_template_vars
 from llama_index.core.schema import BaseNode, NodeWithScore
 
-from cacheblend_pml import PMLText, Prompt, Schema
+from cacheblend_pml import PMLText, Prompt
 from cacheblend_rag.chunk import PROMPT_KEY
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.nodes import llm_text
@@ -30,9 +30,8 @@ class PMLPromptTemplate(BasePromptTemplate):
 
         schema = Schema.from_file("notes.pml")
         Schemas(llm.engine).load(schema)
-        template = PMLPromptTemplate.from_markup(
-            schema, '<prompt schema="notes"><rules/><notes/>{query_str}</prompt>', documents="notes"
-        )
+        prompt = schema.parse_prompt('<prompt schema="notes"><rules/><notes/>{query_str}</prompt>')
+        template = PMLPromptTemplate(prompt, documents="notes")
         index.as_query_engine(llm=llm, response_mode="blend", text_qa_template=template)
 
     Variables are written as in every LlamaIndex template, and their values are text, never markup. With `documents`, what was
@@ -47,12 +46,8 @@ class PMLPromptTemplate(BasePromptTemplate):
         The name of a module that the prompt imports. ``context_str`` takes its place: a list of nodes or strings, or one string.
     separator : str
         Text after each document.
-    prompt_type : str
-        What LlamaIndex calls this kind of prompt.
-    metadata : dict, optional
-        Further metadata.
-    **kwargs : str
-        Values of variables.
+    prompt_type, metadata, **kwargs
+        As for every template of LlamaIndex; the latter are values of variables.
 
     Raises
     ------
@@ -91,41 +86,8 @@ class PMLPromptTemplate(BasePromptTemplate):
         }
         super().__init__(**values)
 
-    @classmethod
-    def from_markup(
-        cls, schema: Schema, markup: str, *, documents: str | None = None, separator: str = "\n\n"
-    ) -> PMLPromptTemplate:
-        """Read the prompt from markup.
-
-        Parameters
-        ----------
-        schema : Schema
-            Its schema.
-        markup : str
-            ``<prompt schema="...">`` with its variables.
-        documents, separator
-            As for the template itself.
-
-        Returns
-        -------
-        PMLPromptTemplate
-            The template.
-
-        Raises
-        ------
-        PMLError
-            If the markup is not well-formed, or does not fit the schema.
-        """
-        return cls(schema.parse_prompt(markup), documents, separator)
-
     def pml_prompt(self, **values: Any) -> Prompt:
-        """Return the prompt with its variables filled in.
-
-        Raises
-        ------
-        ConfigError
-            If a variable is missing, or the context is neither nodes nor strings.
-        """
+        """Return the prompt with its variables filled in; `ConfigError` if one is missing, or the context is no text."""
         given = self._map_all_vars(self.kwargs | values)
         missing = [name for name in self.template_vars if name not in given]
         if missing:
@@ -137,10 +99,7 @@ class PMLPromptTemplate(BasePromptTemplate):
 
     def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
         """Return the template with some of its variables filled in."""
-        made = PMLPromptTemplate(self.prompt, self.documents, self.separator, **(self.kwargs | kwargs))
-        made.metadata = dict(self.metadata)
-        made.template_var_mappings, made.function_mappings = self.template_var_mappings, self.function_mappings
-        return made
+        return self.model_copy(update={"kwargs": self.kwargs | kwargs, "metadata": dict(self.metadata)})
 
     def format(self, llm: BaseLLM | None = None, **kwargs: Any) -> str:
         """Return the prompt as plain text, which `BlendLLM` takes for the prompt that it is."""

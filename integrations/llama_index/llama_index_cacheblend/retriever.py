@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.callbacks import CallbackManager
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.llm import BlendLLM, find_engine
 
 __all__ = ["BlendRetriever"]
 
@@ -22,45 +21,31 @@ class BlendRetriever(BaseRetriever):
     """Retrieves with another retriever, and has the engine fetch the nodes' KV from disk and remote tiers meanwhile.
 
     Reading begins as soon as the nodes are known and goes on while postprocessors, a reranker for example, work on them. What
-    they drop is read for nothing, so set `limit` if many candidates are retrieved.
+    they drop is read for nothing, so set `limit` if many candidates are retrieved. Attributes that it lacks are the retriever's.
 
     Parameters
     ----------
     retriever : BaseRetriever
         The retriever.
-    llm : BlendLLM, optional
-        The model whose engine has the KV.
-    engine : BlendEngine or ServedEngine, optional
-        That engine, instead of `llm`.
+    llm : BlendLLM or BlendEngine or ServedEngine, optional
+        The model whose engine has the KV, or that engine; by default ``Settings.llm``.
     limit : int, optional
         How many nodes, from the first one on, are fetched; all by default.
-    callback_manager : CallbackManager, optional
-        Callbacks; by default those of the retriever.
 
     Raises
     ------
     ConfigError
-        If not exactly one of `llm` and `engine` is given, or `limit` is below 1.
+        If there is no engine, or `limit` is below 1.
     """
 
     def __init__(
-        self,
-        retriever: BaseRetriever,
-        llm: BlendLLM | None = None,
-        *,
-        engine: Engine | None = None,
-        limit: int | None = None,
-        callback_manager: CallbackManager | None = None,
+        self, retriever: BaseRetriever, llm: BlendLLM | Engine | None = None, *, limit: int | None = None
     ) -> None:
-        if (llm is None) == (engine is None):
-            raise ConfigError("give BlendRetriever either llm, a BlendLLM, or its engine")
-        if llm is not None and not isinstance(llm, BlendLLM):
-            raise ConfigError(f"llm is a {type(llm).__name__}, which has no stored KV to fetch; give a BlendLLM")
         if limit is not None and limit < 1:
             raise ConfigError(f"limit={limit} fetches nothing; give a number from 1 upwards, or leave it out")
-        super().__init__(callback_manager=callback_manager or getattr(retriever, "callback_manager", None))
+        super().__init__(callback_manager=getattr(retriever, "callback_manager", None))
         self._retriever = retriever
-        self._engine: Engine = llm.engine if engine is None and llm is not None else engine  # type: ignore[assignment]
+        self._engine = find_engine(llm)
         self._limit = limit
 
     @property

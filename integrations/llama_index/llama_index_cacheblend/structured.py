@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, TypeVar
 
-from llama_index.core.bridge.pydantic import BaseModel, ValidationError
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.events.llm import LLMStructuredPredictEndEvent, LLMStructuredPredictStartEvent
 from llama_index.core.llms.llm import LLM
@@ -13,15 +13,16 @@ from llama_index.core.output_parsers import PydanticOutputParser
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.program.utils import FlexibleModel
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index.core.types import PydanticProgramMode
 
-from cacheblend_rag.errors import ConfigError, StructuredOutputError
+from cacheblend_rag.errors import StructuredOutputError
 
-__all__ = ["AnswerParser", "JSONAnswers", "asking_for", "check_mode"]
+__all__ = ["AnswerParser", "JSONAnswers", "asking_for"]
 
 dispatcher = get_dispatcher(__name__)
 
 M = TypeVar("M", bound=BaseModel)
+
+Options = dict[str, Any] | None
 
 _SHOWN = 200
 
@@ -33,12 +34,8 @@ class AnswerParser(PydanticOutputParser[M]):
         """Return the object that `text` holds as JSON; `StructuredOutputError` if it holds none, or another one."""
         try:
             answer: M = super().parse(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise _refuse(self.output_cls, text, f"{place}: {first['msg']}" if place else first["msg"]) from error
         except ValueError as error:
-            raise _refuse(self.output_cls, text, "there is no JSON object in it") from error
+            raise _refusal(self.output_cls, text) from error
         return answer
 
 
@@ -53,20 +50,12 @@ class JSONAnswers(LLM):
     """A language model that is asked for objects as JSON, which its answers are constrained to."""
 
     def structured_predict(
-        self,
-        output_cls: type[M],
-        prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        self, output_cls: type[M], prompt: BasePromptTemplate, llm_kwargs: Options = None, **prompt_args: Any
     ) -> M:
         """Answer a template with an object, which the model writes as JSON.
 
-        Raises
-        ------
-        ConfigError
-            If part of its schema cannot be enforced, contradicts the rest or has no end.
-        StructuredOutputError
-            If what it writes is not such an object, being cut off.
+        `ConfigError` if its schema cannot be enforced; `StructuredOutputError` if what it writes is not such an object, being
+        cut off.
         """
         program = self._program(output_cls, prompt, prompt_args)
         answer = program(llm_kwargs=_forming(output_cls, llm_kwargs), **prompt_args)
@@ -74,11 +63,7 @@ class JSONAnswers(LLM):
         return answer
 
     async def astructured_predict(
-        self,
-        output_cls: type[M],
-        prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        self, output_cls: type[M], prompt: BasePromptTemplate, llm_kwargs: Options = None, **prompt_args: Any
     ) -> M:
         """Answer asynchronously; see `structured_predict`."""
         program = self._program(output_cls, prompt, prompt_args)
@@ -87,20 +72,9 @@ class JSONAnswers(LLM):
         return answer
 
     def stream_structured_predict(
-        self,
-        output_cls: type[M],
-        prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        self, output_cls: type[M], prompt: BasePromptTemplate, llm_kwargs: Options = None, **prompt_args: Any
     ) -> Generator[M | FlexibleModel, None, None]:
-        """Yield what is known of the object so far; the last one is whole.
-
-        Raises
-        ------
-        StructuredOutputError
-            At the end, if what the model wrote is not such an object.
-        """
-        check_mode(self.pydantic_program_mode)
+        """Yield what is known of the object so far; the last one is whole, or a `StructuredOutputError` is raised."""
         last, options = None, _forming(output_cls, llm_kwargs)
         # A copy, because LlamaIndex leaves its parser on the template that it is given.
         for last in super().stream_structured_predict(output_cls, prompt.partial_format(), options, **prompt_args):
@@ -108,14 +82,9 @@ class JSONAnswers(LLM):
         _check_complete(last, output_cls)
 
     async def astream_structured_predict(
-        self,
-        output_cls: type[M],
-        prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        self, output_cls: type[M], prompt: BasePromptTemplate, llm_kwargs: Options = None, **prompt_args: Any
     ) -> AsyncGenerator[M | FlexibleModel, None]:
         """Stream answers asynchronously; see `stream_structured_predict`."""
-        check_mode(self.pydantic_program_mode)
         partials = await super().astream_structured_predict(
             output_cls, prompt.partial_format(), _forming(output_cls, llm_kwargs), **prompt_args
         )
@@ -131,7 +100,6 @@ class JSONAnswers(LLM):
     def _program(
         self, output_cls: type[M], prompt: BasePromptTemplate, args: dict[str, Any]
     ) -> LLMTextCompletionProgram[M]:
-        check_mode(self.pydantic_program_mode)
         dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=args))
         # A copy, because the program leaves its parser on the template that it is given.
         return LLMTextCompletionProgram(AnswerParser(output_cls), output_cls, prompt.partial_format(), self)
@@ -142,27 +110,16 @@ def _forming(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> 
     return {"output_cls": output_cls, **(llm_kwargs or {})}
 
 
-def _refuse(output_cls: type[BaseModel], text: str, why: str) -> StructuredOutputError:
+def _refusal(output_cls: type[BaseModel], text: str) -> StructuredOutputError:
     """Return the error for an answer that is not a valid `output_cls`."""
-    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     return StructuredOutputError(
-        f"the model's answer is not a valid {output_cls.__name__} ({why}): {shown!r}. Raise max_new_tokens if the answer "
-        "is cut off, or leave out what else constrains it in generation_kwargs",
+        f"the model's answer is not a valid {output_cls.__name__}: {text[:_SHOWN]!r}. Raise max_new_tokens if the answer is cut "
+        "off, or leave out what else constrains it in generation_kwargs",
         text,
     )
-
-
-def check_mode(mode: PydanticProgramMode) -> None:
-    """Raise `ConfigError` for a way to structured output other than writing JSON."""
-    if mode not in (PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM):
-        raise ConfigError(
-            f"pydantic_program_mode={mode.value!r} cannot be used here: an open-weight model in this process is asked to write "
-            "JSON; leave it out"
-        )
 
 
 def _check_complete(last: Any, output_cls: type[BaseModel]) -> None:
     """Raise `StructuredOutputError` if the last object of a stream is still a partial one."""
     if not isinstance(last, output_cls):
-        text = last.model_dump_json() if isinstance(last, BaseModel) else str(last)
-        raise _refuse(output_cls, text, "the stream was not complete JSON; this part of it could be read")
+        raise _refusal(output_cls, last.model_dump_json() if isinstance(last, BaseModel) else str(last))

@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from llama_index.core.base.llms.types import ChatResponse
+from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks import CallbackManager
@@ -31,31 +32,72 @@ from llama_index.core.settings import Settings
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import ConfigError, PromptTooLongError
-from llama_index_cacheblend.context import ContextPrompt, ModelResponse, Rounds, make_context_prompt
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.report import CallReport
+from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
 from llama_index_cacheblend.llm import BlendLLM, blend_llm
 from llama_index_cacheblend.nodes import node_chunks
-from llama_index_cacheblend.report import REPORT_KEY, AnswerReport
-from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
+from llama_index_cacheblend.report import REPORT_KEY, AnswerReport, annotate
+from llama_index_cacheblend.structured import AnswerParser, asking_for
 
 __all__ = ["BlendSynthesizer"]
 
 dispatcher = get_dispatcher(__name__)
 logger = logging.getLogger(__name__)
 
-# Nodes that a warning names.
-_SHOWN = 5
+ModelResponse = ChatResponse | CompletionResponse
+
+
+@dataclass
+class _Rounds:
+    """State of a question: what has been asked, and what is still to be asked."""
+
+    query_str: str
+    # The context that no call has read yet.
+    chunks: Sequence[Chunk]
+    # Further variables of the templates.
+    values: dict[str, Any]
+    # The answer so far.
+    answer: str | None
+    streams: bool
+    report: AnswerReport
+    # Copies of the source nodes, to be annotated with what the report says of them.
+    sources: Sequence[NodeWithScore]
+    earlier_calls: list[CallReport] = field(default_factory=list)
+    # The ids of context that no call reads.
+    dropped: list[str | None] = field(default_factory=list)
+
+    def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
+        """Go on to the chunks that the last prompt left over."""
+        said = answer.model_dump_json() if isinstance(answer, BaseModel) else answer
+        # LlamaIndex starts over where a model wrote nothing.
+        self.answer = said or self.answer
+        self.chunks = prompt.left_over
+        self.earlier_calls.append(_call_report(prompt, response))
+
+    def end(self, prompt: ContextPrompt, response: ModelResponse) -> None:
+        """Fill the report; `response` is the last call's."""
+        self.report.fill(_call_report(prompt, response), self.earlier_calls, self.dropped)
+        annotate(self.sources, self.report)
+
+
+def _call_report(prompt: ContextPrompt, response: ModelResponse) -> CallReport:
+    assert response.raw is not None
+    report: CallReport = response.raw["blend"]
+    if prompt.fallback_reason is None:
+        return report
+    changed = CallReport(report | {"fallback_reason": prompt.fallback_reason})
+    changed.last = report.last and replace(report.last, fallback_reason=prompt.fallback_reason)
+    return changed
 
 
 class BlendSynthesizer(BaseSynthesizer):
     """Answers from retrieved nodes whose KV is stored.
 
-    The model is given the prompt that LlamaIndex's compact mode gives it. ``response.metadata["blend"]`` holds the `BlendReport`
-    as a dictionary that prints as a few lines, together with ``dropped``, the ids of the nodes for which there was no room, and
-    ``earlier_calls``, the reports of the calls before the last if the answer was refined. For a stream it is filled when the
-    stream ends, and it is None if nothing was retrieved. Source nodes are copies; with a `SourceAttention` attached to the engine
-    their metadata have ``blend_attention``, the share of the answer's attention that went to the node, and ``blend_status``, why
-    it was not blended if it was not.
+    The model is given the prompt that LlamaIndex's compact mode gives it. ``response.metadata["blend"]`` is an `AnswerReport`;
+    for a stream it is filled when the stream ends, and it is None if nothing was retrieved. Source nodes are copies; with a
+    `SourceAttention` attached to the engine their metadata have ``blend_attention``, the share of the answer's attention that
+    went to the node, and ``blend_status``, why it was not blended if it was not.
 
     Parameters
     ----------
@@ -64,12 +106,10 @@ class BlendSynthesizer(BaseSynthesizer):
     text_qa_template : BasePromptTemplate, optional
         The template, with ``context_str`` and ``query_str``.
     refine_template : BasePromptTemplate, optional
-        The template of the calls after the first, with ``context_msg``, ``query_str`` and ``existing_answer``.
-    overflow : {"drop", "refine"}, optional
-        What happens to nodes for which the model's window has no room. Nodes are never cut, and stay in retrieval order.
-        "drop" answers with one call without them; "refine" gives them to further calls, with the answer so far. A node that is
-        too long even for a call without others is dropped in either case. By default "refine" if a `refine_template` is given,
-        otherwise "drop".
+        The template of the calls after the first, with ``context_msg``, ``query_str`` and ``existing_answer``. If it is given,
+        nodes for which the model's window has no room go to further calls, with the answer so far; otherwise one call answers
+        without them. Nodes are never cut, and stay in retrieval order; one that is too long even for a call without others is
+        dropped in either case.
     output_cls : type, optional
         A pydantic model. The answer is an object of this model, which is written as JSON; it is never a stream.
     blend_config : BlendConfig, optional
@@ -87,8 +127,8 @@ class BlendSynthesizer(BaseSynthesizer):
     Raises
     ------
     ConfigError
-        If the language model cannot blend, its ``max_new_tokens`` leave no room for a prompt, its engine cannot be given
-        `blend_config`, or `overflow` is unknown.
+        If the language model cannot blend, its ``max_new_tokens`` leave no room for a prompt, or its engine cannot be
+        given `blend_config`.
     """
 
     # Whether templates hold nothing of a conversation.
@@ -100,7 +140,6 @@ class BlendSynthesizer(BaseSynthesizer):
         text_qa_template: BasePromptTemplate | None = None,
         refine_template: BasePromptTemplate | None = None,
         *,
-        overflow: Literal["drop", "refine"] | None = None,
         output_cls: type[BaseModel] | None = None,
         blend_config: BlendConfig | None = None,
         streaming: bool = False,
@@ -112,12 +151,8 @@ class BlendSynthesizer(BaseSynthesizer):
         if isinstance(given, StructuredLLM):
             output_cls, given = output_cls or given.output_cls, given.llm
         model = blend_llm(given)
-        if overflow not in (None, "drop", "refine"):
-            raise ConfigError(f'unknown overflow={overflow!r}; give "drop" or "refine"')
         if blend_config is not None:
             model.engine.check_blend(blend_config)
-        if output_cls is not None:
-            check_mode(model.pydantic_program_mode)
         window = model.engine.window
         if window is not None and model.max_new_tokens >= window:
             raise ConfigError(
@@ -140,7 +175,7 @@ class BlendSynthesizer(BaseSynthesizer):
         self._blend_config = blend_config
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
-        self._refines = (overflow or ("drop" if refine_template is None else "refine")) == "refine"
+        self._refines = refine_template is not None
         self._limited_by = helper
 
     def _get_prompts(self) -> PromptDictType:
@@ -175,18 +210,14 @@ class BlendSynthesizer(BaseSynthesizer):
     def _asked(self, nodes: Sequence[NodeWithScore], others: Sequence[NodeWithScore]) -> dict[str, Any]:
         """Return the arguments of LlamaIndex's `synthesize`, and beside them those of `get_response`."""
         # Copies, to be annotated: those of the index stay as they are.
-        shown, beside = (
-            [
-                NodeWithScore(node=each.node.model_copy(update={"metadata": {**each.node.metadata}}), score=each.score)
-                for each in group
-            ]
-            for group in (nodes, others)
-        )
+        shown = [
+            NodeWithScore(node=each.node.model_copy(update={"metadata": {**each.node.metadata}}), score=each.score)
+            for each in nodes
+        ]
         return {
             "nodes": shown,
-            "additional_source_nodes": beside,
+            "additional_source_nodes": others,
             "blend_nodes": shown,
-            "blend_sources": [*shown, *beside],
             "blend_report": AnswerReport(),
         }
 
@@ -196,49 +227,21 @@ class BlendSynthesizer(BaseSynthesizer):
 
     @dispatcher.span
     def get_response(
-        self,
-        query_str: str,
-        text_chunks: Sequence[str],
-        prev_response: str | None = None,
-        **response_kwargs: Any,
+        self, query_str: str, text_chunks: Sequence[str], prev_response: str | None = None, **response_kwargs: Any
     ) -> str | BaseModel | Generator[str, None, None]:
-        """Answer from chunks.
+        """Answer from the texts of chunks, or refine an answer from them.
 
-        Parameters
-        ----------
-        query_str : str
-            The question.
-        text_chunks : sequence of str
-            The texts of the chunks.
-        prev_response : str, optional
-            An answer to refine from these chunks.
-        **response_kwargs : Any
-            ``blend_nodes``, the nodes they belong to, without which the KV is found by the text alone; ``blend_report``, a
-            dictionary that is filled with the report; ``blend_sources``, copies of nodes that are annotated with it; further
-            variables of the template.
-
-        Returns
-        -------
-        str, BaseModel or generator of str
-            The answer.
-
-        Raises
-        ------
-        StructuredOutputError
-            If an object was asked for, and the model wrote something else.
-        PromptTooLongError
-            If there is room for none of the chunks, or not even for the question.
+        Other keywords are variables of the template, and what `synthesize` adds: the nodes that the chunks belong to, without
+        which the KV is found by the text alone. `PromptTooLongError` if there is room for none of the chunks, beside the answer
+        so far where it is refined; `StructuredOutputError` if an object was asked for, and the model wrote something else.
         """
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, **response_kwargs)
-        while (prompt := self._prompt(rounds)) is not None and prompt.left_over:
+        while (prompt := self._prompt(rounds)).left_over:
             response = self._call(prompt)
             rounds.refine(prompt, response, self._read(response))
         answer: str | BaseModel | Generator[str, None, None]
-        if prompt is None:
-            given = self._given_up(rounds)
-            answer = _in_one_piece(given) if rounds.streams else given
-        elif rounds.streams:
+        if rounds.streams:
             # The model begins at once, and errors appear here and not when the first piece is read.
             answer = self._pieces(rounds, prompt, self._call(prompt, "stream_"))
         else:
@@ -248,23 +251,16 @@ class BlendSynthesizer(BaseSynthesizer):
 
     @dispatcher.span
     async def aget_response(
-        self,
-        query_str: str,
-        text_chunks: Sequence[str],
-        prev_response: str | None = None,
-        **response_kwargs: Any,
+        self, query_str: str, text_chunks: Sequence[str], prev_response: str | None = None, **response_kwargs: Any
     ) -> str | BaseModel | AsyncGenerator[str, None]:
         """Answer asynchronously; see `get_response`."""
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, **response_kwargs)
-        while (prompt := await asyncio.to_thread(self._prompt, rounds)) is not None and prompt.left_over:
+        while (prompt := await asyncio.to_thread(self._prompt, rounds)).left_over:
             response = await self._call(prompt, "a")
             rounds.refine(prompt, response, self._read(response))
         answer: str | BaseModel | AsyncGenerator[str, None]
-        if prompt is None:
-            given = self._given_up(rounds)
-            answer = _ain_one_piece(given) if rounds.streams else given
-        elif rounds.streams:
+        if rounds.streams:
             answer = self._apieces(rounds, prompt, await self._call(prompt, "astream_"))
         else:
             answer = self._end(rounds, prompt, await self._call(prompt, "a"))
@@ -277,10 +273,9 @@ class BlendSynthesizer(BaseSynthesizer):
         text_chunks: Sequence[str],
         prev_response: str | None,
         blend_nodes: Sequence[NodeWithScore] | None = None,
-        blend_report: dict[str, Any] | None = None,
-        blend_sources: Sequence[NodeWithScore] = (),
+        blend_report: AnswerReport | None = None,
         **values: Any,
-    ) -> Rounds:
+    ) -> _Rounds:
         parsers = (self._model.output_parser, self._text_qa_template.output_parser, self._refine_template.output_parser)
         # An object is there when it is whole, as in compact mode. Chat engines of LlamaIndex change `_streaming` for one call.
         streams = self._streaming and self._output_cls is None
@@ -291,15 +286,11 @@ class BlendSynthesizer(BaseSynthesizer):
             if blend_nodes is None
             else node_chunks(each.node for each in blend_nodes)
         )
-        report = {} if blend_report is None else blend_report
-        engine = self._model.engine
-        return Rounds(query_str, chunks, values, prev_response, report, streams, sources=blend_sources, engine=engine)
+        report = AnswerReport() if blend_report is None else blend_report
+        return _Rounds(query_str, chunks, values, prev_response, streams, report, blend_nodes or ())
 
-    def _prompt(self, rounds: Rounds) -> ContextPrompt | None:
-        """Return the prompt of the next call; None where the answer so far leaves no room for any chunk that is left.
-
-        LlamaIndex's listeners are told what its own methods would tell them.
-        """
+    def _prompt(self, rounds: _Rounds) -> ContextPrompt:
+        """Return the prompt of the next call, and tell LlamaIndex's listeners what its own methods would tell them."""
         values = {"query_str": rounds.query_str, **rounds.values}
         template, variable = self._text_qa_template, "context_str"
         if rounds.answer is not None:
@@ -309,25 +300,27 @@ class BlendSynthesizer(BaseSynthesizer):
         limits = [] if window is None else [window - self._model.max_new_tokens]
         if self._limited_by is not None:
             limits.append(self._limited_by.context_window - self._limited_by.num_output)
-        try:
-            prompt = make_context_prompt(
-                self._model,
-                template if self._output_cls is None else asking_for(template, self._output_cls),
-                rounds.chunks,
-                values,
-                variable=variable,
-                limit=min(limits, default=None),
-                refines=self._refines,
-                structured=self._output_cls is not None,
-                keeps_head=self._keeps_head,
-            )
-        except PromptTooLongError:
-            if not rounds.earlier_calls:
-                raise
-            self._warn(rounds.chunks, rounds)
-            return None
+        prompt = make_context_prompt(
+            self._model,
+            template if self._output_cls is None else asking_for(template, self._output_cls),
+            rounds.chunks,
+            values,
+            variable=variable,
+            limit=min(limits, default=None),
+            refines=self._refines,
+            structured=self._output_cls is not None,
+            keeps_head=self._keeps_head,
+        )
         if prompt.dropped:
-            self._warn(prompt.dropped, rounds)
+            rounds.dropped += [chunk.id for chunk in prompt.dropped]
+            logger.warning(
+                "the prompt has no room for %d of %d chunks, of which %r is the first; split documents into shorter chunks, "
+                "retrieve fewer, give a refine_template, or lower max_new_tokens=%d",
+                len(prompt.dropped),
+                len(rounds.chunks),
+                prompt.dropped[0].id,
+                self._model.max_new_tokens,
+            )
         shown = {**values, variable: prompt.context}
         if self._output_cls is None:
             dispatcher.event(LLMPredictStartEvent(template=template, template_args=shown))
@@ -360,13 +353,13 @@ class BlendSynthesizer(BaseSynthesizer):
         dispatcher.event(LLMPredictEndEvent(output=output))
         return output
 
-    def _end(self, rounds: Rounds, prompt: ContextPrompt, response: ModelResponse) -> str | BaseModel:
+    def _end(self, rounds: _Rounds, prompt: ContextPrompt, response: ModelResponse) -> str | BaseModel:
         rounds.end(prompt, response)
         # Where the model wrote nothing: what was there before, or LlamaIndex's words for it.
         return self._read(response) or rounds.answer or self._empty_response
 
     def _pieces(
-        self, rounds: Rounds, prompt: ContextPrompt, responses: Generator[ModelResponse, None, None]
+        self, rounds: _Rounds, prompt: ContextPrompt, responses: Generator[ModelResponse, None, None]
     ) -> Generator[str, None, None]:
         is_empty = True
         with closing(responses):
@@ -380,7 +373,7 @@ class BlendSynthesizer(BaseSynthesizer):
             yield rounds.answer or self._empty_response
 
     async def _apieces(
-        self, rounds: Rounds, prompt: ContextPrompt, responses: AsyncGenerator[ModelResponse, None]
+        self, rounds: _Rounds, prompt: ContextPrompt, responses: AsyncGenerator[ModelResponse, None]
     ) -> AsyncGenerator[str, None]:
         is_empty = True
         async with aclosing(responses):
@@ -392,29 +385,3 @@ class BlendSynthesizer(BaseSynthesizer):
                     yield response.delta
         if is_empty:
             yield rounds.answer or self._empty_response
-
-    def _given_up(self, rounds: Rounds) -> Any:
-        rounds.give_up()
-        return rounds.last or rounds.answer or self._empty_response
-
-    def _warn(self, dropped: Sequence[Chunk], rounds: Rounds) -> None:
-        ids = [chunk.id for chunk in dropped]
-        logger.warning(
-            "the prompt has no room for %d of %d chunks, %s%s; %s, or lower max_new_tokens=%d",
-            len(ids),
-            len(rounds.chunks),
-            ids[:_SHOWN],
-            f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "",
-            "split documents into shorter chunks"
-            if self._refines
-            else 'retrieve fewer or shorter ones, give BlendSynthesizer overflow="refine"',
-            self._model.max_new_tokens,
-        )
-
-
-def _in_one_piece(answer: str) -> Generator[str, None, None]:
-    yield answer
-
-
-async def _ain_one_piece(answer: str) -> AsyncGenerator[str, None]:
-    yield answer

@@ -3,31 +3,93 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
-from llama_index.core.storage.docstore.types import BaseDocumentStore
+from llama_index.core.vector_stores.simple import SimpleVectorStore, SimpleVectorStoreData
 from llama_index.core.vector_stores.types import (
     BasePydanticVectorStore,
     MetadataFilters,
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from cacheblend_rag.engine import Engine, EngineCollection
-from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.inventory import Inventory, Wanted
+from cacheblend_rag.errors import BackendError, ConfigError, StoreError
 from llama_index_cacheblend.llm import BlendLLM, find_engine
-from llama_index_cacheblend.nodes import Boundary, NodeEncoder, TextOf, parents_of
+from llama_index_cacheblend.nodes import Boundary, NodeEncoder, TextOf
 
-__all__ = ["BlendVectorStore"]
+__all__ = ["BlendVectorStore", "listed_ids", "listed_nodes"]
 
 logger = logging.getLogger(__name__)
+
+_BATCH = 1000
+# Qdrant lists 9999 nodes unless it is told a limit.
+_MOST_NODES = 10_000_000
+
+
+def listed_nodes(store: BasePydanticVectorStore) -> list[BaseNode]:
+    """Return all nodes of a store that keeps them; `NotImplementedError` if it cannot."""
+    [query] = _queries(store.get_nodes, None, None)
+    return list(store.get_nodes(**query))
+
+
+def listed_ids(
+    store: BasePydanticVectorStore, node_ids: Sequence[str] | None = None, filters: MetadataFilters | None = None
+) -> list[str] | None:
+    """Return the ids of all nodes of a store, or of those of some ids or that pass a filter; None if it cannot list them."""
+    if isinstance(store, SimpleVectorStore):
+        return _in_simple_store(store.data, node_ids, filters)
+    try:
+        return [
+            node.node_id for query in _queries(store.get_nodes, node_ids, filters) for node in store.get_nodes(**query)
+        ]
+    except Exception as error:
+        # Asking must not keep a user from adding or deleting, whatever a store raises.
+        logger.debug("%s could not be asked for its nodes: %s", type(store).__name__, error)
+        return None
+
+
+async def _alisted_ids(
+    store: BasePydanticVectorStore, node_ids: Sequence[str] | None = None, filters: MetadataFilters | None = None
+) -> list[str] | None:
+    if isinstance(store, SimpleVectorStore):
+        return _in_simple_store(store.data, node_ids, filters)
+    try:
+        queries = _queries(store.aget_nodes, node_ids, filters)
+        return [node.node_id for query in queries for node in await store.aget_nodes(**query)]
+    except Exception as error:
+        logger.debug("%s could not be asked for its nodes: %s", type(store).__name__, error)
+        return None
+
+
+def _in_simple_store(
+    data: SimpleVectorStoreData, node_ids: Sequence[str] | None, filters: MetadataFilters | None
+) -> list[str]:
+    """Return node ids of LlamaIndex's own store, which keeps no nodes but all their metadata."""
+    # A store that was persisted by an old version has no metadata, and no filter passes there.
+    passes = build_metadata_filter_fn(lambda node_id: data.metadata_dict.get(node_id, {}), filters)
+    ids = data.embedding_dict if node_ids is None else node_ids
+    return [id for id in ids if id in data.embedding_dict and passes(id)]
+
+
+def _queries(
+    list_nodes: Callable[..., Any], node_ids: Sequence[str] | None, filters: MetadataFilters | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of a store's method that lists nodes: ids in lists that every store can take."""
+    if node_ids is None:
+        # The keyword that keeps a store from leaving nodes out, if it takes one.
+        limit = {"limit": _MOST_NODES} if "limit" in inspect.signature(list_nodes).parameters else {}
+        yield {"node_ids": None, "filters": filters, **limit}
+        return
+    for start in range(0, len(node_ids), _BATCH):
+        yield {"node_ids": list(node_ids[start : start + _BATCH]), "filters": filters}
 
 
 class BlendVectorStore(BasePydanticVectorStore):
@@ -37,8 +99,9 @@ class BlendVectorStore(BasePydanticVectorStore):
     old one, text and KV, even in stores that would silently keep the old text. A node that has lost its KV, or that reached the
     inner store another way, is encoded when it is first retrieved, or by `warm_index`.
 
-    A node is read behind another node of its document (``ref_doc_id``) and the end of what precedes it there; a node without a
-    document, behind a neutral passage (`EngineConfig.companions`).
+    A node is read behind another node of its document (``ref_doc_id``) and, if nodes say where they begin there
+    (``start_char_idx``), the end of what precedes it; a node without a document, behind a neutral passage
+    (`EngineConfig.companions`).
 
     Parameters
     ----------
@@ -57,9 +120,6 @@ class BlendVectorStore(BasePydanticVectorStore):
         The postprocessor that changes what the language model sees of a node, `MetadataReplacementPostProcessor` for
         sentence windows, or a function that returns it; by default a node's text and metadata as LlamaIndex writes them. Nodes
         shown in another form are taken for ones without a document.
-    parents : BaseDocumentStore, optional
-        Where `AutoMergingRetriever` finds the nodes that it merges others into. The parents of nodes that are added are then
-        encoded with them, and forgotten with their document.
     boundary : sequence of str
         Metadata keys; nodes of one document with different values are treated as different documents. If filters on metadata
         tell readers apart, name their keys here.
@@ -67,8 +127,8 @@ class BlendVectorStore(BasePydanticVectorStore):
     Raises
     ------
     ConfigError
-        If `inner` is not a vector store of LlamaIndex or wraps one already, there is no engine, or an option cannot be used:
-        `boundary` can't where the engine reads nodes behind any others (`companions` "similar").
+        If `inner` is not a vector store of LlamaIndex or wraps one already, there is no engine, or `boundary` is given where the
+        engine reads nodes behind any others (`companions` "similar").
     """
 
     stores_text: bool = True
@@ -77,8 +137,6 @@ class BlendVectorStore(BasePydanticVectorStore):
     _encoder: NodeEncoder = PrivateAttr()
     _show_progress: bool = PrivateAttr()
     _background: bool = PrivateAttr()
-    _parents: BaseDocumentStore | None = PrivateAttr()
-    _inventory: Inventory = PrivateAttr()
     _collection: EngineCollection = PrivateAttr()
 
     def __init__(
@@ -90,40 +148,26 @@ class BlendVectorStore(BasePydanticVectorStore):
         show_progress: bool = False,
         background: bool = False,
         text_of: TextOf | None = None,
-        parents: BaseDocumentStore | None = None,
         boundary: Sequence[str] = (),
     ) -> None:
-        if not isinstance(inner, BasePydanticVectorStore):
+        if not isinstance(inner, BasePydanticVectorStore) or isinstance(inner, BlendVectorStore):
             raise ConfigError(
-                f"inner is a {type(inner).__name__}; give a LlamaIndex vector store, as ChromaVectorStore(chroma_collection=...)"
+                f"inner is a {type(inner).__name__}; give a LlamaIndex vector store, as ChromaVectorStore(...), or what a "
+                "BlendVectorStore wraps, BlendVectorStore(store.inner, ...)"
             )
-        if isinstance(inner, BlendVectorStore):
-            raise ConfigError(
-                "inner is a BlendVectorStore already; use it as it is, or wrap what is in it: BlendVectorStore(store.inner, ...)"
-            )
-        if not isinstance(parents, BaseDocumentStore | None):
-            raise ConfigError(f"parents is a {type(parents).__name__}; give a docstore, as storage_context.docstore")
         found = find_engine(engine, server)
-        divided = Boundary(boundary)
         if found.config.companions == "similar" and boundary:
             raise ConfigError(
                 'boundary says which nodes may know of each other, but with companions="similar" the engine reads every node '
                 'behind any other; give it companions="own"'
             )
-        alone = found.config.companions == "neutral"
+        divided = None if found.config.companions == "neutral" else Boundary(boundary)
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)
         self._inner = inner
         self._show_progress = show_progress
         self._background = background
-        self._parents = parents
-        self._inventory = Inventory(inner)
         self._collection = found.collection(self._present)
-        self._encoder = NodeEncoder(found, text_of, None if alone else divided)
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Return the name under which LlamaIndex records this class."""
-        return "BlendVectorStore"
+        self._encoder = NodeEncoder(found, text_of, divided)
 
     @property
     def client(self) -> Any:
@@ -145,93 +189,46 @@ class BlendVectorStore(BasePydanticVectorStore):
         """Encoder that computes the KV, and knows what the language model is shown of a node."""
         return self._encoder
 
-    def with_parents(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
-        """Return nodes, then those above them, where a docstore has these."""
-        return [*nodes, *([] if self._parents is None else parents_of(nodes, self._parents))]
-
-    def __getstate__(self) -> Any:
-        # LlamaIndex's own would leave out what cannot be copied, the engine first of all, and say so only later.
-        raise ConfigError(
-            "a BlendVectorStore holds the model, which cannot be copied or sent to another process; create one there, and give "
-            "IngestionPipeline(num_workers=...) only the transformations to run in parallel, as it does by itself"
-        )
-
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode nodes, then add them to the inner store; those that are there already are replaced.
 
         A node is added even if its KV cannot be stored: a node beyond the model's window, or KV for which the disk has no room,
-        is computed at query time, as far as that is possible. A warning gives the reason.
-
-        Parameters
-        ----------
-        nodes : sequence of BaseNode
-            Nodes with embeddings.
-        **kwargs : Any
-            Passed to the inner store.
-
-        Returns
-        -------
-        list of str
-            Their ids in the inner store.
+        is computed at query time, and a warning gives the reason. Other keywords are the inner store's.
         """
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
-        self.sync_documents(nodes)
-        encoded = self._encode(nodes)
+        self._encode(nodes)
         try:
-            held = self._inventory.find(Wanted(node_ids=node_ids))
-            # Where what is there cannot be listed, all are deleted first if that is possible. Whatever keeps the store from
-            # deleting, that it has no collection yet for example, it says when it is added to.
-            if held is None:
-                with suppress(Exception):
-                    self._inner.delete_nodes(node_ids=node_ids)
-            elif held:
-                self._inner.delete_nodes(node_ids=held)
-            added = self._inner.add(nodes, **kwargs)
+            # A store may have no collection yet, or delete no single nodes. Whatever else is wrong, it says when it is added to.
+            with suppress(Exception):
+                self._inner.delete_nodes(node_ids)
+            return self._inner.add(nodes, **kwargs)
         except BaseException:
-            self.engine.delete([node.node_id for node in encoded])
+            self.engine.delete(node_ids)
             raise
-        self._inventory.note(encoded)
-        self.sync_documents(nodes)
-        return added
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes asynchronously; see `add`."""
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
-        await asyncio.to_thread(self.sync_documents, nodes)
-        encoded = await asyncio.to_thread(self._encode, nodes)
+        await asyncio.to_thread(self._encode, nodes)
         try:
-            held = await self._inventory.afind(Wanted(node_ids=node_ids))
-            if held is None:
-                with suppress(Exception):
-                    await self._inner.adelete_nodes(node_ids=node_ids)
-            elif held:
-                await self._inner.adelete_nodes(node_ids=held)
-            added = await self._inner.async_add(nodes, **kwargs)
+            with suppress(Exception):
+                await self._inner.adelete_nodes(node_ids)
+            return await self._inner.async_add(nodes, **kwargs)
         except BaseException:
-            await asyncio.to_thread(self.engine.delete, [node.node_id for node in encoded])
+            await asyncio.to_thread(self.engine.delete, node_ids)
             raise
-        self._inventory.note(encoded)
-        await asyncio.to_thread(self.sync_documents, nodes)
-        return added
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Delete the nodes of a document, and forget their KV.
-
-        The KV goes first: if the process dies in between, the nodes are still there to be deleted again.
-        """
-        found = self._inventory.find(Wanted(document=ref_doc_id))
-        gone = self._forget(found, self._inventory.remembered(ref_doc_id), ref_doc_id)
+        """Delete the nodes of a document, and forget all KV that was made of it."""
         self._inner.delete(ref_doc_id, **delete_kwargs)
-        self._forget_again(gone, ref_doc_id)
+        self._collection.forget([], [ref_doc_id])
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document asynchronously; see `delete`."""
-        found = await self._inventory.afind(Wanted(document=ref_doc_id))
-        gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered(ref_doc_id), ref_doc_id)
         await self._inner.adelete(ref_doc_id, **delete_kwargs)
-        await asyncio.to_thread(self._forget_again, gone, ref_doc_id)
+        await asyncio.to_thread(self._collection.forget, [], [ref_doc_id])
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
@@ -241,44 +238,40 @@ class BlendVectorStore(BasePydanticVectorStore):
         Without ids and filters the inner store says what is deleted; all KV is forgotten, since some take that for all nodes.
         """
         listed = node_ids is not None and filters is None
-        found = node_ids if listed else self._inventory.find(Wanted(node_ids=node_ids, filters=filters))
-        gone = self._forget(found)
+        found = node_ids if listed else listed_ids(self._inner, node_ids, filters)
         if filters is None or found is None:
             self._inner.delete_nodes(node_ids, filters, **delete_kwargs)
         elif found:
             # By name, since Chroma's class refuses a filter without ids.
             self._inner.delete_nodes(found, **delete_kwargs)
-        self._forget_again(gone)
+        self._forget(found)
 
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         """Delete nodes asynchronously; see `delete_nodes`."""
         listed = node_ids is not None and filters is None
-        found = node_ids if listed else await self._inventory.afind(Wanted(node_ids=node_ids, filters=filters))
-        gone = await asyncio.to_thread(self._forget, found)
+        found = node_ids if listed else await _alisted_ids(self._inner, node_ids, filters)
         if filters is None or found is None:
             await self._inner.adelete_nodes(node_ids, filters, **delete_kwargs)
         elif found:
             await self._inner.adelete_nodes(found, **delete_kwargs)
-        await asyncio.to_thread(self._forget_again, gone)
+        await asyncio.to_thread(self._forget, found)
 
     def clear(self) -> None:
         """Delete all nodes of the inner store, and forget their KV."""
-        found = self._inventory.find()
-        gone = self._forget(found, self._inventory.remembered())
+        found = listed_ids(self._inner)
         # Some stores, Chroma among them, cannot delete nothing.
         with suppress(*([Exception] if found == [] else [])):
             self._inner.clear()
-        self._forget_again(gone)
+        self._forget(found)
 
     async def aclear(self) -> None:
         """Clear the store asynchronously; see `clear`."""
-        found = await self._inventory.afind()
-        gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered())
+        found = await _alisted_ids(self._inner)
         with suppress(*([Exception] if found == [] else [])):
             await self._inner.aclear()
-        await asyncio.to_thread(self._forget_again, gone)
+        await asyncio.to_thread(self._forget, found)
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """Get nodes from the inner store."""
@@ -309,22 +302,14 @@ class BlendVectorStore(BasePydanticVectorStore):
     def flush(self) -> None:
         """Wait until the nodes that were added in the background are encoded.
 
-        Raises
-        ------
-        StoreError
-            If the KV of some of them could not be stored; it is computed at query time.
+        `StoreError` if the KV of some of them could not be stored; it is computed at query time.
         """
         self.engine.flush()
 
     def sync(self) -> int:
-        """Forget the KV of nodes that were deleted behind this store's back.
+        """Forget the KV of nodes that were deleted behind this store's back, and return how many.
 
         Where other processes have vector stores over the same KV, call the engine's `sync` with the ids of all of them instead.
-
-        Returns
-        -------
-        int
-            How many chunks were forgotten.
         """
         return self._collection.sync()
 
@@ -333,44 +318,23 @@ class BlendVectorStore(BasePydanticVectorStore):
         documents = {node.ref_doc_id for node in nodes if node.ref_doc_id}
         self._collection.sync(documents, {node.node_id for node in nodes})
 
-    def remember(self, nodes: Sequence[BaseNode]) -> None:
-        """Note nodes that are encoded and stand elsewhere, in a docstore: `delete` of their document forgets their KV too."""
-        self._inventory.note(nodes)
-
-    def _encode(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
-        """Encode nodes and those above them; return both."""
-        encoded = self.with_parents(nodes)
-        hidden = self._background or not self._show_progress
-        with tqdm(desc="Encoding chunks", unit="chunk", disable=hidden) as bar:
-
-            def show(finished: int, total: int) -> None:
-                bar.total = total
-                bar.update(finished - bar.n)
-
-            self._encoder.encode(encoded, progress=None if hidden else show, background=self._background)
-        return encoded
+    def _encode(self, nodes: Sequence[BaseNode]) -> None:
+        self.sync_documents(nodes)
+        try:
+            self._encoder.encode(nodes, show_progress=self._show_progress, background=self._background)
+        # A full disk, a server that is away, or a device without memory for a batch; torch has no class of its own for what
+        # devices raise.
+        except (BackendError, StoreError, MemoryError, RuntimeError) as error:
+            logger.warning("the KV of %d nodes was not stored and is computed at query time: %s", len(nodes), error)
 
     def _present(self, node_ids: Sequence[str]) -> list[str] | None:
-        return self._inventory.find(Wanted(node_ids=node_ids))
+        return listed_ids(self._inner, node_ids)
 
-    def _forget(
-        self, found: Sequence[str] | None, remembered: Sequence[str] = (), document: str | None = None
-    ) -> list[str]:
-        """Forget the KV of nodes that are about to be deleted, and of all else of a document; return their ids.
-
-        What is remembered may have been deleted behind our back; then the store does not find it any more.
-        """
-        if found is None:
+    def _forget(self, node_ids: Sequence[str] | None) -> None:
+        """Forget the KV of nodes that were deleted; None for nodes of which the store could not say which they are."""
+        if node_ids is None:
             logger.warning(
-                "%s cannot list these nodes, so their KV stays stored; to free it, pass their ids to delete_nodes",
+                "%s cannot list what was deleted, so its KV stays stored; to free it, pass ids to delete_nodes",
                 type(self._inner).__name__,
             )
-            found = ()
-        gone = list(dict.fromkeys([*found, *remembered]))
-        self._collection.forget(gone, [document] if document else [])
-        return gone
-
-    def _forget_again(self, node_ids: Sequence[str], document: str | None = None) -> None:
-        """Forget nodes that are deleted now, since a query may have retrieved and encoded one while they were there."""
-        self._collection.forget(node_ids, [document] if document else [])
-        self._inventory.forget(node_ids)
+        self._collection.forget(node_ids or [])

@@ -1,4 +1,4 @@
-"""A tiny random model behind the reference tokenizer, real Chroma, and an embedding that needs no model."""
+"""A tiny random model behind the reference tokenizer, real Chroma, an embedding that needs no model, and each form of asking."""
 
 import asyncio
 import hashlib
@@ -9,10 +9,13 @@ from typing import Any
 import chromadb
 import pytest
 import torch
+from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.chat_engine.types import BaseChatEngine
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
@@ -24,7 +27,7 @@ import llama_index_cacheblend
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from llama_index_cacheblend import BlendLLM
+from llama_index_cacheblend import BlendLLM, BlendVectorStore
 from llama_index_cacheblend.nodes import node_chunks
 from tests.families import tiny_reader
 from tests.limits import one_thread as one_thread
@@ -116,6 +119,25 @@ def own_answer(llm: BlendLLM, ids: Sequence[int]) -> list[int]:
     return output[0, len(ids) :].tolist()
 
 
+FORMS = ["sync", "async", "stream", "async stream"]
+
+
+async def ask(asked: Any, form: str, *given: Any) -> tuple[str, Any]:
+    """Ask a query engine or a chat engine a question, or a synthesizer about nodes; return what was said and the response."""
+    name = {BaseSynthesizer: "synthesize", BaseChatEngine: "chat"}
+    method = next((name[kind] for kind in name if isinstance(asked, kind)), "query")
+    method = f"stream_{method}" if method == "chat" and "stream" in form else method
+    if "async" in form:
+        response = await getattr(asked, f"a{method}")(*given)
+    else:
+        response = await asyncio.to_thread(getattr(asked, method), *given)
+    if form == "stream":
+        return await asyncio.to_thread(lambda: "".join(response.response_gen)), response
+    if form == "async stream":
+        return "".join([piece async for piece in response.async_response_gen()]), response
+    return str(response), response
+
+
 def add(llm: BlendLLM, nodes: Nodes) -> None:
     llm.engine.add(node_chunks(each.node for each in nodes))
 
@@ -138,6 +160,14 @@ def chroma() -> Iterator[ChromaVectorStore]:
 @pytest.fixture(params=["chroma", "simple"])
 def inner(request: pytest.FixtureRequest, chroma: ChromaVectorStore) -> BasePydanticVectorStore:
     return chroma if request.param == "chroma" else SimpleVectorStore()
+
+
+@pytest.fixture
+def index(llm: BlendLLM, chroma: ChromaVectorStore, nodes: Nodes, embedding: "WordEmbedding") -> VectorStoreIndex:
+    """An index of the facts whose KV is stored."""
+    store = BlendVectorStore(chroma, engine=llm.engine)
+    storage = StorageContext.from_defaults(vector_store=store)
+    return VectorStoreIndex([each.node for each in nodes], storage_context=storage, embed_model=embedding)
 
 
 class WordEmbedding(BaseEmbedding):

@@ -39,33 +39,26 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return call
 
 
-def answers(out: str) -> list[tuple[str, str]]:
-    """What was answered, and what was expected."""
-    return re.findall(r"^  (.*)  \(expected: (.*)\)$", out, re.MULTILINE)
-
-
-def test_the_query_engine_answers_and_every_chunk_hits(run: Callable[[str], str]) -> None:
-    out = run("llama_index_query_engine.py")
-    hits = re.findall(r"^  (\d+) of (\d+) chunks hit", out, re.MULTILINE)
-    assert len(hits) == 4
-    assert all(hit == total == "12" for hit, total in hits)
-    assert len(answers(out)) == 4
-    assert all(answer == expected for answer, expected in answers(out))
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("query_engine", {r"^  (12) of (12) chunks hit": 4, r"^  (.*)  \(expected: (.*)\)$": 4}),
+        ("structured", {r"^  Work\(trade='[a-z ]+'\), (4) of (4) chunks hit$": 2}),
+    ],
+)
+def test_what_was_found_is_what_was_expected(run: Callable[[str], str], name: str, lines: dict[str, int]) -> None:
+    out = run(f"llama_index_{name}.py")
+    for line, count in lines.items():
+        found = re.findall(line, out, re.MULTILINE)
+        assert len(found) == count and all(one == other for one, other in found)
 
 
 def test_a_chat_engine_answers_and_turns_reuse(run: Callable[[str], str]) -> None:
     out = run("llama_index_chat.py")
-    assert len(answers(out)) == 4
-    assert sum(answer == expected for answer, expected in answers(out)) >= 3
+    answers = re.findall(r"^  (.*)  \(expected: (.*)\)$", out, re.MULTILINE)
+    assert len(answers) == 4 and sum(one == other for one, other in answers) >= 3
     reused = re.findall(r"of 12 stored chunks, (\d+) that an earlier prompt", out)
     assert reused[0] == "0" and all(int(tokens) > 0 for tokens in reused[1:])
-
-
-def test_objects_have_the_form_that_was_asked_for(run: Callable[[str], str]) -> None:
-    out = run("llama_index_structured.py")
-    trades = re.findall(r"^  Work\(trade='([a-z ]+)'\), 4 of 4 chunks hit$", out, re.MULTILINE)
-    assert len(trades) == 2
-    assert set(trades) <= {"glass painter", "linen tester", "paper cutter", "wool trader"}
 
 
 @pytest.mark.parametrize("readme", READMES, ids=["project", "package"])

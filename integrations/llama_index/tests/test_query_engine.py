@@ -1,135 +1,83 @@
-"""Query engines over 200 nodes, and over a server: each form of call says what the model says."""
+"""The response mode that `install` makes known: over an engine and over a server, each form of call says what the model says."""
 
-import asyncio
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import llama_index.core
 import pytest
-from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.embeddings import BaseEmbedding
+from llama_index.core import PromptHelper, SimpleKeywordTableIndex, SummaryIndex, TreeIndex, VectorStoreIndex
+from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
-from llama_index.core.postprocessor import MetadataReplacementPostProcessor
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import NodeWithScore, QueryBundle
-from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.llms import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import RetrieverQueryEngine, retriever_query_engine
+from llama_index.core.response_synthesizers import ResponseMode, factory
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-import llama_index_cacheblend
-from cacheblend_lab.reference import load_model, load_tokenizer
-from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine
+from cacheblend_attachments import calibrate as calibrate_prompts
+from cacheblend_attachments import inspector_page
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from integrations.llama_index.tests.conftest import EVERY_ROW, EventLog, MakeLLM, Nodes, WordEmbedding, own_answer
-from integrations.llama_index.tests.corpus import corpus
+from integrations.llama_index.tests.conftest import (
+    EVERY_ROW,
+    FACTS,
+    FORMS,
+    EventLog,
+    Nodes,
+    ask,
+    own_answer,
+)
 from integrations.serve.tests.conftest import serving
-from llama_index_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, install, warm_index
+from llama_index_cacheblend import (
+    BlendCondensePlusContextChatEngine,
+    BlendContextChatEngine,
+    BlendLLM,
+    BlendRetriever,
+    BlendSynthesizer,
+    BlendVectorStore,
+    calibrate,
+    install,
+    uninstall,
+    warm_index,
+)
+from llama_index_cacheblend.context import make_context_prompt
+from llama_index_cacheblend.nodes import node_chunks
+from llama_index_cacheblend.report import AnswerReport
 
-TOP_K = 8
-
-
-def blended_index(llm: BlendLLM, embedding: WordEmbedding) -> VectorStoreIndex:
-    store = BlendVectorStore(SimpleVectorStore(stores_text=True), engine=llm.engine)
-    return VectorStoreIndex(
-        corpus().fresh_nodes(), storage_context=StorageContext.from_defaults(vector_store=store), embed_model=embedding
-    )
-
-
-@pytest.fixture(scope="module")
-def reference() -> Iterator[BlendLLM]:
-    engine = BlendEngine(load_model(), load_tokenizer(), **engine_settings(recompute_ratio=1.0, selector="hkvd"))
-    yield BlendLLM(engine=engine, max_new_tokens=24)
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def reference_index(reference: BlendLLM, embedding: WordEmbedding) -> VectorStoreIndex:
-    return blended_index(reference, embedding)
+QUESTION = "Where was Mara Lindell born?"
 
 
-async def ask(engine: Any, question: str, form: str) -> tuple[str, Any]:
-    response = await engine.aquery(question) if form.startswith("async") else engine.query(question)
-    if form == "streaming":
-        return "".join(response.response_gen), response
-    if form == "async streaming":
-        return "".join([piece async for piece in response.async_response_gen()]), response
-    return str(response), response
-
-
-@pytest.mark.parametrize("form", ["sync", "async", "streaming", "async streaming"])
-@pytest.mark.parametrize("ratio", [1.0, pytest.param(EVERY_ROW, marks=pytest.mark.full)])
-@pytest.mark.parametrize("count", [3, pytest.param(30, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ratio", [1.0, EVERY_ROW])
 async def test_every_form_answers_as_the_model_itself_and_as_compact_mode(
-    reference: BlendLLM, reference_index: VectorStoreIndex, events: EventLog, form: str, ratio: float, count: int
+    llm: BlendLLM, index: VectorStoreIndex, events: EventLog, form: str, ratio: float
 ) -> None:
     install()
-    llm = BlendLLM(
-        engine=reference.engine,
-        max_new_tokens=reference.max_new_tokens,
-        generation_kwargs={"blend_config": reference.engine.blend.replace(recompute_ratio=ratio)},
+    blending = llm.engine.blend.replace(recompute_ratio=ratio)
+    llm = BlendLLM(engine=llm, max_new_tokens=12, generation_kwargs={"blend_config": blending})
+    compact, blend = (
+        index.as_query_engine(llm=llm, similarity_top_k=3, streaming="stream" in form, response_mode=mode)
+        for mode in ("compact", "blend")
     )
-    options = {"llm": llm, "similarity_top_k": TOP_K, "streaming": "streaming" in form}
-    blend = reference_index.as_query_engine(response_mode="blend", **options)
-    compact = reference_index.as_query_engine(**options)
     tokenizer = llm.engine.tokenizer
-    for question in corpus().questions[:: len(corpus().questions) // count]:
+    for question in (QUESTION, "Who paints ships?"):
         events.events.clear()
-        expected, plain = await ask(compact, question.text, form)
-        said, response = await ask(blend, question.text, form)
+        expected, plain = await ask(compact, form, question)
+        said, response = await ask(blend, form, question)
         theirs, ours = [event.response.raw for event in events.of(LLMChatEndEvent)]
-        start = events.of(LLMChatStartEvent)[-1]
-        ids = llm.engine.prompt_ids(start.additional_kwargs["blend_prompt"])
+        ids = llm.engine.prompt_ids(events.of(LLMChatStartEvent)[-1].additional_kwargs["blend_prompt"])
         assert ours["token_ids"] == own_answer(llm, ids) == theirs["token_ids"]
         assert said == expected == tokenizer.decode(ours["token_ids"], skip_special_tokens=True)
-        # What a user would count: the prompt's text as the chat template writes it, and the text of the answer.
-        plain_messages = [{"role": each.role.value, "content": each.content} for each in start.messages]
-        text = tokenizer.apply_chat_template(plain_messages, tokenize=False, add_generation_prompt=True)
-        assert ours["usage"] == {
-            "prompt_tokens": len(tokenizer(text, add_special_tokens=False)["input_ids"]),
-            "completion_tokens": len(ours["token_ids"]),
-            "total_tokens": len(ids) + len(ours["token_ids"]),
-        }
-        assert theirs["usage"] == ours["usage"]
-        nodes = [(each.node.node_id, each.score) for each in response.source_nodes]
-        assert nodes == [(each.node.node_id, each.score) for each in plain.source_nodes]
-        assert len(nodes) == TOP_K
-        assert all(isinstance(score, float) for _, score in nodes)
+        assert ours["usage"] == theirs["usage"]
+        assert ours["usage"]["prompt_tokens"] == len(ids)
+        nodes = [(each.node_id, each.score) for each in response.source_nodes]
+        assert nodes == [(each.node_id, each.score) for each in plain.source_nodes] and len(nodes) == 3
         report = response.metadata["blend"]
-        assert (report["hits"], report["misses"]) == (TOP_K, 0)
+        assert (report["hits"], report["misses"]) == (3, 0)
         assert [chunk["id"] for chunk in report["chunks"]] == [name for name, _ in nodes]
-
-
-class Reversed(BaseNodePostprocessor):
-    """Reranks: the last comes first."""
-
-    def _postprocess_nodes(self, nodes: Nodes, query_bundle: QueryBundle | None = None) -> Nodes:
-        return nodes[::-1]
-
-
-def test_postprocessors_reorder_and_replace(make_llm: MakeLLM, embedding: WordEmbedding, events: EventLog) -> None:
-    install()
-    llm = make_llm()
-    index = blended_index(llm, embedding)
-    question = corpus().questions[0].text
-    options = {"llm": llm, "similarity_top_k": 4}
-    in_order = index.as_query_engine(response_mode="blend", **options).query(question)
-    # The title stands in the metadata of each node, and takes the place of its text.
-    replaced = [Reversed(), MetadataReplacementPostProcessor(target_metadata_key="title")]
-    for processors, hits in (([Reversed()], 4), (replaced, 0)):
-        events.events.clear()
-        compact = index.as_query_engine(node_postprocessors=processors, **options).query(question)
-        blend = index.as_query_engine(node_postprocessors=processors, response_mode="blend", **options).query(question)
-        theirs, ours = [event.response.raw for event in events.of(LLMChatEndEvent)]
-        assert ours["token_ids"] == theirs["token_ids"]
-        assert str(blend) == str(compact)
-        names = [each.node.node_id for each in blend.source_nodes]
-        assert names == [each.node.node_id for each in in_order.source_nodes][::-1]
-        report = blend.metadata["blend"]
-        assert [chunk["id"] for chunk in report["chunks"]] == names
-        assert report["hits"] == hits
-        assert all(("not the text that was added" in (each["reason"] or "")) == (not hits) for each in report["chunks"])
-
-
-QUESTION = "Where does she work?"
 
 
 @pytest.fixture
@@ -138,55 +86,168 @@ def address(llm: BlendLLM) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def index(
-    address: str, chroma: ChromaVectorStore, nodes: list[NodeWithScore], embedding: BaseEmbedding
-) -> VectorStoreIndex:
-    llama_index_cacheblend.install()
-    store = BlendVectorStore(chroma, server=address)
-    storage = StorageContext.from_defaults(vector_store=store)
-    return VectorStoreIndex([each.node for each in nodes], storage_context=storage, embed_model=embedding)
-
-
-def test_a_query_engine_answers_as_over_the_engine_itself(llm: BlendLLM, address: str, index: VectorStoreIndex) -> None:
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_server_answers_as_the_engine_itself(
+    llm: BlendLLM, index: VectorStoreIndex, address: str, form: str
+) -> None:
+    install()
     served = BlendLLM(server=address, max_new_tokens=12)
     assert served.model_name == llm.model_name
-    there, here = (index.as_query_engine(llm=each, response_mode="blend") for each in (served, llm))
-    expected = here.query(QUESTION)
-    answer = there.query(QUESTION)
-    assert str(answer) == str(expected)
-    assert [each.node.node_id for each in answer.source_nodes] == [each.node.node_id for each in expected.source_nodes]
-    assert answer.metadata["blend"]["hits"] == len(answer.source_nodes)
-    assert str(asyncio.run(there.aquery(QUESTION))) == str(expected)
-    streamed = index.as_query_engine(llm=served, response_mode="blend", streaming=True).query(QUESTION)
-    assert "".join(streamed.response_gen) == str(expected)
+    there, here = (
+        index.as_query_engine(llm=each, response_mode="blend", streaming="stream" in form) for each in (served, llm)
+    )
+    expected, _ = await ask(here, form, QUESTION)
+    said, answer = await ask(there, form, QUESTION)
+    assert said == expected
+    assert answer.metadata["blend"]["hits"] == len(answer.source_nodes) > 0
 
 
-def test_a_chat_engine_keeps_talking(address: str, index: VectorStoreIndex) -> None:
+def test_a_store_over_a_server_adds_and_deletes_there(
+    llm: BlendLLM, address: str, chroma: ChromaVectorStore, nodes: Nodes, embedding: object
+) -> None:
+    store = BlendVectorStore(chroma, server=address)
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)  # type: ignore[arg-type]
+    index.insert_nodes([each.node for each in nodes])
+    assert len(llm.engine.ids()) == len(FACTS)
+    index.delete_nodes(["n0"])
+    assert sorted(llm.engine.ids()) == ["n1", "n2", "n3", "n4"]
+    assert warm_index(index).unchanged == 4
     served = BlendLLM(server=address, max_new_tokens=8)
-    chat = index.as_chat_engine(llm=served, chat_mode="context", response_mode="blend")
+    assert BlendRetriever(index.as_retriever(), served).retrieve(QUESTION)
+    chat = BlendContextChatEngine.from_defaults(index.as_retriever(), llm=served)
     first = chat.chat(QUESTION)
-    second = chat.chat("And where was she born?")
-    assert first.source_nodes
-    assert second.source_nodes
     chat.reset()
     assert str(chat.chat(QUESTION)) == str(first)
 
 
-def test_what_is_deleted_is_forgotten_there(llm: BlendLLM, address: str, index: VectorStoreIndex) -> None:
-    ids = llm.engine.ids()
-    assert len(ids) == 5
-    index.delete_nodes(ids[:1])
-    assert llm.engine.ids() == ids[1:]
-    assert warm_index(index).unchanged == 4
-    retriever = BlendRetriever(index.as_retriever(), BlendLLM(server=address))
-    assert retriever.retrieve(QUESTION)
-
-
 def test_server_and_engine_exclude_each_other(llm: BlendLLM, address: str, chroma: ChromaVectorStore) -> None:
-    with pytest.raises(ConfigError, match="engine and server"):
+    with pytest.raises(ConfigError):
         BlendVectorStore(chroma, engine=llm, server=address)
-    with pytest.raises(ConfigError, match="address of a server"):
-        BlendLLM("reference", server=address)
-    with pytest.raises(ConfigError, match="belongs to the engine"):
-        BlendLLM(server=address, store="./kv")
+    for options in ({"model": "reference"}, {"store": "./kv"}):
+        with pytest.raises(ConfigError):
+            BlendLLM(server=address, **options)
+
+
+# Two modes without a language model want one all the same.
+OTHER_MODES = [mode for mode in ResponseMode if mode not in (ResponseMode.NO_TEXT, ResponseMode.CONTEXT_ONLY)]
+
+
+def test_the_mode_is_known_between_install_and_uninstall(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    for _ in range(2):
+        for make in (index.as_query_engine, index.as_chat_engine):
+            with pytest.raises(ValueError, match="blend"):
+                make(response_mode="blend", llm=llm)
+        install()
+        install()
+        assert index.as_query_engine(response_mode="blend", llm=llm, similarity_top_k=2).query(QUESTION)
+        made = [
+            type(index.as_chat_engine(mode, llm=llm, response_mode="blend"))
+            for mode in ("context", "condense_plus_context", "best")
+        ]
+        assert made == [BlendContextChatEngine, *[BlendCondensePlusContextChatEngine] * 2]
+        assert type(index.as_chat_engine("context", llm=llm)) is ContextChatEngine
+        uninstall()
+        uninstall()
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_other_modes_are_as_they_were(llm: BlendLLM, mode: ResponseMode) -> None:
+    before = type(factory.get_response_synthesizer(llm=llm, response_mode=mode))
+    install()
+    # By whatever name a module holds it.
+    for door in (llama_index.core.get_response_synthesizer, retriever_query_engine.get_response_synthesizer):
+        assert type(door(llm=llm, response_mode=mode)) is before
+        assert type(door(llm, response_mode="blend")) is BlendSynthesizer
+
+
+def test_options_of_the_factory_arrive_or_are_refused(llm: BlendLLM) -> None:
+    install()
+    helper = PromptHelper(context_window=900, num_output=20, tokenizer=str.split)
+    refine = PromptTemplate("{context_msg}")
+    made = factory.get_response_synthesizer(llm, helper, refine_template=refine, response_mode="blend")  # type: ignore[arg-type]
+    assert made._prompt_helper is helper
+    assert made.get_prompts()["refine_template"].template == "{context_msg}"
+    for name in ("multimodal", "structured_answer_filtering"):
+        with pytest.raises(ConfigError, match=name):
+            factory.get_response_synthesizer(llm=llm, response_mode="blend", **{name: True})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="MockLLM"):
+        factory.get_response_synthesizer(llm=MockLLM(), response_mode="blend")  # type: ignore[arg-type]
+
+
+def test_a_chat_over_a_query_engine(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    install()
+    memory = ChatMemoryBuffer.from_defaults(tokenizer_fn=str.split)
+    chat = index.as_chat_engine("condense_question", llm=llm, response_mode="blend", similarity_top_k=2, memory=memory)
+    [source] = chat.chat(QUESTION).sources
+    assert source.raw_output.metadata["blend"]["hits"] == 2
+    engine = RetrieverQueryEngine.from_args(index.as_retriever(), llm=llm, response_mode="blend")
+    assert engine.query(QUESTION).metadata["blend"]["hits"] == 2
+
+
+@pytest.mark.parametrize("kind", ["summary", "keyword", "tree", "tree leaves"])
+def test_indices_without_vectors_blend_what_they_retrieve(llm: BlendLLM, nodes: Nodes, kind: str) -> None:
+    install()
+    plain = [each.node for each in nodes]
+    index = {
+        "summary": lambda: SummaryIndex(plain),
+        "keyword": lambda: SimpleKeywordTableIndex(plain, llm=llm),
+        "tree": lambda: TreeIndex(plain, llm=llm),
+        "tree leaves": lambda: TreeIndex(plain, llm=llm),
+    }[kind]()
+    options: Any = {"tree": {"retriever_mode": "root"}, "tree leaves": {"retriever_mode": "all_leaf"}}.get(kind, {})
+    compact = index.as_query_engine(llm=llm, **options).query(QUESTION)
+    engine = index.as_query_engine(llm=llm, response_mode="blend", **options)
+    first, second = engine.query(QUESTION), engine.query(QUESTION)
+    assert str(first) == str(second) == str(compact)
+    count = len(compact.source_nodes)
+    assert count > 0
+    assert (first.metadata["blend"]["misses"], second.metadata["blend"]["hits"]) == (count, count)
+
+
+def test_a_report_is_printed_written_and_drawn(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    install()
+    engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=2, streaming=True)
+    llm.engine.delete(["n0"])
+    response = engine.query(QUESTION)
+    report = response.metadata["blend"]
+    assert report == {}
+    str(response)
+    first, *others = str(report).splitlines()
+    assert "1 of 2 chunks hit" in first
+    assert others == [f"  {each['id']}: {each['reason']}" for each in report["chunks"] if each["reason"]]
+    assert json.loads(json.dumps(report)) == report
+    assert all(chunk["id"] in inspector_page(llm.engine, report) for chunk in report["chunks"])
+    with pytest.raises(ConfigError):
+        inspector_page(llm.engine, AnswerReport())
+
+
+QUESTIONS = ["Where was Mara Lindell born?", "Who runs the harbour office?", "Who paints ships?"]
+ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "target": 0.3, "max_new_tokens": 6}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_calibration_finds_what_prompts_show(index: VectorStoreIndex, llm: BlendLLM, streaming: bool) -> None:
+    blend = BlendConfig(selector="boundary")
+    synthesizer = BlendSynthesizer(llm=llm, streaming=streaming, blend_config=blend)
+    query_engine = index.as_query_engine(llm=llm, response_synthesizer=synthesizer, similarity_top_k=2)
+    found = calibrate(query_engine, QUESTIONS, **ASKED)
+    assert (found.questions, found.skipped, found.selector) == (3, 0, "boundary")
+    prompts = []
+    for question in QUESTIONS:
+        chunks = node_chunks(each.node for each in index.as_retriever(similarity_top_k=2).retrieve(question))
+        template = synthesizer.get_prompts()["text_qa_template"]
+        prompts.append(make_context_prompt(llm, template, chunks, {"query_str": question}, keeps_head=True).blend)
+    own = calibrate_prompts(llm.engine, prompts, blend=blend, **ASKED)
+    assert [replace(row, ttft_ratio=0.0) for row in own.rows] == [replace(row, ttft_ratio=0.0) for row in found.rows]
+
+
+def test_what_cannot_be_calibrated_is_refused(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    blend = index.as_query_engine(llm=llm, response_synthesizer=BlendSynthesizer(llm=llm))
+    for engine, questions, options in (
+        (blend, QUESTIONS, {"target": 0}),
+        (blend, "Where?", {}),
+        (llm, QUESTIONS, {}),
+        (index.as_query_engine(llm=llm, similarity_top_k=1), QUESTIONS, ASKED),
+    ):
+        with pytest.raises(ConfigError):
+            calibrate(engine, questions, **options)  # type: ignore[arg-type]

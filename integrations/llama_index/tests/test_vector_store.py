@@ -1,30 +1,41 @@
-"""The vector store that has KV encoded, and the retriever that has it fetched while postprocessors work."""
+"""The vector store that has KV encoded, over Chroma, Qdrant and LlamaIndex's own: whatever is done to it, nodes and KV agree."""
 
-import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chromadb
 import pytest
-from llama_index.core import Settings, StorageContext, VectorStoreIndex
-from llama_index.core.llms import MockLLM
+import qdrant_client
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from llama_index.core import Document, MockEmbedding, Settings, StorageContext, VectorStoreIndex
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import BaseNode, NodeRelationship, QueryBundle, RelatedNodeInfo, TextNode
-from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, VectorStoreQuery
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, QueryBundle, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryResult
 from llama_index.vector_stores.chroma import ChromaVectorStore
+from llama_index.vector_stores.qdrant import QdrantVectorStore
 from pydantic import Field
 from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
+from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import ConfigError
-from integrations.llama_index.tests.conftest import FACTS, MakeLLM, Nodes, WordEmbedding
+from integrations.llama_index.tests.conftest import FACTS, Nodes, WordEmbedding, ask
 from llama_index_cacheblend import BlendLLM, BlendRetriever, BlendSynthesizer, BlendVectorStore
 from llama_index_cacheblend.nodes import node_chunks
+
+QUESTION = "Where was Mara Lindell born?"
 
 
 def some_nodes(embedding: WordEmbedding, texts: list[str] = FACTS, name: Any = "n{}".format) -> list[TextNode]:
@@ -46,13 +57,6 @@ def engine(llm: BlendLLM) -> BlendEngine:
     return llm.engine
 
 
-@pytest.fixture
-def store(inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEmbedding) -> BlendVectorStore:
-    store = BlendVectorStore(inner, engine=engine)
-    assert store.add(some_nodes(embedding)) == ["n0", "n1", "n2", "n3", "n4"]
-    return store
-
-
 def held(store: BlendVectorStore) -> set[str]:
     query = VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99)
     return set(store.query(query).ids or [])
@@ -62,88 +66,73 @@ def known(engine: BlendEngine, misses: Collection[str] = ()) -> set[str]:
     """Ids that the engine knows, all but these with their KV."""
     engine.flush()
     records = [record for record in engine.records(engine.ids()) if record is not None]
-    assert {record.id for record in records if record.later is None or not engine.store.holds([record.id])[0]} == set(
-        misses
-    )
+    without = {record.id for record in records if record.later is None or not engine.store.holds([record.id])[0]}
+    assert without == set(misses)
     return set(engine.ids())
 
 
-def test_blank_nodes_are_not_encoded(store: BlendVectorStore, engine: BlendEngine, embedding: WordEmbedding) -> None:
-    blank = TextNode(id_="n0", text=" \n", embedding=embedding.get_text_embedding("blank"))
-    store.add([blank])
-    assert "n0" in held(store)
-    assert not engine.contains("n0")
+@pytest.mark.parametrize("background", [False, True])
+def test_what_cannot_be_encoded_is_added_without_kv(
+    inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEmbedding, background: bool
+) -> None:
+    store = BlendVectorStore(inner, engine=engine, background=background, show_progress=True)
+    assert store.add(some_nodes(embedding)) == ["n0", "n1", "n2", "n3", "n4"]
+    long = TextNode(id_="n0", text="word " * 2000, embedding=embedding.get_text_embedding("long"))
+    blank = TextNode(id_="n1", text=" \n", embedding=embedding.get_text_embedding("blank"))
+    new = TextNode(id_="new", text="New.", embedding=embedding.get_text_embedding("new"))
+    assert store.add([new, long, blank]) == ["new", "n0", "n1"]
+    store.flush()
+    assert held(store) == {"n0", "n1", "n2", "n3", "n4", "new"}
+    # What n0 and n1 stood for before is gone too, and what was read behind them.
+    assert known(engine, misses=["n2", "n3", "n4"]) == {"n2", "n3", "n4", "new"}
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_node_beyond_the_window_is_stored_without_kv(
-    inner: BasePydanticVectorStore,
-    engine: BlendEngine,
-    embedding: WordEmbedding,
-    caplog: pytest.LogCaptureFixture,
-    background: bool,
+def test_what_the_inner_store_refuses_is_forgotten(
+    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, background: bool
 ) -> None:
-    store = BlendVectorStore(inner, engine=engine, background=background)
+    store = BlendVectorStore(chroma, engine=engine, background=background)
     store.add(some_nodes(embedding))
-    long = TextNode(id_="n0", text="word " * 2000, embedding=embedding.get_text_embedding("long"))
-    added = store.add([TextNode(id_="new", text="New.", embedding=embedding.get_text_embedding("new")), long])
-    store.flush()
-    assert added == ["new", "n0"]
-    assert held(store) == {"n0", "n1", "n2", "n3", "n4", "new"}
-    # What n0 stood for before is gone too, and what was read behind it.
-    assert known(engine, misses=["n2", "n4"]) == {"n1", "n2", "n3", "n4", "new"}
-    assert "node n0 is stored without KV: chunk 'n0' has 4000 tokens" in caplog.text
-
-
-def test_what_chroma_refuses_is_lost(chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding) -> None:
-    store = BlendVectorStore(chroma, engine=engine)
-    store.add(some_nodes(embedding))
-    bad = TextNode(id_="bad", text="Its embedding is too short.", embedding=[1.0, 2.0])
     with pytest.raises(Exception, match="dimension"):
-        store.add([bad])
+        store.add([TextNode(id_="bad", text="Its embedding is too short.", embedding=[1.0, 2.0])])
     assert held(store) == known(engine)
 
 
 def test_kv_that_finds_no_room_keeps_no_node_out(
     chroma: ChromaVectorStore,
-    make_llm: MakeLLM,
     embedding: WordEmbedding,
     model: Any,
     tokenizer: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = BlendEngine(model, tokenizer, **engine_settings(ram_bytes=1, self_check=False))
-    llm = BlendLLM(engine=engine, max_new_tokens=8)
-    store = BlendVectorStore(chroma, engine=engine)
-    with caplog.at_level(logging.WARNING):
-        store.add(some_nodes(embedding))
-    assert "computed at query time" in caplog.text
-    assert len(held(store)) == 5
-    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
-    nodes = index.as_retriever(similarity_top_k=3).retrieve("Where was Mara Lindell born?")
-    assert BlendSynthesizer(llm=llm).synthesize("Where was Mara?", nodes).metadata["blend"]["misses"] == 3
-    engine.close()
+    with BlendEngine(model, tokenizer, **engine_settings(ram_bytes=1, self_check=False)) as engine:
+        store = BlendVectorStore(chroma, engine=engine)
+        with caplog.at_level(logging.WARNING, "llama_index_cacheblend"):
+            store.add(some_nodes(embedding))
+        assert caplog.records and len(held(store)) == 5
+        index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
+        nodes = index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
+        answer = BlendSynthesizer(BlendLLM(engine=engine, max_new_tokens=8)).synthesize(QUESTION, nodes)
+        assert answer.metadata["blend"]["misses"] == 3
 
 
-def test_only_vector_stores_are_wrapped(engine: BlendEngine, chroma: ChromaVectorStore) -> None:
-    with pytest.raises(ConfigError, match="ChromaVectorStore"):
-        BlendVectorStore(chroma.client, engine=engine)
-    store = BlendVectorStore(chroma, engine=engine)
-    with pytest.raises(ConfigError, match=r"already; use it as it is, or .*BlendVectorStore\(store.inner, ...\)"):
-        BlendVectorStore(store, engine=engine)
-    with pytest.raises(ConfigError, match="parents is a StorageContext; give a docstore"):
-        BlendVectorStore(chroma, engine=engine, parents=StorageContext.from_defaults())  # type: ignore[arg-type]
-
-
-def test_the_engine_is_the_models_or_that_of_the_settings(
+def test_arguments(
     llm: BlendLLM, chroma: ChromaVectorStore, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Settings, "_llm", None)
-    with pytest.raises(ConfigError, match="it is not said which engine"):
-        BlendVectorStore(chroma)
-    with pytest.raises(ConfigError, match="engine='reference' is a str, which computes no KV"):
-        BlendVectorStore(chroma, engine="reference")  # type: ignore[arg-type]
     given = BlendVectorStore(chroma, engine=llm)
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        (chroma.client, {"engine": llm}),
+        (given, {"engine": llm}),
+        (chroma, {}),
+        (chroma, {"engine": "reference"}),
+        (chroma, {"engine": llm, "text_of": "window"}),
+        (chroma, {"engine": llm, "boundary": "reader"}),
+        (chroma, {"engine": llm, "boundary": [""]}),
+    ]
+    for inner, options in wrong:
+        with pytest.raises(ConfigError):
+            BlendVectorStore(inner, **options)
     assert given.add(some_nodes(embedding)) and len(known(llm.engine)) == 5
     monkeypatch.setattr(Settings, "_llm", llm)
     assert BlendVectorStore(chroma).engine is given.engine is llm.engine
@@ -166,141 +155,220 @@ class Unlisted(BasePydanticVectorStore):
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         self.nodes = {key: node for key, node in self.nodes.items() if node.ref_doc_id != ref_doc_id}
 
-    def clear(self) -> None:
-        self.nodes = {}
-
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         return VectorStoreQueryResult(nodes=list(self.nodes.values()), ids=list(self.nodes))
 
 
-def test_stores_that_cannot_list_their_nodes(engine: BlendEngine, embedding: WordEmbedding) -> None:
+def test_a_store_that_cannot_list_its_nodes(engine: BlendEngine, embedding: WordEmbedding) -> None:
     store = BlendVectorStore(Unlisted(), engine=engine)
     store.add(some_nodes(embedding))
     store.add(some_nodes(embedding)[:2])
     store.delete("d1")
     assert held(store) == known(engine) == {"n0", "n2", "n4"}
-    store.clear()
-    assert held(store) == known(engine) == set()
-
-
-def test_what_a_store_cannot(engine: BlendEngine, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture) -> None:
-    store = BlendVectorStore(Unlisted(), engine=engine)
-    store.add(some_nodes(embedding))
     with pytest.raises(NotImplementedError):
-        store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=1)]))
-    assert "cannot list these nodes" in caplog.text
-    assert len(known(engine)) == 5
-
-
-def test_flushing_encodes_nodes(inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEmbedding) -> None:
-    store = BlendVectorStore(inner, engine=engine, background=True, show_progress=True)
-    assert store.add(some_nodes(embedding)) == ["n0", "n1", "n2", "n3", "n4"]
-    assert set(engine.ids()) == {"n0", "n1", "n2", "n3", "n4"}
-    store.delete("d1")
-    store.flush()
-    assert held(store) == known(engine) == {"n0", "n2", "n4"}
-    assert engine._store.stats().entries == 2 * 3
-
-
-def test_nodes_that_the_inner_store_refuses_are_not_encoded_in_the_background(
-    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = BlendVectorStore(chroma, engine=engine, background=True)
-
-    def refuse(*args: Any, **kwargs: Any) -> list[str]:
-        raise OSError("no room")
-
-    monkeypatch.setattr(ChromaVectorStore, "add", refuse)
-    with pytest.raises(OSError, match="no room"):
-        store.add(some_nodes(embedding))
-    store.flush()
-    assert engine.ids() == []
-    assert engine._store.stats().entries == 0
-
-
-QUESTION = "Where was Mara Lindell born?"
-
-
-@pytest.fixture
-def disk_llm(tmp_path: Path, model: LlamaForCausalLM, tokenizer: Any, nodes: Nodes) -> Iterator[BlendLLM]:
-    """A model whose chunks are on disk, and nothing in RAM."""
-    settings = engine_settings(recompute_ratio=0.15, self_check=False, selector="hkvd")
-    with BlendEngine(model, tokenizer, store=tmp_path, **settings) as first:
-        first.add(node_chunks(each.node for each in nodes))
-    with BlendEngine(model, tokenizer, store=tmp_path, **settings) as engine:
-        yield BlendLLM(engine=engine, max_new_tokens=6)
-
-
-@pytest.fixture
-def index(nodes: Nodes, embedding: WordEmbedding) -> VectorStoreIndex:
-    return VectorStoreIndex([each.node for each in nodes], embed_model=embedding)
+        store.delete_nodes(["n0"])
+    assert held(store) == known(engine)
 
 
 class Waits(BaseNodePostprocessor):
-    """Works for as long as it takes that the KV is in RAM, and keeps the first nodes."""
+    """Works for as long as it takes that KV is in RAM, and keeps the first nodes."""
 
     ram_bytes: Callable[[], int]
-    keeps: int = 3
-    found_s: float = -1.0
 
     def _postprocess_nodes(self, nodes: Nodes, query_bundle: QueryBundle | None = None) -> Nodes:
         started = time.monotonic()
         while not self.ram_bytes() and time.monotonic() < started + 60:
             time.sleep(0.01)
-        # The last chunk may still be on its way, which its prompt waits for.
-        self.found_s = time.monotonic() - started
-        return nodes[: self.keeps]
-
-
-def test_kv_comes_to_ram_while_postprocessors_work(disk_llm: BlendLLM, index: VectorStoreIndex) -> None:
-    assert disk_llm.engine._store.stats().ram_bytes == 0
-    waits = Waits(ram_bytes=lambda: disk_llm.engine._store.stats().ram_bytes)
-    engine = RetrieverQueryEngine(
-        BlendRetriever(index.as_retriever(similarity_top_k=5), disk_llm),
-        BlendSynthesizer(llm=disk_llm),
-        node_postprocessors=[waits],
-    )
-    response = engine.query(QUESTION)
-    assert 0 <= waits.found_s < 60
-    chunks = response.metadata["blend"]["chunks"]
-    assert len(chunks) == 3
-    assert "ram" in [chunk["tier"] for chunk in chunks]
+        return nodes[:3]
 
 
 @pytest.mark.parametrize("form", ["sync", "async"])
-def test_it_retrieves_what_the_other_one_does(form: str, disk_llm: BlendLLM, index: VectorStoreIndex) -> None:
-    plain = index.as_retriever(similarity_top_k=4)
-    fetching = BlendRetriever(plain, engine=disk_llm.engine, limit=2)
+async def test_kv_comes_to_ram_while_postprocessors_work(
+    form: str, tmp_path: Path, model: LlamaForCausalLM, tokenizer: Any, nodes: Nodes, embedding: WordEmbedding
+) -> None:
+    settings = engine_settings(recompute_ratio=0.15, self_check=False, selector="hkvd")
+    index = VectorStoreIndex([each.node for each in nodes], embed_model=embedding)
+    plain: Any = index.as_retriever(similarity_top_k=4)
+    with BlendEngine(model, tokenizer, store=tmp_path, **settings) as first:
+        first.add(node_chunks(each.node for each in nodes))
+    with BlendEngine(model, tokenizer, store=tmp_path, **settings) as engine:
+        llm = BlendLLM(engine=engine, max_new_tokens=6)
+        waits = Waits(ram_bytes=lambda: engine.store.stats().ram_bytes)
+        assert waits.ram_bytes() == 0
+        fetching = BlendRetriever(plain, engine, limit=2)
+        query_engine = RetrieverQueryEngine(fetching, BlendSynthesizer(llm=llm), node_postprocessors=[waits])
+        _, response = await ask(query_engine, form, QUESTION)
+        assert [each.node_id for each in response.source_nodes] == [
+            each.node_id for each in plain.retrieve(QUESTION)[:3]
+        ]
+        assert "ram" in [chunk["tier"] for chunk in response.metadata["blend"]["chunks"]]
+        # What it does not know is the other's.
+        assert fetching.retriever is plain and fetching.similarity_top_k == 4
+        with pytest.raises(AttributeError):
+            fetching.no_such_thing  # noqa: B018
+        with pytest.raises(ConfigError, match="limit"):
+            BlendRetriever(plain, llm, limit=0)
 
-    def shown(retriever: Any) -> list[tuple[str, float | None]]:
-        found = retriever.retrieve(QUESTION) if form == "sync" else asyncio.run(retriever.aretrieve(QUESTION))
-        return [(each.node_id, each.score) for each in found]
 
-    assert shown(fetching) == shown(plain)
-    names = [name for name, _ in shown(plain)]
-    assert disk_llm.engine.prefetch(names[:2]).wait(60)
-    one_chunk = disk_llm.engine._store.stats().ram_bytes / 2
-    # Only two of the four: the third costs as much again, more or less.
-    assert disk_llm.engine.prefetch(names).wait(60)
-    assert disk_llm.engine._store.stats().ram_bytes > 2.5 * one_chunk
+KINDS = ["chroma", "qdrant", "simple"]
 
 
-def test_what_it_does_not_know_is_the_retrievers(disk_llm: BlendLLM, index: VectorStoreIndex) -> None:
-    plain = index.as_retriever(similarity_top_k=4)
-    fetching = BlendRetriever(plain, disk_llm)
-    assert fetching.retriever is plain
-    assert fetching.similarity_top_k == 4
-    assert fetching._get_prompt_modules() == {"retriever": plain}
-    with pytest.raises(AttributeError):
-        fetching.no_such_thing  # noqa: B018
+def node_id(number: int) -> str:
+    """An id that Qdrant takes, which wants UUIDs."""
+    return str(uuid.UUID(int=number + 1))
 
 
-def test_arguments_that_make_no_sense_are_refused(disk_llm: BlendLLM, index: VectorStoreIndex) -> None:
-    plain = index.as_retriever()
-    for arguments in ({}, {"llm": disk_llm, "engine": disk_llm.engine}):
-        with pytest.raises(ConfigError, match="either llm"):
-            BlendRetriever(plain, **arguments)
-    with pytest.raises(ConfigError, match="MockLLM, which has no stored KV"):
-        BlendRetriever(plain, MockLLM())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="limit=0 fetches nothing"):
-        BlendRetriever(plain, disk_llm, limit=0)
+uuid_nodes = partial(some_nodes, name=node_id)
+
+IDS = [node_id(number) for number in range(len(FACTS))]
+
+
+def make_inner(kind: str, asynchronous: bool) -> BasePydanticVectorStore:
+    if kind == "simple":
+        return SimpleVectorStore()
+    name = f"kinds-{uuid.uuid4().hex}"
+    if kind == "chroma":
+        return ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection(name))
+    # Clients in memory share nothing, so that a store has one of the two. They warn of an index that only a server makes.
+    if asynchronous:
+        return QdrantVectorStore(name, aclient=qdrant_client.AsyncQdrantClient(":memory:"), index_doc_id=False)
+    return QdrantVectorStore(name, client=qdrant_client.QdrantClient(":memory:"), index_doc_id=False)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def store(kind: str, asynchronous: bool, llm: BlendLLM) -> BlendVectorStore:
+    return BlendVectorStore(make_inner(kind, asynchronous), engine=llm.engine)
+
+
+@pytest.fixture
+def call(asynchronous: bool) -> Callable[..., Any]:
+    """Calls a method of a store, an index or a pipeline, or its asynchronous form."""
+
+    async def method(target: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not asynchronous:
+            return getattr(target, name)(*args, **kwargs)
+        return await getattr(target, "async_add" if name == "add" else f"a{name}")(*args, **kwargs)
+
+    return method
+
+
+async def aheld(store: BlendVectorStore, asynchronous: bool) -> set[str]:
+    query = VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99)
+    try:
+        result = await store.aquery(query) if asynchronous else store.query(query)
+    except ValueError as error:
+        # What Qdrant says of a collection that nothing was added to.
+        if "not found" not in str(error):
+            raise
+        return set()
+    return set(result.ids or [])
+
+
+async def test_additions_and_deletions(
+    store: BlendVectorStore, kind: str, call: Callable[..., Any], asynchronous: bool, embedding: WordEmbedding
+) -> None:
+    engine = store.engine
+    side, nobody = (MetadataFilters(filters=[MetadataFilter(key="side", value=value)]) for value in (0, 7))
+    assert await call(store, "add", uuid_nodes(embedding)) == IDS
+    assert await aheld(store, asynchronous) == known(engine) == set(IDS)
+    await call(store, "delete", "d1")
+    assert await aheld(store, asynchronous) == known(engine) == {IDS[0], IDS[2], IDS[4]}
+    await call(store, "delete_nodes", [IDS[4], node_id(99)])
+    await call(store, "delete", "no such document")
+    await call(store, "delete_nodes", filters=nobody)
+    assert await aheld(store, asynchronous) == known(engine) == {IDS[0], IDS[2]}
+    await call(store, "delete_nodes", filters=side)
+    assert await aheld(store, asynchronous) == known(engine) == set()
+    await call(store, "add", uuid_nodes(embedding))
+    for _ in range(2):
+        await call(store, "clear")
+    assert await aheld(store, asynchronous) == known(engine) == set()
+    assert engine.store.stats().entries == 0
+    await call(store, "add", uuid_nodes(embedding)[:1])
+    await call(store, "add", uuid_nodes(embedding, ["Another text."]))
+    assert await aheld(store, asynchronous) == known(engine) == {IDS[0]}
+    # Of each node what serves a prompt's first chunk, and what serves the others.
+    assert engine.store.stats().entries == 2
+    if kind != "simple":
+        nodes = await store.aget_nodes([IDS[0]]) if asynchronous else store.get_nodes([IDS[0]])
+        assert [node.get_content() for node in nodes] == ["Another text."]
+
+
+@pytest.mark.parametrize("strategy", list(DocstoreStrategy))
+async def test_pipeline(
+    store: BlendVectorStore,
+    call: Callable[..., Any],
+    asynchronous: bool,
+    embedding: WordEmbedding,
+    strategy: DocstoreStrategy,
+) -> None:
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=24, chunk_overlap=0), embedding],
+        vector_store=store,
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=strategy,
+    )
+    first = [Document(text=" ".join(FACTS), id_="long"), Document(text="Lena dives.", id_="short")]
+    nodes = await call(pipeline, "run", documents=first)
+    assert len(nodes) > 2
+    assert await aheld(store, asynchronous) == known(store.engine) == {node.node_id for node in nodes}
+    assert await call(pipeline, "run", documents=first) == []
+    second = await call(pipeline, "run", documents=[Document(text="Mara bakes.", id_="long")])
+    live = {node.node_id for node in second}
+    if strategy == DocstoreStrategy.DUPLICATES_ONLY:
+        live |= {node.node_id for node in nodes}
+    if strategy == DocstoreStrategy.UPSERTS:
+        live |= {node.node_id for node in nodes if node.ref_doc_id == "short"}
+    assert await aheld(store, asynchronous) == known(store.engine) == live
+    assert store.engine.store.stats().entries == 2 * len(live)
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30)
+# JSON, in which stores keep metadata, has no infinity: its text changes in the store, and is encoded when it is retrieved.
+FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
+VALUE = st.one_of(TEXT, st.integers(-(2**31), 2**31), FLOATS, st.none())
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=TEXT,
+    metadata=st.dictionaries(st.text("abcdef", min_size=1, max_size=4), VALUE, max_size=3),
+    excluded_llm_metadata_keys=st.lists(st.text("abcdef", min_size=1, max_size=4), max_size=2),
+    text_template=st.sampled_from(["{metadata_str}\n\n{content}", "{content}", "<{content}> [{metadata_str}]"]),
+    metadata_template=st.sampled_from(["{key}: {value}", "{value}"]),
+    metadata_separator=st.sampled_from(["\n", "; "]),
+)
+def test_what_is_encoded_is_what_is_retrieved(llm: BlendLLM, **parts: Any) -> None:
+    node = TextNode(id_=IDS[0], **parts)
+    for kind in KINDS:
+        store = BlendVectorStore(make_inner(kind, False), engine=llm.engine)
+        index = VectorStoreIndex(
+            [], storage_context=StorageContext.from_defaults(vector_store=store), embed_model=MockEmbedding(embed_dim=8)
+        )
+        index.insert_nodes([node])
+        [found] = index.as_retriever().retrieve("Mara?")
+        shown = found.node.get_content(MetadataMode.LLM).strip()
+        [record] = llm.engine.records(IDS[:1])
+        assert (record is not None) == bool(shown)
+        assert record is None or record.text_hash == text_hash(shown)
+        store.clear()
+        assert llm.engine.ids() == []
+
+
+@pytest.fixture(autouse=True)
+def _no_collections_left() -> Iterator[None]:
+    yield
+    client = chromadb.EphemeralClient()
+    for collection in client.list_collections():
+        if collection.name.startswith("kinds-"):
+            client.delete_collection(collection.name)
