@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -97,4 +96,4 @@ def test_where_vllm_ends_another_replica_answers(client: httpx.Client) -> None:
 
 
 def _servers() -> list[int]:
-    return workers(f"{sys.executable} -m vllm_cacheblend.launch")
+    return workers("VLLM::EngineCore")
