@@ -148,19 +148,6 @@ def test_what_vllm_has_and_what_the_store_has_are_put_together(corpus: Corpus, l
     assert ids_of(output) == corpus.expected(asked)[0]
 
 
-def test_where_a_chunk_is_missing_the_prefix_ends(corpus: Corpus, ask: Ask) -> None:
-    asked = corpus.asked[17]
-    prefix = corpus.prefix(asked)
-    place = len(prefix.pieces) // 2
-    unknown = PrefixPiece("0" * 40, 0, prefix.pieces[place].tokens)
-    pieces = (*prefix.pieces[:place], unknown, *prefix.pieces[place + 1 :])
-    [output] = ask([StoredPrefix(prefix.token_ids, pieces, prefix.namespace, "")], salt="missing")
-    assert output.num_cached_tokens == sum(each.tokens for each in prefix.pieces[:place])
-    # What was there is stored KV, what follows it is computed behind that.
-    known = StoredPrefix(prefix.token_ids, prefix.pieces[:place], prefix.namespace, "")
-    assert ids_of(output) == ids_of(ask([known], salt="missing too")[0])
-
-
 @pytest.mark.parametrize("fault", ["of other tokens", "of another tenant", "unreadable"])
 def test_what_cannot_be_served_is_computed(corpus: Corpus, ask: Ask, fault: str) -> None:
     prefix = corpus.prefix(corpus.asked[18])

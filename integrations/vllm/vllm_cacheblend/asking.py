@@ -30,10 +30,10 @@ REMOTE_VARIABLE, NAMES_VARIABLE = "CACHEBLEND_REMOTE", "CACHEBLEND_NAMES"
 """The environment variables by which vLLM is told the store's remote tier, and where its names are that machines share: a URL may
 hold a password, which vLLM's log would show."""
 
-Read = TypeVar("Read")
-
 SERVER_VARIABLE = "_CACHEBLEND_SERVER"
 """The environment variable that has the id of a server's process, with which its vLLM is to end."""
+
+Read = TypeVar("Read")
 
 _PARAMETER, _SPOOL = "cacheblend", "cacheblend_spool"
 _NAME = TypeAdapter(Annotated[str, Field(pattern="^[0-9a-f]{32}$")])
@@ -54,7 +54,7 @@ FULL = Precision()
 def kv_transfer_config(
     card: ModelCard, store: str | Path, *, ram_bytes: int = 1 << 30, precision: Precision = FULL
 ) -> dict[str, Any]:
-    """Return what vLLM is started with to take KV from a store.
+    """Return what vLLM is started with to take KV from a store: for `LLM`, or as JSON for ``vllm serve``.
 
     The store's remote tier, and the names that it shares with other machines, are those at the addresses in the environment
     variables CACHEBLEND_REMOTE and CACHEBLEND_NAMES, which may hold passwords.
@@ -69,11 +69,6 @@ def kv_transfer_config(
         Most bytes of KV that each of vLLM's workers keeps in RAM, of what it read last.
     precision : Precision
         How vLLM runs the model, where vLLM encodes for the store; by default in the card's dtype.
-
-    Returns
-    -------
-    dict
-        For ``LLM(kv_transfer_config=...)``; as JSON, for ``vllm serve --kv-transfer-config``.
     """
     return {
         "kv_connector": "CacheBlendConnector",

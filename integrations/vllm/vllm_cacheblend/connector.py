@@ -241,9 +241,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 for number in read[0]
             }
             if any(kv.keys.shape[1] != spool.count for kv in layers.values()):
-                raise BackendError(
-                    f"of the {spool.count} tokens of request {spool.request_id} some had no block any more"
-                )
+                raise BackendError(f"of {spool.count} tokens some had no block any more")
             write_spool(self._spool, spool.name, get_tensor_model_parallel_rank(), layers)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -67,11 +67,8 @@ class VLLMEngine:
 
         try:
             self._llm = self._begun(start()).result()
-        except BaseException as error:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            if isinstance(error, Exception):
-                raise BackendError(f"vLLM does not start ({error}); what it printed above says why") from error
-            raise
+        except Exception as error:
+            raise BackendError(f"vLLM does not start ({error}); what it printed above says why") from error
         threading.Thread(target=self._watch, name="cacheblend-watch", daemon=True).start()
         return self
 

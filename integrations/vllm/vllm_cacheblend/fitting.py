@@ -35,13 +35,10 @@ def check_release(version: str) -> None:
 def check_fit(vllm_config: Any, kv_cache_config: Any, card: ModelCard, precision: Precision) -> None:
     """See that vLLM's KV is that of the card; `precision` is how the model ran that computed the store's."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if getattr(model, "use_mla", False):
+    if getattr(model, "use_mla", False) or parallel.pipeline_parallel_size != 1:
         raise ConfigError(
-            "the model has latent attention, whose cache this connector cannot write; use vLLM without it"
-        )
-    if parallel.pipeline_parallel_size != 1:
-        raise ConfigError(
-            "the layers are divided between machines (pipeline parallelism), which this connector does not support"
+            "the model has latent attention, or its layers are divided between machines (pipeline parallelism), which this "
+            "connector does not support; use vLLM without it"
         )
     if model.hf_overrides:
         raise ConfigError(
