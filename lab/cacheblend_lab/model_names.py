@@ -168,4 +168,4 @@ def _vllm(families: Sequence[FamilyRow]) -> str:
     if any("over latents" in row.attention for row in families):
         return "refused: latent attention"
     served = [f"serves (`{row.family}`, {_SERVED[row.family]})" for row in families if row.family in _SERVED]
-    return "; ".join(served) or "untried; probed when vLLM starts"
+    return "; ".join(served) or "untried; checked when vLLM starts"

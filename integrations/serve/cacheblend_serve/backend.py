@@ -37,17 +37,14 @@ class Wanted:
         The store's folder; None for RAM only.
     config, blend : EngineConfig, BlendConfig
         The settings.
-    url : str or None
-        Where the backend's own server is, if it runs already.
     arguments : tuple of str
-        What that server is started with besides.
+        What vLLM is started with besides.
     """
 
     model: str
     store: Path | None
     config: EngineConfig
     blend: BlendConfig
-    url: str | None = None
     arguments: tuple[str, ...] = ()
 
     def check_store(self, library: ChunkLibrary) -> None:
@@ -214,7 +211,7 @@ class Backend(Collector):
 
 
 def backend_module(name: str | None) -> Any:
-    """Return the module of a backend, which has `open_backend` and `command`; by default vLLM's, where that is installed.
+    """Return the module of a backend, which has `open_backend`; by default vLLM's, where that is installed.
 
     Raises
     ------

@@ -41,11 +41,6 @@ def serve(
         str | None,
         typer.Option(metavar="NAME", help="The backend: engine, or vllm (the default if installed)."),
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option("--backend-url", metavar="URL", help="Address of a running vLLM, instead of starting one."),
-    ] = None,
-    show: Annotated[bool, typer.Option("--print-command", help="Print vLLM's start command, and stop.")] = False,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Further arguments for vLLM.")
     ] = None,
@@ -66,13 +61,9 @@ def serve(
     changes = {name: value for name, value in given.items() if value is not None}
     config = _config(ServeConfig, settings, changes)
     engine_config, blend = _config(EngineConfig, settings, {}), _config(BlendConfig, settings, {})
-    wanted = Wanted(model, store, engine_config, blend, url, tuple(arguments or ()))
-    opener = backend_module(backend)
-    if show:
-        typer.echo(opener.command(wanted))
-        return
+    wanted = Wanted(model, store, engine_config, blend, tuple(arguments or ()))
     make_quiet()
-    with _ended_by_sigterm(), opener.open_backend(wanted) as answering:
+    with _ended_by_sigterm(), backend_module(backend).open_backend(wanted) as answering:
         app = make_app(answering, config)
         listener = _listen(config.host, config.port)
         patience_s = round(config.drain_s) + 1

@@ -18,7 +18,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import StopCutter, acut_pieces
 from cacheblend_serve.backend import Asked, Backend, Wanted
 
-__all__ = ["EngineBackend", "command", "open_backend"]
+__all__ = ["EngineBackend", "open_backend"]
 
 # Most tokens of an answer where neither the request nor the model's own settings say.
 _ANSWER_TOKENS = 256
@@ -75,20 +75,14 @@ def open_backend(wanted: Wanted) -> Iterator[EngineBackend]:
     StoreError
         If the store's folder cannot be opened.
     """
-    if wanted.url is not None or wanted.arguments:
+    if wanted.arguments:
         raise ConfigError(
-            "the backend 'engine' computes in this process and takes no server address or server arguments; "
-            "choose another --backend"
+            "arguments after -- are vLLM's, and the backend is 'engine'; leave them out, or use --backend vllm"
         )
     model, store, config, blend = wanted.model, wanted.store, wanted.config, wanted.blend
     with BlendEngine.from_pretrained(model, store=store, config=config, blend=blend) as engine:
         wanted.check_store(engine)
         yield EngineBackend(engine)
-
-
-def command(wanted: Wanted) -> str:
-    """Refuse to say how a server is started: there is none but this process."""
-    raise ConfigError("the backend 'engine' computes in this process and starts no server; choose another --backend")
 
 
 def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:

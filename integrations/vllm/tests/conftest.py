@@ -34,7 +34,7 @@ from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import ChatRequest
 from tests.limits import wait_until
 
-NUM_QUESTIONS = 48
+NUM_QUESTIONS = 24
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class Corpus:
 
     engine: BlendEngine
     store: Path
-    spool: Path
     asked: tuple[Asked, ...]
     chunks: tuple[Chunk, ...]
 
@@ -112,7 +111,7 @@ def wait_until_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
-def corpus_of(engine: BlendEngine, store: Path, spool: Path, count: int = NUM_QUESTIONS) -> Corpus:
+def corpus_of(engine: BlendEngine, store: Path, count: int = NUM_QUESTIONS) -> Corpus:
     """Have an engine encode documents, and draw questions about them."""
     rng = random.Random(1)
     asked: list[Asked] = []
@@ -128,14 +127,14 @@ def corpus_of(engine: BlendEngine, store: Path, spool: Path, count: int = NUM_QU
         rng.shuffle(ids)
         asked += [Asked(each, BlendPrompt(segments=segments(FORM, ids, each.text))) for each in example.questions]
     engine.add(chunks)
-    return Corpus(engine, store, spool, tuple(asked), tuple(chunks))
+    return Corpus(engine, store, tuple(asked), tuple(chunks))
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
     """The corpus of all tests, encoded by transformers."""
     torch.set_num_threads(2)
-    store, spool = tmp_path_factory.mktemp("kv"), tmp_path_factory.mktemp("spool")
+    store = tmp_path_factory.mktemp("kv")
     config = EngineConfig(separator=FORM.separator, dtype="float32")
     with BlendEngine.from_pretrained("reference", store=store, config=config) as engine:
-        yield corpus_of(engine, store, spool)
+        yield corpus_of(engine, store)

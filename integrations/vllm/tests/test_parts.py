@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import platform
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,25 +15,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_cacheblend.asking import FULL, asked_pieces, asked_spool, kv_transfer_config, spool_params, transfer_params
-from vllm_cacheblend.encoding import VLLMEncoder
-from vllm_cacheblend.fitting import check_blocks, check_fit
+from vllm_cacheblend.asking import FULL, asked_pieces, asked_spool, spool_params, transfer_params
+from vllm_cacheblend.fitting import check_blocks, check_fit, check_release
 from vllm_cacheblend.library import VLLMLibrary
-from vllm_cacheblend.loading import Load, PrefixLoader, heads_of
+from vllm_cacheblend.loading import Group, Load, heads_of, load_prefix, slots_of
 from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix, stored_prefix
-from vllm_cacheblend.serving import _arguments, _environment
-from vllm_cacheblend.slots import Group, blocks_of, first_held, slots_of
-from vllm_cacheblend.spooling import BlockReader, own_folder, read_spool, spool_path, write_spool
+from vllm_cacheblend.spooling import BlockReader, read_spool, write_spool
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.errors import BackendError, ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_serve.backend import Wanted
 from tests.engines import evict
 
 MARA = ["Mara Tolvin is a wood carver.\n", "She lives in Oakford.\n", "She keeps a grey goat.\n"]
@@ -87,9 +81,6 @@ def prefix_of(engine: BlendEngine, order: Sequence[int], head: str = "Read this.
     return stored_prefix(engine, BlendPrompt(segments=segments))
 
 
-# What requests say
-
-
 def test_what_a_request_says_is_what_the_connector_reads(engine: BlendEngine) -> None:
     prefix = prefix_of(engine, (2, 0))
     params = json.loads(json.dumps(transfer_params(prefix)))
@@ -104,23 +95,22 @@ def test_what_a_request_says_is_what_the_connector_reads(engine: BlendEngine) ->
     "asked",
     [
         7,
-        {},
-        {"namespace": "n", "pieces": 3},
-        {"namespace": "n", "pieces": [["key", 0]]},
-        {"namespace": "n", "pieces": [["../../etc/passwd", 0, 3]]},
-        {"namespace": "n", "pieces": [["0" * 40, -1, 3]]},
-        {"namespace": "n", "pieces": [["0" * 40, 0, 0]]},
-        {"namespace": 1, "pieces": []},
+        ["n", 3],
+        ["n", [["0" * 40, 0]]],
+        ["n", [["../../etc/passwd", 0, 3]]],
+        ["n", [["0" * 40, -1, 3]]],
+        ["n", [["0" * 40, 0, 0]]],
+        [1, []],
     ],
 )
 def test_nonsense_is_told_as_such(asked: Any) -> None:
-    with pytest.raises(ConfigError, match="kv_transfer_params"):
+    with pytest.raises(ConfigError):
         asked_pieces({"cacheblend": asked})
 
 
-@pytest.mark.parametrize("name", ["../kv", "", "0" * 31, 7, "0" * 31 + "/"])
+@pytest.mark.parametrize("name", ["../kv", "", "0" * 31, 7, "0" * 31 + "/", "0" * 32 + "\n"])
 def test_no_file_outside_of_the_spool_is_written(name: Any) -> None:
-    with pytest.raises(ConfigError, match="hexadecimal"):
+    with pytest.raises(ConfigError):
         asked_spool({"cacheblend_spool": name})
 
 
@@ -140,36 +130,10 @@ def test_salts_tell_apart_what_tokens_do_not(engine: BlendEngine) -> None:
         assert theirs.salt != one.salt
 
 
-def test_the_configuration_is_json(engine: BlendEngine, tmp_path: Path) -> None:
-    config = kv_transfer_config(engine.card(), tmp_path, spool=tmp_path / "spool")
-    extra = json.loads(json.dumps(config))["kv_connector_extra_config"]
-    card = ModelCard.from_dict(extra["card"])
-    assert (card.identity, card.window, card.dtype) == (engine.card().identity, engine.window, torch.float32)
-    with pytest.raises(ConfigError, match="not a model card"):
-        ModelCard.from_dict({**extra["card"], "dtype": "seven"})
-    with pytest.raises(ConfigError, match="not a model card"):
-        ModelCard.from_dict({})
-
-
-def test_no_password_is_among_the_arguments(engine: BlendEngine, tmp_path: Path) -> None:
-    remote = "redis://user:secret@localhost:6379/0"
-    names = "redis://user:secret@localhost:6380/0"
-    config = EngineConfig(remote=remote, names=names)
-    wanted = Wanted("reference", tmp_path, config, BlendConfig())
-    assert "secret" not in " ".join(_arguments(wanted, tmp_path, config, engine.card(), tmp_path))
-    shared = {"CACHEBLEND_REMOTE": remote, "CACHEBLEND_NAMES": names}
-    assert _environment(config, ["--max-model-len", "64"]) == shared | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
-    assert _environment(config, ["--tensor-parallel-size", "2"]) == shared
-
-
-# Where prefixes end
-
-
 def test_a_prefix_ends_where_text_stands_that_no_kv_covers(engine: BlendEngine) -> None:
     segments = ["Read this.\n", ChunkRef("mara/2"), "\n\n", ChunkRef("mara/0"), "Who?"]
     prefix = stored_prefix(engine, BlendPrompt(segments=segments))
     assert len(prefix.pieces) == 2
-    assert "between chunk 'mara/2' and chunk 'mara/0' stands text" in prefix.ends
     assert "separator" in prefix.ends
 
 
@@ -179,17 +143,10 @@ def test_a_prefix_ends_where_kv_is_missing_which_is_encoded_for_the_next_time(en
     engine.flush()
     evict(engine, "new")
     prefix = stored_prefix(engine, BlendPrompt(segments=segments))
-    assert (len(prefix.pieces), prefix.ends) == (2, "the KV of chunk 'new' is not stored")
+    assert len(prefix.pieces) == 2
+    assert "'new'" in prefix.ends
     engine.flush()
     assert len(stored_prefix(engine, BlendPrompt(segments=segments)).pieces) == 4
-
-
-def test_a_prompt_without_chunks_has_no_prefix(engine: BlendEngine) -> None:
-    prefix = stored_prefix(engine, BlendPrompt(segments=["Who?"]))
-    assert (prefix.pieces, prefix.num_stored) == ((), 0)
-
-
-# Slots
 
 
 @given(st.data())
@@ -200,26 +157,17 @@ def test_slots_are_where_the_blocks_are(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, stop - 1))
     expected = [blocks[place // size] * size + place % size for place in range(first, stop)]
     assert slots_of(blocks, size, first, stop).tolist() == expected
-    assert blocks_of(blocks, size, first, stop) == list(dict.fromkeys(each // size for each in expected))
 
 
-@pytest.mark.parametrize(("blocks", "first"), [((5, 3), 0), ((0, 0, 4), 64), ((0, 0), 64), ((), 0)])
-def test_what_a_sliding_window_dropped_has_no_slots(blocks: tuple[int, ...], first: int) -> None:
-    assert first_held(blocks, 32) == first
-
-
-@pytest.mark.parametrize(("heads", "ranks", "shares"), [(4, 2, [[0, 1], [2, 3]]), (2, 4, [[0], [0], [1], [1]])])
-def test_ranks_have_their_heads(heads: int, ranks: int, shares: list[list[int]]) -> None:
-    tensor = torch.arange(heads)[:, None, None].expand(heads, 3, 5)
-    assert [heads_of(tensor, rank, ranks)[:, 0, 0].tolist() for rank in range(ranks)] == shares
-
-
-# Loading
+def test_ranks_have_their_heads() -> None:
+    tensor = torch.arange(4)[:, None, None]
+    assert [heads_of(tensor, rank, 2).flatten().tolist() for rank in range(2)] == [[0, 1], [2, 3]]
+    assert [heads_of(tensor[:2], rank, 4).flatten().tolist() for rank in range(4)] == [[0], [0], [1], [1]]
 
 
 def loaded(store: KVStore, card: ModelCard, load: Load) -> list[LayerKV]:
     layers: list[LayerKV] = []
-    PrefixLoader(store, card, 2, 2).load(load, lambda _, kv: layers.append(LayerKV(*(each.clone() for each in kv))))
+    load_prefix(store, card, load, lambda _, kv: layers.append(LayerKV(*(each.clone() for each in kv))))
     return layers
 
 
@@ -243,22 +191,10 @@ def test_kv_of_other_tokens_is_not_loaded(engine: BlendEngine, store: KVStore) -
     one, stop = prefix.pieces[1], prefix.num_stored
     card = engine.card()
     other = prefix_of(engine, (0, 2)).pieces[1]
-    for pieces, namespace in (
-        ((prefix.pieces[0], PrefixPiece(other.key, 0, one.count), prefix.pieces[2]), prefix.namespace),
-        (prefix.pieces, "f" * 32),
-    ):
-        with pytest.raises(ChunkReadError, match="other tokens than the request's"):
+    for changed, namespace in ((other.key, prefix.namespace), (one.key, "f" * 32), ("0" * 40, prefix.namespace)):
+        pieces = (prefix.pieces[0], PrefixPiece(changed, 0, one.tokens), prefix.pieces[2])
+        with pytest.raises(ChunkReadError):
             loaded(store, card, Load(prefix.token_ids[:stop], namespace, pieces, 0, stop))
-    gone = (prefix.pieces[0], PrefixPiece("0" * 40, 0, one.count), prefix.pieces[2])
-    load = Load(prefix.token_ids[:stop], prefix.namespace, gone, 0, stop)
-    with pytest.raises(ChunkReadError, match="no longer stored") as caught:
-        loaded(store, card, load)
-    # What comes before it can be loaded all the same.
-    assert load.sound(caught.value) == prefix.pieces[0].count
-    assert load.sound(ValueError()) == 0
-
-
-# Writing and encoding
 
 
 class Shuffling:
@@ -289,7 +225,7 @@ class Layer:
         self.kv_cache = torch.zeros(7, heads, block, 2 * size, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_written_is_read_whatever_the_layout(dtype: torch.dtype) -> None:
     block, heads, size, count = 32, 3, 24, 71
     layer = Layer(block, heads, size, dtype)
@@ -326,8 +262,7 @@ def test_a_vllm_is_refused_by_what_it_does_with_its_blocks(fault: str, monkeypat
         check_blocks((Group(32, {0: name}),), {name: layer}, put, BlockReader(torch.bfloat16))
         assert not layer.kv_cache.any()
         return
-    said = "cannot be written" if fault == "others' arguments" else fault
-    with pytest.raises(ConfigError, match=f"{name}.*{said}.*install vLLM"):
+    with pytest.raises(ConfigError, match=name):
         check_blocks((Group(32, {0: name}),), {name: layer}, put, BlockReader(torch.bfloat16))
 
 
@@ -335,25 +270,28 @@ def test_a_vllm_is_refused_by_what_it_does_with_its_blocks(fault: str, monkeypat
     ("changes", "said"),
     [
         ({}, ""),
-        ({"quantization": "awq"}, r"vLLM runs the model quantised \(awq\)"),
-        ({"dtype": torch.bfloat16}, "in bfloat16"),
-        ({"cache_dtype": "fp8"}, "kv_cache_dtype='fp8', and the store's was kept with 'auto'"),
+        ({"quantization": "awq"}, "quantization"),
+        ({"dtype": torch.bfloat16}, "dtype"),
+        ({"hf_overrides": {"rope_theta": 1}}, "hf_overrides"),
+        ({"rope_reach": 1024}, "rotary"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"use_mla": True}, "latent"),
-        ({"heads": 3}, "KV layers of 3 heads"),
-        ({"spec": SimpleNamespace(block_size=32, state=1)}, "not KV of each token"),
+        ({"heads": 3}, "another model"),
+        ({"spec": SimpleNamespace(block_size=32, state=1)}, "no KV of each token"),
     ],
 )
 def test_a_vllm_is_refused_by_what_it_runs(engine: BlendEngine, changes: dict[str, Any], said: str) -> None:
     """Its layers are in two groups, as full and sliding ones are."""
-    card = engine.card()
-    heads, size, _ = card.shapes[0]
     changes = dict(changes)
+    card = replace(engine.card(), rope_reach=changes.pop("rope_reach", None))
+    heads, size, _ = card.shapes[0]
     cached = changes.pop("cache_dtype", "auto")
     spec = SimpleNamespace(block_size=32, num_kv_heads=changes.pop("heads", heads), head_size=size, head_size_v=size)
     spec = changes.pop("spec", spec)
     names = [f"model.layers.{number}.self_attn.attn" for number in range(card.num_kv_layers)]
     groups = [SimpleNamespace(layer_names=part, kv_cache_spec=spec) for part in (names[::2], names[1::2])]
-    model = SimpleNamespace(**{"dtype": card.dtype, "quantization": None, "use_mla": False} | changes)
+    known = {"dtype": card.dtype, "quantization": None, "use_mla": False, "hf_overrides": {}, "max_model_len": 2048}
+    model = SimpleNamespace(**known | changes)
     parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, cache_config=SimpleNamespace(cache_dtype=cached)
@@ -362,11 +300,19 @@ def test_a_vllm_is_refused_by_what_it_runs(engine: BlendEngine, changes: dict[st
         check_fit(config, SimpleNamespace(kv_cache_groups=groups), card, FULL)
 
 
+def test_a_release_that_was_not_tested_is_refused_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_release("0.32.1+cpu")
+    with pytest.raises(ConfigError, match=r"0\.33\.0"):
+        check_release("0.33.0")
+    monkeypatch.setenv("ALLOW_UNTESTED_VLLM", "1")
+    check_release("0.33.0")
+
+
 def test_the_spool_puts_ranks_together_and_is_left_empty(tmp_path: Path) -> None:
     tensor = torch.randn(2, 4, 5, 6)
     for rank in range(2):
         part = LayerKV(*(each[2 * rank : 2 * rank + 2].contiguous() for each in tensor))
-        write_spool(spool_path(tmp_path, "a" * 32, rank), {0: part})
+        write_spool(tmp_path, "a" * 32, rank, {0: part})
     [found] = read_spool(tmp_path, "a" * 32, [4])
     assert torch.equal(found.keys, tensor[0])
     assert torch.equal(found.values, tensor[1])
@@ -375,65 +321,45 @@ def test_the_spool_puts_ranks_together_and_is_left_empty(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fault", ["nothing", "damaged", "a rank is missing", "a layer is missing"])
 def test_what_cannot_be_read_of_the_spool_is_told_and_removed(tmp_path: Path, fault: str) -> None:
-    path = spool_path(tmp_path, "a" * 32, 0)
     heads = 2 if fault == "a rank is missing" else 4
     layers = {} if fault == "a layer is missing" else {0: LayerKV(*torch.randn(2, heads, 5, 6))}
     if fault != "nothing":
-        write_spool(path, layers)
+        write_spool(tmp_path, "a" * 32, 0, layers)
     if fault == "damaged":
+        [path] = tmp_path.iterdir()
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BackendError, match="vLLM wrote"):
+    with pytest.raises(BackendError):
         read_spool(tmp_path, "a" * 32, [4])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_request_leaves_nothing_in_the_spool(engine: BlendEngine, tmp_path: Path) -> None:
-    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
-        for name, _ in prompts:
-            write_spool(spool_path(tmp_path, name, 0), {0: LayerKV(*torch.randn(2, 4, 5, 6))})
-        raise BackendError("vLLM broke off")
-
-    with pytest.raises(BackendError, match="broke off"):
-        VLLMEncoder(engine.card(), (1,), 4096, tmp_path, warm).head((5, 6))
-    assert not list(tmp_path.iterdir())
-
-
-def test_nobody_else_can_open_the_spool(tmp_path: Path) -> None:
-    folder = tmp_path / "spool"
-    assert own_folder(folder) == own_folder(folder)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(ConfigError, match="no other can open"):
-        own_folder(tmp_path / "link")
-    folder.chmod(0o755)
-    with pytest.raises(ConfigError, match="drwxr-xr-x"):
-        own_folder(folder)
-
-
-def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEngine, tmp_path: Path) -> None:
+def test_a_library_without_weights_stores_what_the_engine_stores(
+    engine: BlendEngine, store: KVStore, tmp_path: Path
+) -> None:
     """Another process computes; here that is transformers, asked for whole prompts."""
-    spool = tmp_path / "spool"
-    spool.mkdir()
+    spool, is_gone = tmp_path / "kv" / "tmp", False
     asked: list[tuple[int, ...]] = []
     salts: list[str] = []
 
     def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
         salts.append(salt)
         for name, ids in prompts:
+            if is_gone and len(asked) % 2:
+                raise BackendError("vLLM broke off")
             asked.append(ids)
             kv = prefilled(engine, [*ids, 5])
             layers = {
                 number: LayerKV(*(part[0, :, : len(ids)].contiguous() for part in each))
                 for number, each in enumerate(kv)
             }
-            write_spool(spool_path(spool, name, 0), layers)
+            write_spool(spool, name, 0, layers)
 
-    store = open_store(tmp_path / "kv", 1 << 26)
+    known, store = store, open_store(tmp_path / "kv", 1 << 26)
     config = EngineConfig(disk_codec="native")
     beyond = len(engine.tokenizer)
     tokenizer = copy.deepcopy(engine.tokenizer)
     tokenizer.add_tokens(["<beyond>"])
-    with VLLMLibrary(engine.card(), tokenizer, store, spool, warm, config=config, num_embeddings=beyond) as library:
+    with VLLMLibrary(engine.card(), tokenizer, store, warm, config=config, num_embeddings=beyond) as library:
         added = library.add(chunks("mara"))
         # Each chunk behind another one; what is read right behind the preamble is the beginning of such a reading.
         assert (added.encoded, len(asked)) == (3, 3)
@@ -442,7 +368,7 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
         expected = prefix_of(engine, (2, 0))
         assert (prefix.token_ids, prefix.pieces, prefix.salt) == (expected.token_ids, expected.pieces, expected.salt)
         for piece in prefix.pieces:
-            here, there = store.open(piece.key), engine._store.open(piece.key)
+            here, there = store.open(piece.key), known.open(piece.key)
             assert here is not None and there is not None
             for layer in range(here.num_layers):
                 for part, other in zip(here.layer(layer), there.layer(layer), strict=True):
@@ -460,35 +386,11 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
             library.add([Chunk("Placed.", "placed", token_ids=(50, 60, 70), positions=(3, 5, 9))])
         assert library.delete_document("mara") == 3
         assert library.ids() == []
+        # Of what was written before vLLM broke off nothing is left.
+        is_gone = True
+        with pytest.raises(BackendError):
+            library.add([Chunk(f"Number {number} sings.", f"{number}") for number in range(3)])
+        assert not list(spool.iterdir())
     store.close()
-
-
-def test_the_encoder_asks_for_each_reading_once(engine: BlendEngine) -> None:
-    assert VLLMEncoder(engine.card(), (1,), 4096, Path("/nowhere"), lambda prompts, salt: None).plan([]) == []
-
-
-# Says how long the kernel's turns of a process are, 0 where it does not know, and its priority.
-_TURNS = """
-import ctypes, os, struct
-found = ctypes.create_string_buffer(48)
-ctypes.CDLL(None).syscall(315, 0, found, 48, 0)
-print(struct.unpack("=IIQiIQQQ", found.raw)[5], os.getpriority(os.PRIO_PROCESS, 0))
-"""
-_LAUNCH = f"""
-import os, subprocess, sys
-from vllm_cacheblend.launch import take_short_turns
-os.nice(3)
-take_short_turns()
-subprocess.run([sys.executable, "-c", {_TURNS!r}], check=True)
-"""
-
-
-@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="asks Linux on x86-64")
-def test_what_vllm_starts_takes_short_turns_at_the_same_priority() -> None:
-    before, after = (
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-        for code in (_TURNS, _LAUNCH)
-    )
-    if before[0] == "0":
-        pytest.skip("this kernel's turns have no length of their own")
-    assert after == ["100000", str(int(before[1]) + 3)]
+    with pytest.raises(ConfigError, match="folder"), closing(open_store(None, 1 << 20)) as memory:
+        VLLMLibrary(engine.card(), tokenizer, memory, warm)

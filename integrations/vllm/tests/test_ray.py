@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
@@ -30,10 +25,9 @@ from integrations.ray.tests.conftest import (
     redis_of_ray,
     served,
     shared_in,
-    workers,
 )
 from integrations.serve.tests.process import LEAST
-from integrations.vllm.tests.conftest import engine_answer, wait_until_gone
+from integrations.vllm.tests.conftest import engine_answer
 
 __all__ = ["cluster", "ray_is_there", "redis_of_ray"]
 
@@ -73,29 +67,3 @@ def test_replicas_answer_as_one_engine_over_the_same_store(client: httpx.Client,
             seen.add(reply.headers["x-cacheblend-replica"])
     # Which one a document belongs to, is as random as their names.
     assert len(seen) == 2
-
-
-def test_where_vllm_ends_another_replica_answers(client: httpx.Client) -> None:
-    put(client, documents_of(2))
-    whole = client.post(CHAT, json=question("doc-0")).json()["choices"]
-    begun = set(_servers())
-    assert len(begun) == 2
-    victim = min(begun)
-    left = [each.pid for each in psutil.Process(victim).children(recursive=True)]
-    assert left
-    os.kill(victim, signal.SIGKILL)
-    until, answered = time.monotonic() + 120, 0
-    # With both there again, and each asked a few times.
-    while answered < 8 or len(_servers()) < 2:
-        assert time.monotonic() < until
-        reply = client.post(CHAT, json=question("doc-0"))
-        assert reply.status_code in (200, 503), reply.text
-        if reply.status_code == 200:
-            assert reply.json()["choices"] == whole
-            answered += 1
-    assert len(set(_servers()) - begun) == 1
-    wait_until_gone(left)
-
-
-def _servers() -> list[int]:
-    return workers(f"{sys.executable} -m vllm_cacheblend.launch")

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
 
+from vllm_cacheblend.backend import VLLMBackend
+
 from cacheblend_lab.reference import WEIGHTS_DIR as WEIGHTS
 from cacheblend_lab.reference.corpus import Example, examples
+from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.thoughts import Thinking
+from cacheblend_serve.backend import Asked
 from integrations.serve.tests.process import LEAST, VLLM, ServerProcess
 from integrations.vllm.tests.conftest import engine_answer, wait_until_gone
 
@@ -129,6 +137,44 @@ def test_what_was_acknowledged_is_there_when_the_server_was_killed(tmp_path: Pat
 
 def test_the_server_ends_when_vllm_does(tmp_path: Path) -> None:
     with serving(tmp_path / "kv", tmp_path / "log") as server:
-        os.kill(server.children()[0], signal.SIGKILL)
+        [core] = [pid for pid in server.children() if "EngineCore" in " ".join(psutil.Process(pid).cmdline())]
+        left = server.children()
+        os.kill(core, signal.SIGKILL)
         assert server.process.wait(60) != 0
-        assert "vLLM ended with status" in server.said()
+        wait_until_gone(left)
+
+
+class Saying:
+    """An engine that says what a test has it say."""
+
+    window = 4096
+
+    def __init__(self, said: Sequence[str]) -> None:
+        self._said = said
+        self.options: dict[str, Any] = {}
+
+    def own(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    async def stream(self, prompt: Any, options: dict[str, Any], limit: Any) -> AsyncGenerator[Any, None]:
+        self.options = options
+        for number, text in enumerate(self._said, start=1):
+            reason = "length" if number == len(self._said) else None
+            choice = SimpleNamespace(text=text, token_ids=[1], finish_reason=reason)
+            yield SimpleNamespace(outputs=[choice], num_cached_tokens=0)
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+async def test_a_stop_string_in_thoughts_ends_nothing(is_raw: bool) -> None:
+    said = ["<think>\nHe. ", "She.\n</th", "ink>\n\nShe ", "does. And", " more."]
+    thinking = Thinking("<think>", "</think>")
+    asked = Asked(BlendPrompt(segments=["Who?"]), None, 99, (". ",), 30, thinking=thinking, is_raw=is_raw)
+    with BlendEngine.from_pretrained("reference") as library:
+        speaking: Any = Saying(said)
+        *pieces, answer = [piece async for piece in VLLMBackend("reference", library, speaking).answer(library, asked)]
+    assert (speaking.options["stop"], speaking.options["skip_special_tokens"]) == ([], False)
+    assert isinstance(answer, Answer)
+    if is_raw:
+        assert "".join(map(str, pieces)) == answer.text == "".join(said[:4])
+    else:
+        assert (pieces, answer.text) == (["He. ", "She.", "She ", "does"], "She does")

@@ -1,4 +1,4 @@
-"""vLLM as backend of the server: a prompt goes to it in tokens, with the stored KV that it begins with."""
+"""vLLM as backend of the server: a prompt goes to it in tokens, with where the stored KV is that it begins with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio.to_thread
-from transformers import GenerationConfig
+from vllm.sampling_params import StructuredOutputsParams
 
 from cacheblend_rag.chat.answer import Answer, Ending
 from cacheblend_rag.config import BlendConfig
@@ -20,40 +20,28 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import StopCutter
 from cacheblend_serve.backend import Asked, Backend
 from vllm_cacheblend.asking import tokens_prompt, transfer_params
-from vllm_cacheblend.client import TimeLimit, VLLMClient
+from vllm_cacheblend.engine import TimeLimit, VLLMEngine
 from vllm_cacheblend.library import VLLMLibrary
 from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 
-__all__ = ["VLLMBackend"]
+__all__ = ["VLLMBackend", "check_ratio"]
 
 # What vLLM is told as it is asked.
-_GIVEN = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")
+_GIVEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
 class VLLMBackend(Backend):
-    """Answers with a server of vLLM, which batches all requests.
+    """Answers with vLLM, which batches all requests; who made the library, the first tenant's, and the engine closes them."""
 
-    Parameters
-    ----------
-    model_name : str
-        What clients call the model.
-    library : VLLMLibrary
-        The chunks of the first tenant. Who made it closes it.
-    client : VLLMClient
-        The server.
-    own : GenerationConfig
-        How the model decodes where a request does not say.
-    """
-
-    def __init__(self, model_name: str, library: VLLMLibrary, client: VLLMClient, own: GenerationConfig) -> None:
+    def __init__(self, model_name: str, library: VLLMLibrary, engine: VLLMEngine) -> None:
         super().__init__(model_name, library)
-        self._client = client
-        self._own = own
+        self._engine = engine
+        self._own, self._drawn = engine.own()
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, as the model's own settings say."""
-        return token_ids(self._own.eos_token_id)
+        return token_ids(self._own.get("eos_token_id"))
 
     @property
     def blend(self) -> BlendConfig:
@@ -62,14 +50,10 @@ class VLLMBackend(Backend):
 
     def is_ready(self) -> bool:
         """Return whether vLLM answers."""
-        return self._client.is_up()
+        return self._engine.is_up()
 
     async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
-        if asked.recompute_ratio:
-            raise ConfigError(
-                f"recompute_ratio={asked.recompute_ratio} is not possible here: vLLM goes on after stored KV and recomputes "
-                "nothing in it; leave it out, or serve with --backend engine"
-            )
+        check_ratio(asked.recompute_ratio or 0)
         seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
         # A late request is told so at once, though what the thread encodes is encoded to its end.
         opening = anyio.to_thread.run_sync(stored_prefix, library, asked.prompt, abandon_on_cancel=True)
@@ -77,9 +61,9 @@ class VLLMBackend(Backend):
         seen.opened = time.perf_counter()
         # vLLM ends an answer without thoughts at its stop strings itself.
         cutter = StopCutter(asked.stop if asked.thinking else (), asked.thinking)
-        async with aclosing(self._client.stream(self._body(asked, prefix), limit)) as events:
-            async for event in events:
-                written = seen.take(event)
+        async with aclosing(self._engine.stream(tokens_prompt(prefix), self._options(asked, prefix), limit)) as outputs:
+            async for output in outputs:
+                written = seen.take(output)
                 shown = list(cutter.feed(written))
                 for piece in filter(None, [written]) if asked.is_raw else shown:
                     yield piece
@@ -93,29 +77,32 @@ class VLLMBackend(Backend):
         ending = Ending() if asked.is_raw or asked.thinking is None else Ending(asked.stop, None, asked.thinking)
         yield ending.read(GenerationResult(seen.text, (), prefix.token_ids, report, seen.reason))
 
-    def _body(self, asked: Asked, prefix: StoredPrefix) -> dict[str, Any]:
-        own = self._own
-        most = min(asked.max_tokens or own.max_new_tokens or asked.limit_tokens, asked.limit_tokens)
-        window = self._client.model().get("max_model_len")
-        body: dict[str, Any] = {
-            "prompt": (prompt := tokens_prompt(prefix))["prompt_token_ids"],
-            "cache_salt": prompt["cache_salt"],
-            "kv_transfer_params": transfer_params(prefix),
-            "max_tokens": most if window is None else max(1, min(most, window - len(prefix.token_ids))),
+    def _options(self, asked: Asked, prefix: StoredPrefix) -> dict[str, Any]:
+        """Return the answer's parameters of sampling."""
+        own = self._drawn
+        most = min(asked.max_tokens or own.get("max_tokens") or asked.limit_tokens, asked.limit_tokens)
+        options = own | {name: value for name in _GIVEN if (value := getattr(asked, name)) is not None}
+        if asked.temperature is None and not self._own.get("do_sample"):
+            # vLLM draws unless it is told not to.
+            options["temperature"] = 0
+        return options | {
+            "extra_args": {"kv_transfer_params": transfer_params(prefix)},
+            "max_tokens": max(1, min(most, self._engine.window - len(prefix.token_ids))),
             # Thoughts may hold them, and special tokens may be around thoughts.
             "stop": list(asked.stop) if asked.thinking is None else [],
             "skip_special_tokens": asked.thinking is None,
             "ignore_eos": asked.ignore_eos,
+            "structured_outputs": None if asked.grammar is None else StructuredOutputsParams(grammar=asked.grammar),
         }
-        body |= {name: value for name in _GIVEN if (value := getattr(asked, name)) is not None}
-        if asked.temperature is not None:
-            body["temperature"] = asked.temperature
-        elif not own.do_sample:
-            # vLLM draws unless it is told not to.
-            body["temperature"] = 0
-        if asked.grammar is not None:
-            body["structured_outputs"] = {"grammar": asked.grammar}
-        return body
+
+
+def check_ratio(ratio: float) -> None:
+    """Refuse to recompute."""
+    if ratio:
+        raise ConfigError(
+            f"recompute_ratio={ratio} is not possible with vLLM, which goes on after stored KV and recomputes nothing in it; "
+            "leave it out, or serve with --backend engine"
+        )
 
 
 @dataclass
@@ -129,35 +116,29 @@ class _Seen:
     text: str = ""
     reason: str = "stop"
     output_tokens: int = 0
-    cached_tokens: int | None = None
+    cached_tokens: int = 0
 
-    def take(self, event: dict[str, Any]) -> str:
-        """Take in an event, and return the piece of text that it brings."""
-        usage = event.get("usage")
-        if usage:
-            self.output_tokens = usage.get("completion_tokens") or 0
-            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if not event.get("choices"):
-            return ""
-        [choice] = event["choices"]
+    def take(self, output: Any) -> str:
+        """Take in one of vLLM's outputs, and return the piece of text that it brings."""
+        [choice] = output.outputs
         self.last = time.perf_counter()
         self.first = self.first or self.last
-        reason = choice.get("finish_reason")
-        if reason not in (None, "stop", "length"):
-            raise BackendError(f"vLLM cut the answer off (finish_reason={reason!r}); its log says why")
-        self.reason = reason or self.reason
-        piece = str(choice.get("text") or "")
-        self.text += piece
-        return piece
+        self.cached_tokens = output.num_cached_tokens or 0
+        self.output_tokens += len(choice.token_ids)
+        if choice.finish_reason not in (None, "stop", "length"):
+            raise BackendError(f"vLLM cut the answer off (finish_reason={choice.finish_reason!r}); its log says why")
+        self.reason = choice.finish_reason or self.reason
+        self.text += choice.text
+        return str(choice.text)
 
     def report(self, prefix: StoredPrefix) -> BlendReport:
         """Return what the answer cost."""
-        covered = prefix.num_stored if self.cached_tokens is None else min(self.cached_tokens, prefix.num_stored)
-        chunks, place = [], 0
-        head = prefix.num_stored - sum(chunk.tokens for chunk in prefix.chunks if chunk.hit)
+        chunks = []
+        place = prefix.num_stored - sum(chunk.tokens for chunk in prefix.chunks if chunk.hit)
         for chunk in prefix.chunks:
             place += chunk.tokens
-            if chunk.hit and head + place > covered + 1:
+            # The last token is computed in any case.
+            if chunk.hit and place > self.cached_tokens + 1:
                 chunk = replace(chunk, hit=False, reason="vLLM computed it; its log says why")
             chunks.append(chunk)
         context = sum(chunk.tokens for chunk in chunks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Sequence
@@ -25,38 +24,21 @@ __all__ = ["card_of", "precision_of"]
 _READ_BYTES = 1 << 24
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 # What the shapes of a model's KV and its rotation do not depend on, once a head has a size of its own.
-_SIDE_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 64,
-    "vocab_size_per_layer_input": 64,
-}
+_SIDES = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts"),
+    *("num_local_experts", "n_routed_experts", "vocab_size", "vocab_size_per_layer_input"),
+)
+_SIDE_SIZE = 64
 
 
-def precision_of(folder: Path, arguments: Sequence[str]) -> Precision:
-    """Return how vLLM runs a model: as the arguments say that it is started with, or the model's folder."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-q", "--quantization")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    asked, _ = parser.parse_known_args(arguments)
+def precision_of(folder: Path, quantization: str | None = None, kv_cache_dtype: str = "auto") -> Precision:
+    """Return how vLLM runs a model: as its options of these names say, or the model's folder."""
     said = getattr(AutoConfig.from_pretrained(str(folder)), "quantization_config", None)
-    return Precision(asked.quantization or (said and str(said["quant_method"])), asked.kv_cache_dtype)
+    return Precision(quantization or (said and str(said["quant_method"])), kv_cache_dtype)
 
 
 def card_of(folder: Path, config: EngineConfig, store: Path, precision: Precision = FULL) -> ModelCard:
-    """Return the card of a model, whose weights are read once for it; the store's folder keeps what was found.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model's KV cannot be moved.
-    """
+    """Return the card of a model, whose weights are read once for it; the store's folder keeps what was found."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     is_full = precision == FULL
@@ -93,9 +75,9 @@ def _outline(folder: Path, config: EngineConfig) -> PreTrainedModel:
     dtype = config.torch_dtype() or text.dtype or torch.bfloat16
     if getattr(text, "head_dim", None) is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
-    for name, size in _SIDE_SIZES.items():
+    for name in _SIDES:
         if isinstance(getattr(text, name, None), int):
-            setattr(text, name, size)
+            setattr(text, name, _SIDE_SIZE)
     for name in ("quantization_config", "pad_token_id"):
         if hasattr(text, name):
             setattr(text, name, None)

@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,35 +20,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError
+from cacheblend_rag.errors import BackendError, CacheBlendError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
-from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.tuning import usable_cores
-from vllm_cacheblend.asking import (
-    NAMES_VARIABLE,
-    PROBE,
-    REMOTE_VARIABLE,
-    Precision,
-    asked_pieces,
-    asked_spool,
-    says_proved,
-)
-from vllm_cacheblend.fitting import PROVED, check_blocks, check_fit
-from vllm_cacheblend.loading import Load, PrefixLoader, heads_of
-from vllm_cacheblend.slots import BlockIds, blocks_of, first_held, groups_of, slots_of
-from vllm_cacheblend.spooling import BlockReader, Spool, spool_path, write_spool
+from cacheblend_rag.store import open_store
+from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, Precision, asked_pieces, asked_spool
+from vllm_cacheblend.fitting import check_blocks, check_fit, check_release
+from vllm_cacheblend.loading import BlockIds, Load, first_held, groups_of, heads_of, load_prefix, slots_of
+from vllm_cacheblend.spooling import BlockReader, Spool, spool_folder, write_spool
 
 __all__ = ["CacheBlendConnector"]
 
 logger = logging.getLogger("vllm.cacheblend")
-
-_AHEAD = 2
 
 
 @dataclass
@@ -60,18 +46,6 @@ class _Step(KVConnectorMetadata):  # type: ignore[misc]
     spools: list[Spool] = field(default_factory=list)
 
 
-@dataclass
-class _Failures(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Requests whose KV could not be loaded, and how many of their first tokens can be."""
-
-    sound: dict[str, int]
-
-    def aggregate(self, other: _Failures) -> _Failures:
-        """Return the failures of two workers as one."""
-        least = {id: min(count, self.sound.get(id, count)) for id, count in other.sound.items()}
-        return _Failures(self.sound | least)
-
-
 class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Takes the KV that prompts begin with from a store of cacheblend-rag.
 
@@ -79,50 +53,35 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     Where all layers share a request's blocks, KV is loaded at the beginning of the step that goes on after it, and of what
     cannot be loaded vLLM is told the blocks. Where full and sliding layers have blocks of their own, vLLM takes back whole
-    requests only, and only those that wait for their KV: it is loaded a step before, and a request whose KV failed is promised
-    again what comes before the failed piece.
+    requests only, and only those that wait for their KV: it is loaded a step before, and a request whose KV failed is computed.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        check_release(vllm.__version__)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        card = ModelCard.from_dict(_given(extra, "card"))
-        check_fit(vllm_config, kv_cache_config, card, Precision(*_given(extra, "precision")))
+        self._card = card = ModelCard.from_dict(extra["card"])
+        check_fit(vllm_config, kv_cache_config, card, Precision(*extra["precision"]))
         self._groups = groups_of(kv_cache_config)
         self._waits = len(self._groups) > 1
-        self._store = self._opened(extra)
+        remote, names = (os.environ.get(name) or None for name in (REMOTE_VARIABLE, NAMES_VARIABLE))
+        self._store = open_store(extra["store"], int(extra["ram_bytes"]), remote=remote, names=names)
+        # Requests that waited for KV in vain: they are computed.
+        self._lost: set[str] = set()
         if role == KVConnectorRole.SCHEDULER:
-            self._is_proved = vllm.__version__.startswith(PROVED)
-            if not self._is_proved:
-                logger.warning(
-                    "this is vLLM %s, and this connector was proved with %s: it brings no KV until the probe has passed, which "
-                    "`cacheblend-rag serve` asks for at its start, and vllm_cacheblend.prove(llm) elsewhere",
-                    vllm.__version__,
-                    ", ".join(PROVED),
-                )
             self._matched: dict[str, Load] = {}
             self._next = _Step()
-            # Of requests whose KV could not be loaded, how many tokens can be.
-            self._sound: dict[str, int] = {}
             # Requests whose KV is to be written, until it is.
             self._spooled: dict[str, Spool] = {}
         else:
-            self._card = card
             self._failed: set[int] = set()
-            # Requests that waited for their KV, and the failed ones of them.
+            # Requests that waited for their KV.
             self._ended: set[str] = set()
-            self._failures: dict[str, int] = {}
-            self._loader: PrefixLoader | None = None
             self._reader = BlockReader(card.dtype)
             self._attention = vllm_config.compilation_config.static_forward_context
-            self._spool = None if extra.get("spool") is None else Path(extra["spool"])
+            self._spool = spool_folder(extra["store"])
             # What was read of requests whose prompts are computed in several steps.
             self._read: dict[str, list[dict[int, LayerKV]]] = {}
-
-    @staticmethod
-    def _opened(extra: Mapping[str, Any]) -> KVStore:
-        remote, names = (os.environ.get(name) or None for name in (REMOTE_VARIABLE, NAMES_VARIABLE))
-        return open_store(_given(extra, "store"), int(extra.get("ram_bytes", 1 << 30)), remote=remote, names=names)
 
     def shutdown(self) -> None:
         """Close the store."""
@@ -131,9 +90,8 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     # In the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        """Note a request whose KV is to be written, and the one which says that the probe has passed."""
+        """Note a request whose KV is to be written."""
         try:
-            self._is_proved |= says_proved(request.kv_transfer_params)
             name = asked_spool(request.kv_transfer_params)
             if name is not None:
                 id = request.request_id
@@ -158,17 +116,14 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def _match(self, request: Any, computed: int) -> Load | None:
         asked = asked_pieces(request.kv_transfer_params)
-        if asked is None:
+        if asked is None or request.request_id in self._lost:
             return None
         namespace, pieces = asked
-        if not (self._is_proved or namespace.startswith(PROBE)):
-            return None
         held = self._store.holds([piece.key for piece in pieces])
         missing = held.index(False) if False in held else len(held)
         ids = request.prompt_token_ids
         # The last token is computed in any case, for its logits.
-        stop = min(sum(piece.count for piece in pieces[:missing]), len(ids) - 1)
-        stop = min(stop, self._sound.get(request.request_id, stop))
+        stop = min(sum(piece.tokens for piece in pieces[:missing]), len(ids) - 1)
         if stop <= computed:
             return None
         return Load(tuple(ids[:stop]), namespace, pieces[:missing], computed, stop, request.request_id)
@@ -177,13 +132,11 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """Note which blocks a request has got for what is loaded."""
         load = self._matched.pop(request.request_id, None)
         if load is not None and num_external_tokens:
-            self._next.loads.append(load.into(blocks.get_block_ids()))
+            self._next.loads.append(replace(load, block_ids=tuple(map(tuple, blocks.get_block_ids()))))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note what could not be loaded: it is promised no more."""
-        failures = connector_output.kv_connector_worker_meta
-        if isinstance(failures, _Failures):
-            self._sound |= failures.sound
+        self._lost |= connector_output.failed_recving
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return what the workers load before the next step."""
@@ -209,8 +162,9 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks are free at once."""
-        for noted in (self._matched, self._spooled, self._sound):
-            noted.pop(request.request_id, None)
+        self._matched.pop(request.request_id, None)
+        self._spooled.pop(request.request_id, None)
+        self._lost.discard(request.request_id)
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -231,28 +185,25 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             except Exception as error:
                 _log("stored KV is computed instead", error)
                 if self._waits:
-                    self._failures[load.request_id] = load.sound(error)
+                    self._lost.add(load.request_id)
                 else:
                     [block_ids] = load.block_ids
-                    self._failed.update(blocks_of(block_ids, self._groups[0].block_size, load.first, load.stop))
+                    size = self._groups[0].block_size
+                    self._failed.update(block_ids[load.first // size : -(-load.stop // size)])
             if self._waits:
                 self._ended.add(load.request_id)
 
     def _bring(self, load: Load) -> None:
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         places = {number: place for number, *place in self._places(load.block_ids, load.first, load.stop)}
-        device = places[0][0].kv_cache.device
-        if self._loader is None:
-            # On a core of its own a worker loads by itself: a thread would take its turns from it.
-            threads = 2 if usable_cores() > 1 else 0
-            self._loader = PrefixLoader(self._store, replace(self._card, device=device), _AHEAD, threads)
+        card = replace(self._card, device=places[0][0].kv_cache.device)
 
         def write(number: int, kv: LayerKV) -> None:
             layer, slots = places[number]
             kept = LayerKV(*(heads_of(part, rank, ranks)[:, part.shape[1] - len(slots) :] for part in kv))
             _put(layer, kept, slots)
 
-        self._loader.load(load, write)
+        load_prefix(self._store, card, load, write)
 
     def _places(self, block_ids: BlockIds, first: int, stop: int) -> Iterator[tuple[int, Any, torch.Tensor]]:
         """Yield each layer's number, the layer, and the slots of those of a request's tokens that it still has blocks for."""
@@ -275,11 +226,9 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 self._take(spool)
             except Exception as error:
                 self._read.pop(spool.request_id, None)
-                _log("KV is not written to the spool", error)
+                _log("the KV of a prompt is not written", error)
 
     def _take(self, spool: Spool) -> None:
-        if self._spool is None:
-            raise ConfigError("this server was given no folder to write KV to; give kv_transfer_config a spool")
         read = self._read.setdefault(spool.request_id, [])
         places = self._places(spool.block_ids, spool.first, spool.stop)
         read.append({number: self._reader.rows(layer, slots) for number, layer, slots in places})
@@ -292,10 +241,8 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 for number in read[0]
             }
             if any(kv.keys.shape[1] != spool.count for kv in layers.values()):
-                raise BackendError(
-                    f"of the {spool.count} tokens of request {spool.request_id} some had no block any more"
-                )
-            write_spool(spool_path(self._spool, spool.name, get_tensor_model_parallel_rank()), layers)
+                raise BackendError(f"of {spool.count} tokens some had no block any more")
+            write_spool(self._spool, spool.name, get_tensor_model_parallel_rank(), layers)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be filled since the last call; vLLM computes them."""
@@ -306,13 +253,9 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """Return the requests that waited for their KV since the last call; vLLM asks anew for the failed ones."""
         for id in finished_req_ids:
             self._read.pop(id, None)
-        ended, self._ended = self._ended, set()
-        return KVConnectorTransferResults(finished_recving=ended, failed_recving=ended & self._failures.keys())
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what failed since the last call."""
-        failures, self._failures = self._failures, {}
-        return _Failures(failures) if failures else None
+        ended, lost = self._ended, self._lost
+        self._ended, self._lost = set(), set()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=lost)
 
 
 def _put(layer: Any, kv: LayerKV, slots: torch.Tensor) -> None:
@@ -325,9 +268,3 @@ def _put(layer: Any, kv: LayerKV, slots: torch.Tensor) -> None:
 def _log(what: str, error: Exception) -> None:
     # Readers of an unforeseen error need to know where it arose.
     logger.warning("%s: %s", what, error, exc_info=None if isinstance(error, CacheBlendError) else error)
-
-
-def _given(extra: Mapping[str, Any], name: str) -> Any:
-    if name not in extra:
-        raise ConfigError(f"kv_connector_extra_config has no {name!r}; make it by vllm_cacheblend.kv_transfer_config")
-    return extra[name]

@@ -1,21 +1,79 @@
-"""The chunks of a model that vLLM serves: this process has its tokenizer, and its weights nowhere."""
+"""The chunks of a model that vLLM serves: this process has its tokenizer, and its weights nowhere; vLLM computes KV itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.engine.scheduler import Patience, Scheduler
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.tuning import Tuning
-from vllm_cacheblend.encoding import VLLMEncoder, Warm
+from vllm_cacheblend.spooling import read_spool, remove_spool, spool_folder
 
-__all__ = ["VLLMLibrary"]
+__all__ = ["VLLMEncoder", "VLLMLibrary", "Warm"]
+
+
+Warm = Callable[[Sequence[tuple[str, tuple[int, ...]]], str, bool], None]
+"""Has vLLM compute prompts, each with `spool_params` of its name, and returns when all are done.
+
+It gets names and token ids; the `cache_salt` of all, since vLLM shares what it computes among prompts of equal salts only; and
+whether an answer waits for them: others come after all that are answered.
+"""
+
+
+class VLLMEncoder(ChunkEncoder):
+    """Computes the KV of chunks by requests to vLLM, one for each text that is read in one go.
+
+    What two readings of one encoder begin with alike vLLM's own prefix cache has.
+    """
+
+    def __init__(self, card: ModelCard, preamble: Sequence[int], batch_tokens: int, spool: Path, warm: Warm) -> None:
+        super().__init__(card, preamble, batch_tokens)
+        self._heads = [heads for heads, _, _ in card.shapes]
+        self._spool = spool
+        self._warm = warm
+        # A secret: how long a text takes must not tell one tenant what another has added.
+        self._salt = secrets.token_hex(16)
+
+    def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
+        if any(target.positions is not None for target in targets):
+            raise PromptError(
+                "the chunks have positions, as in a schema, but vLLM places tokens one after the other; add "
+                "them through an engine in this process"
+            )
+        for batch in self.batches(targets):
+            steps = [step for reading in batch for step in reading]
+            read = self._read([self.preamble + sequence for sequence, _ in steps])
+            yield [
+                (index, self.cut_out(layers, targets[index]))
+                for (_, indices), layers in zip(steps, read, strict=True)
+                for index in indices
+            ]
+
+    def head(self, token_ids: Sequence[int]) -> ChunkKV:
+        [layers] = self._read([tuple(token_ids)], is_awaited=True)
+        return ChunkKV(tuple(token_ids), 0, layers)
+
+    def _read(self, prompts: Sequence[tuple[int, ...]], is_awaited: bool = False) -> Iterator[list[LayerKV]]:
+        names = [uuid.uuid4().hex for _ in prompts]
+        try:
+            self._warm(list(zip(names, prompts, strict=True)), self._salt, is_awaited)
+            for name in names:
+                yield read_spool(self._spool, name, self._heads)
+        finally:
+            # What was written before one of them failed.
+            for name in names:
+                remove_spool(self._spool, name)
 
 
 class _NoLock(Scheduler):
@@ -46,15 +104,11 @@ class VLLMLibrary(ChunkLibrary):
     tokenizer : Any
         Its tokenizer.
     store : KVStore
-        The store that vLLM was told of; who opened it closes it.
-    spool : Path
-        The folder that vLLM writes to.
+        The store that vLLM was told of, in a folder; who opened it closes it.
     warm : Warm
         Asks vLLM to compute prompts.
     config : EngineConfig, optional
         The settings; by default those of the environment.
-    tuning : Tuning, optional
-        How much is asked for at once.
     num_embeddings : int, optional
         How many tokens the model knows, from 0 on; by default as many as its tokenizer. Any other ends vLLM.
     """
@@ -64,21 +118,21 @@ class VLLMLibrary(ChunkLibrary):
         card: ModelCard,
         tokenizer: Any,
         store: KVStore,
-        spool: Path,
         warm: Warm,
         *,
         config: EngineConfig | None = None,
-        tuning: Tuning | None = None,
         num_embeddings: int | None = None,
     ) -> None:
-        config, tuning = EngineConfig.of(config), tuning or Tuning()
+        if store.path is None:
+            raise ConfigError("the store is in RAM alone, where vLLM cannot see it; open it in a folder")
+        tuning, spool = Tuning(), spool_folder(store.path)
         super().__init__(
             tokenizer,
             card.identity,
             card,
             card.window,
             store,
-            config,
+            EngineConfig.of(config),
             tuning,
             lambda preamble: VLLMEncoder(card, preamble, tuning.encode_batch_tokens, spool, warm),
             card.num_kv_layers,
@@ -86,13 +140,13 @@ class VLLMLibrary(ChunkLibrary):
             num_embeddings,
         )
         self.card = card
-        self._parts = (store, spool, warm)
-        self._options: dict[str, Any] = {"tuning": tuning, "num_embeddings": num_embeddings}
+        self._parts = (store, warm)
+        self._num_embeddings = num_embeddings
 
     def for_tenant(self, tenant: str) -> VLLMLibrary:
         """Return the library of another tenant over this one's store and server; close it before this one."""
         config = self.config.replace(tenant=tenant)
-        return VLLMLibrary(self.card, self.tokenizer, *self._parts, config=config, **self._options)
+        return VLLMLibrary(self.card, self.tokenizer, *self._parts, config=config, num_embeddings=self._num_embeddings)
 
     def _check_model(self) -> None:
         # vLLM refuses to start with another model than the card's.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import ChunkLibrary
@@ -15,23 +18,12 @@ from cacheblend_rag.report import ChunkReport
 __all__ = ["PrefixPiece", "StoredPrefix", "stored_prefix"]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixPiece:
-    """Tokens of a prompt whose KV is stored.
+class PrefixPiece(NamedTuple):
+    """Tokens of a prompt whose KV is stored: so many of those under a key, from one of them on."""
 
-    Attributes
-    ----------
-    key : str
-        Where the KV is.
-    first : int
-        Which of the tokens under that key is the first to stand here.
-    count : int
-        How many of them stand here.
-    """
-
-    key: str
-    first: int
-    count: int
+    key: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
+    first: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,7 @@ class StoredPrefix:
     @property
     def num_stored(self) -> int:
         """Number of tokens that the pieces cover."""
-        return sum(piece.count for piece in self.pieces)
+        return sum(piece.tokens for piece in self.pieces)
 
     @property
     def salt(self) -> str:
@@ -71,7 +63,7 @@ class StoredPrefix:
         """
         whole = hashlib.blake2b(self.namespace.encode(), digest_size=16)
         for piece in self.pieces:
-            whole.update(f"|{piece.key}:{piece.first}:{piece.count}".encode())
+            whole.update(f"|{piece.key}:{piece.first}:{piece.tokens}".encode())
         return whole.hexdigest()
 
 
@@ -81,31 +73,17 @@ def stored_prefix(library: ChunkLibrary, prompt: BlendPrompt) -> StoredPrefix:
     That is what stands before the first chunk, which is encoded now if it is new, and the chunks up to the first whose KV is
     missing, or after which text stands that KV does not cover. What is missing is encoded in the background.
 
-    Parameters
-    ----------
-    library : ChunkLibrary
-        A `BlendEngine`, or what has the chunks of a model that vLLM serves.
-    prompt : BlendPrompt
-        The prompt.
-
-    Returns
-    -------
-    StoredPrefix
-        Its tokens, and where the KV of the first of them is.
-
-    Raises
-    ------
-    PromptError
-        As for `BlendEngine.generate`.
+    `library` is a `BlendEngine`, or the `VLLMLibrary` of a model that vLLM serves. `PromptError` as for `BlendEngine.generate`.
     """
     found, held = library.look_up(prompt)
     namespace = library.namespace
-    if library.unsupported_reason is not None:
-        return _prefix(found, namespace, (), library.unsupported_reason)
+    none = library.unsupported_reason
     if found.places is not None:
-        return _prefix(found, namespace, (), "the prompt places its segments itself")
-    if not found.chunks:
-        return _prefix(found, namespace, (), "none of its chunks is served from stored KV")
+        none = "the prompt places its segments itself"
+    elif not found.chunks:
+        none = none or "none of its chunks is served from stored KV"
+    if none is not None:
+        return _prefix(found, namespace, (), none)
     head = found.leading_ids
     pieces = [PrefixPiece(chunk_key(namespace, head, is_head=True), 0, len(head))] if head else []
     pieces += [PrefixPiece(chunk.key, chunk.first, len(chunk)) for chunk in found.chunks]
@@ -114,10 +92,9 @@ def stored_prefix(library: ChunkLibrary, prompt: BlendPrompt) -> StoredPrefix:
     # Text between two chunks whose KV does not cover it is computed, and so is all that follows.
     for number, (one, other) in enumerate(pairwise(found.chunks), start=1 + bool(head)):
         if one.stop != other.start:
-            text = "a chunk that is computed" if _between(found, one.stop, other.start) else "text"
             ends = (
-                f"between {names[number - 1]} and {names[number]} stands {text}; KV covers what EngineConfig.separator says at "
-                "most, and that as it was when the chunks were added"
+                f"between {names[number - 1]} and {names[number]} stands text, or a chunk, that is computed; KV covers what "
+                "EngineConfig.separator says at most, and that as it was when the chunks were added"
             )
             pieces = pieces[:number]
             break
@@ -128,14 +105,10 @@ def stored_prefix(library: ChunkLibrary, prompt: BlendPrompt) -> StoredPrefix:
 
 
 def _prefix(prompt: AssembledPrompt, namespace: str, pieces: tuple[PrefixPiece, ...], ends: str) -> StoredPrefix:
-    covered = sum(piece.count for piece in pieces)
+    covered = sum(piece.tokens for piece in pieces)
     chunks = []
     for chunk in sorted((*prompt.chunks, *prompt.computed), key=lambda chunk: chunk.start):
         is_hit = chunk.stop <= covered and chunk.computed is None
         reason = None if is_hit else chunk.note or f"the prefix ends before it: {ends}"
         chunks.append(ChunkReport(chunk.id, len(chunk), is_hit, reason=reason))
     return StoredPrefix(prompt.layout.token_ids, pieces, namespace, ends, tuple(chunks))
-
-
-def _between(prompt: AssembledPrompt, start: int, stop: int) -> bool:
-    return any(start <= chunk.start < stop for chunk in prompt.computed)

@@ -1,11 +1,9 @@
-"""Spooling from vLLM's paged cache to a file: KV that vLLM computed of a prompt, for the store."""
+"""Spooling: KV that vLLM computed of a prompt, read out of its blocks and handed to the store's process in a file."""
 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,32 +12,21 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cacheblend_rag.errors import BackendError, ConfigError
+from cacheblend_rag.errors import BackendError
 from cacheblend_rag.kv import LayerKV
-from vllm_cacheblend.slots import BlockIds
+from vllm_cacheblend.loading import BlockIds
 
-__all__ = ["BlockReader", "Spool", "own_folder", "read_spool", "remove_spool", "spool_path", "write_spool"]
+__all__ = ["BASE", "BlockReader", "Spool", "read_spool", "remove_spool", "spool_folder", "write_spool"]
 
-# Numbers below these are exact in every dtype of two bytes or more, and in every one of one byte.
-_BASE, _BASE_OF_BYTES = 128, 8
+BASE = 8
+"""Whole numbers below it are exact in every dtype of KV, those of one byte too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spool:
     """The KV of a request's prompt, which is to be written to a file as it is computed.
 
-    Attributes
-    ----------
-    request_id : str
-        Whose it is.
-    name : str
-        The file's name.
-    count : int
-        How many tokens the prompt has.
-    first, stop : int
-        Which of them are read now; those before `first` were read before.
-    block_ids : BlockIds
-        The request's blocks.
+    `first` to `stop` are the tokens that are read now, of `count`; those before were read before.
     """
 
     request_id: str
@@ -54,12 +41,7 @@ class BlockReader:
     """Reads tokens out of a layer's blocks, however the backend lays these out.
 
     The backend has a writer and no reader. Where its writer puts each number is found out by having it write numbered ones into
-    a block of its own.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        The model's, in which KV is written and read; blocks may keep it in fewer bits.
+    a block of its own. KV is written and read in the model's dtype; blocks may keep it in fewer bits.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -67,13 +49,7 @@ class BlockReader:
         self._orders: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def rows(self, layer: Any, slots: torch.Tensor) -> LayerKV:
-        """Return the KV in some slots of a layer of vLLM's.
-
-        Returns
-        -------
-        LayerKV
-            ``(num_kv_heads, len(slots), head_dim)`` each, on the CPU, as this rank has them.
-        """
+        """Return this rank's KV in some slots of a layer of vLLM's, ``(num_kv_heads, len(slots), head_dim)``, on the CPU."""
         cache, heads, size = layer.kv_cache, layer.num_kv_heads, layer.head_size
         # The backend's own blocks may be parts of those that vLLM counts in.
         block_size = cache[0].numel() // (2 * heads * size)
@@ -87,10 +63,9 @@ class BlockReader:
         return LayerKV(keys, values)
 
     def exact(self, layer: Any, numbers: torch.Tensor) -> LayerKV:
-        """Return KV made of whole numbers, ``(2, ...)``, such as a layer's blocks keep exactly."""
-        kind, scales = _kept_as(layer)
-        base = _BASE if kind.itemsize > 1 else _BASE_OF_BYTES
-        return LayerKV(*((part % base * scale).to(self._dtype) for part, scale in zip(numbers, scales, strict=True)))
+        """Return KV of whole numbers below `BASE`, ``(2, ...)``, which a layer's blocks keep exactly."""
+        _, scales = _kept_as(layer)
+        return LayerKV(*((part * scale).to(self._dtype) for part, scale in zip(numbers, scales, strict=True)))
 
     def _order(self, layer: Any, block_size: int) -> torch.Tensor:
         """Return at which place of a block, flattened, each number is: keys and then values, ``(2, tokens, heads, head_dim)``."""
@@ -102,13 +77,13 @@ class BlockReader:
             slots = torch.arange(block_size, device=cache.device)
             found = torch.zeros_like(cache[:1].flatten(), dtype=torch.int64)
             kind, _ = _kept_as(layer)
-            place, base = 1, _BASE if kind.itemsize > 1 else _BASE_OF_BYTES
+            place = 1
             while place <= len(numbers):
                 scratch = torch.zeros_like(cache[:1])
-                keys, values = self.exact(layer, (numbers // place).view(shape))
+                keys, values = self.exact(layer, (numbers // place % BASE).view(shape))
                 layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), scratch, slots)
                 found += scratch.flatten().view(kind).float().to(torch.int64) * place
-                place *= base
+                place *= BASE
             self._orders[known] = found.argsort()
         return self._orders[known]
 
@@ -122,84 +97,42 @@ def _kept_as(layer: Any) -> tuple[torch.dtype, tuple[float, float]]:
     return kind, (layer._k_scale_float, layer._v_scale_float)
 
 
-def own_folder(path: Path) -> Path:
-    """Return a folder that only this user can open, made if nothing is there.
-
-    Raises
-    ------
-    ConfigError
-        If what is there is something else, made by a user who wants to read the KV, or to change it.
-    """
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    # Of a link itself, not of what it leads to.
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{path}, to which vLLM writes KV, must be a folder of the user {os.getuid()} that no other can open "
-            f"(drwx------), and is {stat.filemode(found.st_mode)}, of the user {found.st_uid}; remove it"
-        )
-    return path
+def spool_folder(store: str | Path) -> Path:
+    """Return the folder in a store's that vLLM writes to: only those open it who may read the store, which clears it up."""
+    return Path(store) / "tmp"
 
 
-def spool_path(folder: Path, name: str, rank: int) -> Path:
-    """Return the file of a tensor-parallel rank."""
-    return folder / f"{name}.{rank}.safetensors"
-
-
-def write_spool(path: Path, layers: Mapping[int, LayerKV]) -> None:
-    """Write layers to a file, which is there when it is whole."""
-    tensors = {
-        f"{part}.{number}": tensor
-        for number, kv in layers.items()
-        for part, tensor in zip(("keys", "values"), kv, strict=True)
-    }
-    temporary = path.with_suffix(".tmp")
+def write_spool(folder: Path, name: str, rank: int, layers: Mapping[int, LayerKV]) -> None:
+    """Write the layers of a tensor-parallel rank to a file, which is there when it is whole."""
+    tensors = {f"keys.{number}": kv.keys for number, kv in layers.items()}
+    tensors |= {f"values.{number}": kv.values for number, kv in layers.items()}
+    temporary = folder / f"{name}.{rank:03}.part"
     save_file(tensors, temporary)
-    os.replace(temporary, path)
+    os.replace(temporary, temporary.with_suffix(".safetensors"))
 
 
 def read_spool(folder: Path, name: str, heads: Sequence[int]) -> list[LayerKV]:
     """Return the layers that all ranks wrote, ``(num_kv_heads, count, head_dim)`` each, and remove the files in any case.
 
-    Parameters
-    ----------
-    folder : Path
-        Where they are.
-    name : str
-        Their name.
-    heads : sequence of int
-        How many KV heads each layer has. Where that is less than there are ranks, several ranks have the same.
-
-    Raises
-    ------
-    BackendError
-        If nothing was written, or what was written cannot be read.
+    `heads` is how many KV heads each layer has. Where that is less than there are ranks, several ranks have the same.
     """
-    paths = sorted(folder.glob(f"{name}.*.safetensors"), key=lambda path: int(path.name.split(".")[-2]))
-    if not paths:
-        raise BackendError(f"vLLM wrote no {spool_path(folder, name, 0)}; its log says why")
     try:
-        return _joined([load_file(path) for path in paths], heads)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        ranks = [load_file(path) for path in sorted(folder.glob(f"{name}.*.safetensors"))]
+        layers = []
+        for number, count in enumerate(heads):
+            parts = [rank for place, rank in enumerate(ranks) if place % max(1, len(ranks) // count) == 0]
+            kv = LayerKV(*(torch.cat([rank[f"{part}.{number}"] for rank in parts]) for part in ("keys", "values")))
+            if len(kv.keys) != count:
+                raise ValueError(f"layer {number} has {len(kv.keys)} KV heads instead of {count}")
+            layers.append(kv)
+        return layers
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise BackendError(
-            f"what vLLM wrote to {folder} under {name} cannot be read ({type(error).__name__}: {error}); add the chunks again"
+            f"what vLLM wrote to {folder} under {name} is not there or not whole ({type(error).__name__}: {error}); its log says "
+            "why; add the chunks again"
         ) from error
     finally:
         remove_spool(folder, name)
-
-
-def _joined(ranks: Sequence[Mapping[str, torch.Tensor]], heads: Sequence[int]) -> list[LayerKV]:
-    """Return layers with the heads of all ranks; KeyError or ValueError if some are missing."""
-    layers = []
-    for number, count in enumerate(heads):
-        step = max(1, len(ranks) // count)
-        parts = [[rank[f"{part}.{number}"] for rank in ranks[::step]] for part in ("keys", "values")]
-        kv = LayerKV(*(torch.cat(part) for part in parts))
-        if len(kv.keys) != count:
-            raise ValueError(f"layer {number} has {len(kv.keys)} KV heads instead of {count}")
-        layers.append(kv)
-    return layers
 
 
 def remove_spool(folder: Path, name: str) -> None:
