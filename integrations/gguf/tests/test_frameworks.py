@@ -1,6 +1,5 @@
 """LangChain's own suites, LlamaIndex, and openai-python against a server, with a GGUF model behind them."""
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from pydantic import BaseModel
 
-from cacheblend_gguf import GGUFEngine
+from cacheblend_gguf import GGUFEngine, LlamaOptions
+from cacheblend_gguf.llama import Llama
 from cacheblend_rag import EngineConfig
 from cacheblend_rag.chunk import BLANK_LINE
 from integrations.gguf.tests.kit import smollm
@@ -45,11 +45,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFEngine]:
 
 
 @pytest.fixture(scope="module")
-def tool_engine(reference: GGUFEngine) -> Iterator[GGUFEngine]:
-    tokenizer = copy.deepcopy(reference.tokenizer)
-    tokenizer.chat_template = TOOL_TEMPLATE.replace("<|", "<|im_start|>").replace("|>\n", "\n")
-    with GGUFEngine(reference.llama, tokenizer, decoding=reference._decoding) as engine:
+def tool_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFEngine]:
+    llama = Llama(smollm(tmp_path_factory.mktemp("model")), LlamaOptions(n_ctx=2048, n_threads=2))
+    llama.tokenizer.chat_template = TOOL_TEMPLATE.replace("<|", "<|im_start|>").replace("|>\n", "\n")
+    with GGUFEngine(llama) as engine:
         yield engine
+    llama.close()
 
 
 @pytest.fixture(scope="module")
