@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +22,14 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from cacheblend_gguf.llama import Llama
 from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
 from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
 from cacheblend_rag.store import KVReader
+
+if TYPE_CHECKING:
+    from cacheblend_gguf.llama import Llama
 
 __all__ = ["Answering", "Decoding", "processors"]
 
@@ -98,11 +100,6 @@ class Answering:
         """Which share of its chunks is recomputed; None where all is computed as text."""
         request = self.request
         return None if request.recomputed is None or request.plan is None else request.plan.ratio
-
-    @property
-    def cells(self) -> int:
-        """Cells that the prompt and the answer take at most."""
-        return len(self.request.prompt.layout) + self.limit
 
     def shared(self) -> tuple[int | None, int]:
         """Return the sequence of an earlier prompt that this one begins like, and how many rows, if there is one."""
@@ -206,7 +203,9 @@ class Decoding:
         while self._waiting:
             answering = self._waiting[0]
             if not answering.done.cancelled():
-                sequence = self._llama.begin(answering.cells, *answering.shared())
+                sequence = self._llama.begin(
+                    len(answering.request.prompt.layout) + answering.limit, *answering.shared()
+                )
                 if sequence is None:
                     return
                 answering.sequence = sequence

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_gguf.decoding import Decoding, processors
+from cacheblend_gguf.decoding import processors
 from cacheblend_gguf.encoding import LlamaEncoder
 from cacheblend_gguf.files import find_file
 from cacheblend_gguf.llama import Llama, LlamaOptions
@@ -40,8 +40,6 @@ class GGUFEngine(AnsweringLibrary):
         The model.
     config, blend, store, tenant, tuning
         As for `BlendEngine`.
-    decoding : Decoding, optional
-        What decodes the answers of all engines over the model.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class GGUFEngine(AnsweringLibrary):
         store: KVStore | str | Path | None = None,
         tenant: str | None = None,
         tuning: Tuning | None = None,
-        decoding: Decoding | None = None,
     ) -> None:
         config = EngineConfig.of(config)
         config = config if tenant is None else config.replace(tenant=tenant)
@@ -65,13 +62,9 @@ class GGUFEngine(AnsweringLibrary):
         opened = open_engine_store(store, config, self.tuning, None)
         self._owns_store = opened is not store
         identity = uuid.uuid4().hex if opened.is_private else llama.digest()
-        rows = [row for layer in llama.form.layers for row in layer]
-        dtypes = {row.dtype for row in rows}
-        # Its sizes are all that is asked of a decoder elsewhere; where types differ, in bytes.
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        widths = [row.nbytes // dtype.itemsize for row in rows]
-        shapes = tuple((1, keys, values) for keys, values in zip(widths[::2], widths[1::2], strict=True))
-        card = ModelCard(identity, llama.window, dtype, shapes, (None,) * len(shapes))
+        # Its sizes, in bytes, are all that is asked of a decoder elsewhere.
+        shapes = tuple((1, keys.nbytes, values.nbytes) for keys, values in llama.form.layers)
+        card = ModelCard(identity, llama.window, torch.uint8, shapes, (None,) * len(shapes))
         self.decoder = card  # type: ignore[assignment]
         super().__init__(
             llama.tokenizer,
@@ -88,8 +81,7 @@ class GGUFEngine(AnsweringLibrary):
         )
         self._assembler.window_hint = llama.window_hint
         self._prefixes = PrefixCache(self._answering, self.namespace, config.prefix_bytes, llama.kept, llama.cut)
-        self._decoding = Decoding(llama) if decoding is None else decoding
-        self._llama_runner = LlamaRunner(llama, llama.tokenizer, self._supply, self._prefixes, self._decoding)
+        self._llama_runner = LlamaRunner(llama, self._supply, self._prefixes)
         self._many = self._runner = self._llama_runner  # type: ignore[assignment]
         self._owns_llama = False
 
@@ -135,7 +127,7 @@ class GGUFEngine(AnsweringLibrary):
 
     def another(self, **settings: Any) -> GGUFEngine:
         """Return an engine with settings of its own over this one's model; close it before this one."""
-        engine = GGUFEngine(self.llama, decoding=self._decoding, **settings)
+        engine = GGUFEngine(self.llama, **settings)
         engine.model_name = self.model_name
         return engine
 

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from cacheblend_gguf.decoding import Decoding
 from cacheblend_gguf.files import parts_of
 from cacheblend_gguf.state import join_state, split_state
 from cacheblend_gguf.tokenizer import LlamaTokenizer
@@ -103,6 +104,8 @@ class Llama:
         The form of its KV.
     row_bytes : int
         Bytes of the KV of a token.
+    decoding : Decoding
+        What decodes the answers of all engines over it.
     cells : int
         Tokens that all sequences together can have.
 
@@ -149,6 +152,7 @@ class Llama:
                 "chunks cannot be stored; use llama.cpp alone for it"
             )
         self.scheduler = Scheduler()
+        self.decoding = Decoding(self)
         # This thread's workers end with it.
         with self.scheduler:
             self._look()

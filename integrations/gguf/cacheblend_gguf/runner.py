@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cacheblend_gguf.decoding import Answering, Decoding, processors
+from cacheblend_gguf.decoding import Answering, processors
 from cacheblend_gguf.llama import HEAD_CELLS, Llama
 from cacheblend_rag.engine import GenerationResult, StopStrings
 from cacheblend_rag.engine.decode import token_ids
@@ -35,11 +35,8 @@ class LlamaRunner:
 
     attachments = ()
 
-    def __init__(
-        self, llama: Llama, tokenizer: Any, supply: KVSupply, prefixes: PrefixCache, decoding: Decoding
-    ) -> None:
-        self._llama, self._tokenizer = llama, tokenizer
-        self._supply, self._prefixes, self._decoding = supply, prefixes, decoding
+    def __init__(self, llama: Llama, supply: KVSupply, prefixes: PrefixCache) -> None:
+        self._llama, self._tokenizer, self._supply, self._prefixes = llama, llama.tokenizer, supply, prefixes
 
     def answer(self, request: Request) -> GenerationResult:
         """Answer a prompt, together with those of other callers."""
@@ -47,7 +44,7 @@ class LlamaRunner:
         strings = options.get("stop_strings")
         stops = [StopStrings(self._tokenizer, strings)] if strings else []
         criteria = [*stops, *options.get("stopping_criteria", ())]
-        ends = {*(token_ids(options["eos_token_id"]) if "eos_token_id" in options else self._llama.tokenizer.end_ids)}
+        ends = {*(token_ids(options["eos_token_id"]) if "eos_token_id" in options else self._tokenizer.end_ids)}
         ends |= {id for each in criteria if isinstance(each, StopStrings) for id in each.ids}
         if request.streamer is not None:
             request.streamer.next_tokens_are_prompt = False
@@ -82,7 +79,7 @@ class LlamaRunner:
         while True:
             try:
                 answering = Answering(request, self._readers(request), limit, self._prefixes, **wanted)
-                self._decoding.answer(answering)
+                self._llama.decoding.answer(answering)
                 return answering
             except ChunkReadError as error:
                 # What cannot be read is a miss: the next round encodes the chunk anew.

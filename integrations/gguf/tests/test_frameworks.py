@@ -1,7 +1,6 @@
 """LangChain's own suites, LlamaIndex, and openai-python against a server, with a GGUF model behind them."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -100,15 +99,3 @@ def test_llama_index(reference: GGUFEngine) -> None:
     assert forms.structured_predict(Place, PromptTemplate("Where was {name} born?"), name="Mara").name
     index.delete_nodes([node.node_id for node in nodes])
     assert not reference.contains("n0")
-
-
-def test_the_two_lines(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "smol.gguf").symlink_to(smollm(tmp_path))
-    pytest.importorskip("cacheblend_gguf")
-    llm = BlendLLM(model=str(folder), model_kwargs={"n_ctx": 512, "type_k": "q8_0", "n_threads": 1})
-    assert isinstance(llm.engine, GGUFEngine)
-    assert (llm.engine.window, llm.engine.llama.options.type_k) == (512, "q8_0")
-    assert llm.complete("The capital of France is", max_new_tokens=8).text
-    llm.engine.close()

@@ -6,11 +6,14 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from cacheblend_hybrid.runner import StateRunner, source_of
 from cacheblend_hybrid.states import States
-from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list
-from cacheblend_rag.engine import BlendEngine, PrefillResult
+from cacheblend_rag.chunk import Chunk, chunk_list, id_list
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.many import Many
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model import Decoder, state_layers
@@ -74,11 +77,11 @@ class HybridEngine(BlendEngine):
         logger.warning("%s; %s prompts are prefilled in full", reason, served)
         return None, reason
 
-    def prefill(self, prompt: BlendPrompt, *, logits_to_keep: int | None = None, **options: Any) -> PrefillResult:
-        if logits_to_keep not in (None, 1):
+    def _last_logits(self, request: Request, count: int) -> torch.Tensor:
+        if count > 1:
             # After a state, the last token alone is computed as the model's own forward does it.
-            options["blend"] = self.check_blend(options.get("blend") or self.blend).replace(enabled=False)
-        return super().prefill(prompt, logits_to_keep=logits_to_keep, **options)
+            request.blend = request.blend.replace(enabled=False)
+        return super()._last_logits(request, count)
 
     def add(self, chunks: Iterable[Chunk], **options: Any) -> Any:
         chunks = chunk_list(chunks)

@@ -121,7 +121,11 @@ class StateRunner(Runner):
             reader = None if request.unreadable.get(key) is False else self._supply.store.open(key)
             if reader is None:
                 continue
-            if (reader.num_layers, reader.token_ids, reader.context) != (self._states.count, ids[:border], _CONTEXT):
+            if (reader.num_layers, reader.token_ids, reader.context) != (
+                len(self._states.parts),
+                ids[:border],
+                _CONTEXT,
+            ):
                 raise ChunkReadError(key, "it is not the state that it is stored for")
             layers = [reader.layer(index) for index in range(reader.num_layers)]
             reader.finish()

@@ -44,6 +44,11 @@ class States:
     model : PreTrainedModel
         The model.
 
+    Attributes
+    ----------
+    parts : list
+        The tensors of a state, in the order in which they are taken.
+
     Raises
     ------
     UnsupportedModelError
@@ -61,11 +66,11 @@ class States:
             if not any(isinstance(layer, CacheLayerMixin) for layer in self.begin().layers):
                 raise UnsupportedModelError(f"no layer of {name} attends, so its cache does not tell how much it holds")
             self._blank, border = (self.read(self.begin(), ids[:length], 0) for length in (_FIRST, _BORDER))
-            self._parts = _parts(self._blank)
-            if not self._parts or self._parts != _parts(border):
+            self.parts = _parts(self._blank)
+            if not self.parts or self.parts != _parts(border):
                 raise UnsupportedModelError(f"{name} keeps states whose shape depends on the number of tokens read")
             slots = _slots(self._blank)
-            for part in self._parts:
+            for part in self.parts:
                 place, key = slots[part.slot]
                 place[key] = None
             self._check(name, ids, self.take(border))
@@ -83,7 +88,7 @@ class States:
     def take(self, cache: DynamicCache) -> list[LayerKV]:
         """Return copies of all that a cache holds, flat and on the CPU; of each pair the second is empty."""
         slots = _slots(cache)
-        tensors = (place[key] for place, key in (slots[part.slot] for part in self._parts))
+        tensors = (place[key] for place, key in (slots[part.slot] for part in self.parts))
         held = [tensor.detach().flatten().to("cpu", copy=True) for tensor in tensors]
         return [LayerKV(tensor, tensor.new_empty(0)) for tensor in held]
 
@@ -91,18 +96,13 @@ class States:
         """Return a cache that holds what was taken from one after `length` tokens."""
         cache = copy.deepcopy(self._blank)
         slots = _slots(cache)
-        for part, (tensor, _) in zip(self._parts, layers, strict=True):
+        for part, (tensor, _) in zip(self.parts, layers, strict=True):
             place, key = slots[part.slot]
             place[key] = tensor.to(part.device, copy=True).view(part.shape)
         for layer in cache.layers:
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = length
         return cache
-
-    @property
-    def count(self) -> int:
-        """How many tensors a state has."""
-        return len(self._parts)
 
     def places(self, stop: int, start: int = 0) -> dict[str, torch.Tensor]:
         """Return what tells the model where tokens stand, as some count from 0 whatever their cache holds."""
