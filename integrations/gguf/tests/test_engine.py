@@ -55,21 +55,6 @@ def test_chunks_behind_the_preamble_that_have_met_are_read_as_llama_cpp_reads_th
     filled.delete(["p0", "p1"])
 
 
-def test_misses_are_hits_the_next_time_and_answer_alike(filled: GGUFEngine) -> None:
-    prompt = BlendPrompt(
-        "Read this. ", [ChunkRef("h2"), Chunk("The cats of Lund sleep at noon.", "cats"), ChunkRef("h0")], QUESTION
-    )
-    first, second = filled.generate(prompt, 8), filled.generate(prompt, 8)
-    assert (first.report.hits, first.report.misses) == (2, 1)
-    assert (second.report.hits, second.report.misses) == (3, 0)
-    assert first.token_ids == second.token_ids
-    assert second.report.context_tokens > second.report.recomputed_tokens == 0
-    full = filled.generate(prompt, 8, blend=BlendConfig(enabled=False))
-    assert full.report.recompute_ratio == 1
-    assert full.prompt_ids == second.prompt_ids
-    filled.delete(["cats"])
-
-
 def test_any_order_of_hits_and_misses(filled: GGUFEngine) -> None:
     ids = [f"h{number}" for number in range(len(HARBOUR))]
     for seed in range(5):

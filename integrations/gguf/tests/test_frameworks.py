@@ -1,4 +1,4 @@
-"""LangChain's own suites, LlamaIndex, and openai-python against a server, with a GGUF model behind them."""
+"""LangChain's own suites, and clients of a server, with a GGUF model behind them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,9 +6,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from llama_index.core import PromptTemplate, StorageContext, VectorStoreIndex
-from llama_index.core.schema import TextNode
-from llama_index.core.vector_stores import SimpleVectorStore
 from pydantic import BaseModel
 
 from cacheblend_gguf import GGUFEngine, LlamaOptions
@@ -21,7 +18,6 @@ from integrations.langchain.tests.test_standard import (  # noqa: F401  # run he
     TestChatBlendIntegration,
     TestChatBlendIntegrationWithTools,
 )
-from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
 from integrations.serve.tests.conftest import serving
 from integrations.serve.tests.test_clients import (  # noqa: F401
     CHUNKS,
@@ -30,8 +26,6 @@ from integrations.serve.tests.test_clients import (  # noqa: F401
     test_a_llama_index_query_engine_is_served_from_stored_chunks,
     test_openai_is_answered,
 )
-from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
-from llama_index_cacheblend.chat import BlendContextChatEngine
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +74,3 @@ def test_openai_has_forms_stops_and_seeds(address: str) -> None:
         assert drawn[0] == drawn[1] != drawn[2]
         whole = ask()
         assert ask(stop=[" the"]) == whole.split(" the")[0]
-
-
-def test_llama_index(reference: GGUFEngine) -> None:
-    llm = BlendLLM(engine=reference, max_new_tokens=12)
-    storage = StorageContext.from_defaults(vector_store=BlendVectorStore(SimpleVectorStore(), engine=reference))
-    nodes = [TextNode(id_=f"n{number}", text=text) for number, text in enumerate(FACTS)]
-    index = VectorStoreIndex(nodes, storage_context=storage, embed_model=WordEmbedding(model_name="words"))
-    asking = index.as_query_engine(response_synthesizer=BlendSynthesizer(llm=llm), llm=llm, similarity_top_k=3)
-    response = asking.query(QUESTION)
-    assert response.metadata["blend"]["hits"] == 3
-    stream = BlendSynthesizer(llm=llm, streaming=True).synthesize(QUESTION, response.source_nodes)
-    assert "".join(stream.response_gen) == str(response)
-    chat = BlendContextChatEngine.from_defaults(index.as_retriever(similarity_top_k=2), llm=llm)
-    reports = [chat.chat(question).metadata["blend"] for question in (QUESTION, "What is her work?")]
-    assert reports[1]["prefix_tokens"] > 0
-    forms = BlendLLM(engine=reference, max_new_tokens=60)
-    assert forms.structured_predict(Place, PromptTemplate("Where was {name} born?"), name="Mara").name
-    index.delete_nodes([node.node_id for node in nodes])
-    assert not reference.contains("n0")
