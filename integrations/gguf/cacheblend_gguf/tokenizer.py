@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ _ADDED = _SPECIAL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 _MOST_BYTES = 1 << 14
 
 
-class LlamaTokenizer(PreTrainedTokenizerBase):  # type: ignore[misc]  # transformers has no types
+class LlamaTokenizer(PreTrainedTokenizerBase):
     """The tokenizer of a model that llama.cpp has loaded, in the form of one of transformers.
 
     Attributes
@@ -60,7 +59,7 @@ class LlamaTokenizer(PreTrainedTokenizerBase):  # type: ignore[misc]  # transfor
         self._special = {id for id, token in self._added.items() if token.special}
         named = {"bos_token": llama_cpp.llama_vocab_bos(vocab), "eos_token": llama_cpp.llama_vocab_eos(vocab)}
         template = llama_cpp.llama_model_chat_template(model, None)
-        super().__init__(
+        super().__init__(  # type: ignore[no-untyped-call]
             chat_template=template and template.decode(),
             **{name: self._word(id) for name, id in named.items() if id >= 0},
         )
@@ -101,7 +100,7 @@ class LlamaTokenizer(PreTrainedTokenizerBase):  # type: ignore[misc]  # transfor
             self._check_open()
             return lltokenizer_from_vocab(self._vocab, **options)
 
-    def save_pretrained(self, folder: Any, **options: Any) -> Any:
+    def save_pretrained(self, save_directory: Any, *given: Any, **options: Any) -> Any:
         """Write the tokenizer as transformers reads it out of the file, for who has the words of a server's answers only."""
         try:
             read = AutoTokenizer.from_pretrained(str(self._path.parent), gguf_file=self._path.name)
@@ -112,7 +111,7 @@ class LlamaTokenizer(PreTrainedTokenizerBase):  # type: ignore[misc]  # transfor
         read.add_tokens([token for token in self._added.values() if token.special], special_tokens=True)
         read.add_tokens([token for token in self._added.values() if not token.special])
         read.chat_template = self.chat_template
-        return read.save_pretrained(folder, **options)
+        return read.save_pretrained(save_directory, *given, **options)
 
     def _word(self, id: int) -> str:
         return self._pieces[id].decode(errors="replace")
@@ -120,7 +119,10 @@ class LlamaTokenizer(PreTrainedTokenizerBase):  # type: ignore[misc]  # transfor
     def _convert_token_to_id_with_added_voc(self, token: str) -> int | None:
         return self._words.get(token)
 
-    def _encode_plus(self, text: str, add_special_tokens: bool = True, **options: Any) -> BatchEncoding:
+    # Of one text, without padding.
+    def _encode_plus(  # type: ignore[override]
+        self, text: str, add_special_tokens: bool = True, **options: Any
+    ) -> BatchEncoding:
         data = text.encode()
         ids = (llama_cpp.llama_token * (len(data) + 8))()
         with self._in_use:
@@ -128,7 +130,9 @@ class LlamaTokenizer(PreTrainedTokenizerBase):  # type: ignore[misc]  # transfor
             count = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, len(ids), add_special_tokens, True)
         return BatchEncoding({"input_ids": list(ids[:count])}, tensor_type=options.get("return_tensors"))
 
-    def _decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False, **options: Any) -> str:
+    def _decode(
+        self, token_ids: int | list[int], skip_special_tokens: bool = False, *given: Any, **options: Any
+    ) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         kept = (self._pieces[id] for id in ids if not (skip_special_tokens and id in self._special))
         return b"".join(kept).decode(errors="replace")
