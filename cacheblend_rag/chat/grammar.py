@@ -215,7 +215,9 @@ def _vocabulary(engine: Engine) -> LLTokenizer:
         vocabulary = _vocabularies.get(engine)
         if vocabulary is None:
             try:
-                vocabulary = from_tokenizer(engine.tokenizer, eos_token=list(engine.end_ids) or None, slices=[])
+                # That of a GGUF file knows its words itself.
+                make = getattr(engine.tokenizer, "guidance", partial(from_tokenizer, engine.tokenizer))
+                vocabulary = make(eos_token=list(engine.end_ids) or None, slices=[])
             except ValueError as error:
                 raise ConfigError(
                     f"answers of this model cannot be constrained: the vocabulary of its {type(engine.tokenizer).__name__} "

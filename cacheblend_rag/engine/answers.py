@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt
@@ -25,7 +26,7 @@ from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduler import GaveWayError, Patience, aside
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse.plan import check_selector
-from cacheblend_rag.model import Decoder, WeightsWatch, num_decoder_layers
+from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.tuning import Tuning
@@ -42,7 +43,6 @@ class AnsweringLibrary(ChunkLibrary):
     decoder: Decoder | None
     blend: BlendConfig
     tuning: Tuning
-    _weights: WeightsWatch
     _prefixes: PrefixCache
     _runner: Runner
     _many: Many
@@ -96,8 +96,8 @@ class AnsweringLibrary(ChunkLibrary):
             raise PromptError(
                 f"logits_to_keep={count} must be from 1 to {text}, the tokens after the prompt's last chunk"
             )
-        logits = self._runner.run(request, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
-        report = make_report(request, num_decoder_layers(self.model))
+        logits = self._last_logits(request, count)
+        report = make_report(request, self._num_layers)
         self._observe(report)
         return PrefillResult(logits[0] if logits_to_keep is None else logits, request.prompt.layout.token_ids, report)
 
@@ -134,7 +134,7 @@ class AnsweringLibrary(ChunkLibrary):
         ConfigError
             If an option cannot be combined with blending.
         """
-        options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
+        options, patience = self._checked_options(max_new_tokens, generation_kwargs), Patience.of(wait_s)
         request = self._begin(prompt, blend, patience, max_new_tokens=max_new_tokens, options=options)
         return self._finish(request, self._many.answer(request))
 
@@ -177,7 +177,7 @@ class AnsweringLibrary(ChunkLibrary):
             As for `generate`, which also says what is raised.
         """
         started = time.perf_counter()
-        options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
+        options, patience = self._checked_options(max_new_tokens, generation_kwargs), Patience.of(wait_s)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to choose it automatically")
         if not isinstance(prompts, Iterable):
@@ -226,7 +226,7 @@ class AnsweringLibrary(ChunkLibrary):
         BlendStream
             An iterator over pieces of text; its `result` holds the report.
         """
-        options, patience = checked_options(self.model, max_new_tokens, generation_kwargs), Patience.of(wait_s)
+        options, patience = self._checked_options(max_new_tokens, generation_kwargs), Patience.of(wait_s)
         request = self._begin(prompt, blend, patience, max_new_tokens=max_new_tokens, options=options)
 
         def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
@@ -234,6 +234,30 @@ class AnsweringLibrary(ChunkLibrary):
             return self._finish(request, self._many.answer(request))
 
         return BlendStream(work)
+
+    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
+        known = super().delete(ids, sources=sources)
+        # What has seen them goes with them.
+        self._prefixes.refresh()
+        return known
+
+    def close(self, *, wait: bool = True) -> None:
+        for each in self.attachments:
+            each.close()
+        super().close(wait=wait)
+        self._prefixes.close()
+
+    @property
+    def _num_layers(self) -> int:
+        return num_decoder_layers(self.model)
+
+    def _checked_options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a call that say something; `ConfigError` if it cannot have them."""
+        return checked_options(self.model, max_new_tokens, options)
+
+    def _last_logits(self, request: Request, count: int) -> torch.Tensor:
+        """Prefill a prompt; return the last ``(count, vocab)`` logits, on the CPU."""
+        return self._runner.run(request, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
 
     def _finish(self, request: Request, result: GenerationResult) -> GenerationResult:
         self._observe(result.report)
@@ -252,7 +276,7 @@ class AnsweringLibrary(ChunkLibrary):
         """
         if self.decoder is None:
             raise UnsupportedModelError(f"{self.unsupported_reason}; use generate, which other calls do not interrupt")
-        options = checked_options(self.model, max_new_tokens, generation_kwargs)
+        options = self._checked_options(max_new_tokens, generation_kwargs)
         request = self._begin(prompt, blend, max_new_tokens=max_new_tokens, options=options, shares=False)
         # The interpreter waits for the thread that asks when it ends, and has no use for what it finds out then.
         with (
@@ -287,7 +311,7 @@ class AnsweringLibrary(ChunkLibrary):
         self._check_open()
         began = time.perf_counter()
         started = began if started is None else started
-        self._weights.check()
+        self._check_model()
         blend = self.blend if blend is None or blend is self.blend else self.check_blend(blend)
         assembled = self._assembler.assemble(prompt)
         if blend.enabled:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import entry_points
@@ -242,12 +241,6 @@ class BlendEngine(AnsweringLibrary):
         self._runner.attachments.append(attachment)
         return attachment
 
-    def close(self, *, wait: bool = True) -> None:
-        for each in self.attachments:
-            each.close()
-        super().close(wait=wait)
-        self._prefixes.close()
-
     def is_called(self, model: str) -> bool:
         """Whether that is a name of the model: the one it is known by here, or that of its configuration."""
         return model in (self.model_name, getattr(self.model, "name_or_path", ""))
@@ -256,12 +249,6 @@ class BlendEngine(AnsweringLibrary):
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, as the model's own settings say."""
         return end_ids(self.model)
-
-    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
-        known = super().delete(ids, sources=sources)
-        # What has seen them goes with them.
-        self._prefixes.refresh()
-        return known
 
     def capability(self) -> Capability:
         """Return what each layer of the model is like, and what blending does there, or why it does nothing."""

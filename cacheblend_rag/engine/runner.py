@@ -17,7 +17,7 @@ from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.fuse import BlendCache, Steering
-from cacheblend_rag.fuse.plan import Plan, make_plan
+from cacheblend_rag.fuse.plan import Plan, is_full, make_plan
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
@@ -114,8 +114,7 @@ class Runner:
         if not blend.enabled:
             return Plan(None, "full")
         refusal = self._refusal(layout) or (None if layout.chunks else "the prompt has no chunks")
-        selector = make_selector(blend.selector).name
-        if refusal is not None or selector == "full" or (blend.recompute_ratio == 1 and selector != "none"):
+        if refusal is not None or is_full(blend):
             return Plan(None, "full", fallback_reason=refusal)
         return None
 

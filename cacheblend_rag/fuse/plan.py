@@ -10,7 +10,7 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
 
-__all__ = ["Plan", "check_layers", "check_selector", "make_plan"]
+__all__ = ["Plan", "check_layers", "check_selector", "is_full", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,12 @@ def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None 
             f"selector {selector.name!r} needs the question's attention, which {name} does not show; choose hkvd"
         )
     return selector
+
+
+def is_full(blend: BlendConfig) -> bool:
+    """Whether settings have all of a prompt computed, whatever is stored of it."""
+    selector = make_selector(blend.selector).name
+    return not blend.enabled or selector == "full" or (blend.recompute_ratio == 1 and selector != "none")
 
 
 def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int) -> Plan:

@@ -15,8 +15,7 @@ __all__ = ["name_lines", "proved"]
 
 # Families whose states at the end of a document `cacheblend-hybrid` stores, as its tests show.
 _STATES = frozenset(
-    "bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba lfm2 mamba mamba2 nemotron_h olmo_hybrid qwen3_5 "
-    "qwen3_next zamba zamba2".split()
+    "bamba falcon_h1 granitemoehybrid inkling_text lfm2 nemotron_h olmo_hybrid qwen3_5 qwen3_next zamba2".split()
 )
 
 
@@ -87,8 +86,8 @@ _MODELS = (
     _model("Bloom, MPT", "bloom mpt"),
     _model("Pythia, GPT-NeoX, GPT-J", "gpt_neox gptj"),
     _model("GPT-2, OPT", "gpt2 opt"),
-    _model("Mamba, Mamba 2, Falcon Mamba", "mamba mamba2 falcon_mamba"),
-    _model("Jamba, Bamba, Zamba2, Falcon-H1, Nemotron-H", "jamba bamba zamba2 falcon_h1 nemotron_h"),
+    _model("Mamba, Mamba 2, Falcon Mamba, Jamba", "mamba mamba2 falcon_mamba jamba"),
+    _model("Bamba, Zamba2, Falcon-H1, Nemotron-H", "bamba zamba2 falcon_h1 nemotron_h"),
     _model("LFM2", "lfm2"),
     _model("Kimi Linear, MiniMax-M1, RecurrentGemma, RWKV", "kimi_linear minimax recurrent_gemma rwkv"),
 )

@@ -6,10 +6,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,12 +22,14 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from cacheblend_gguf.llama import Llama
 from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
 from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
 from cacheblend_rag.store import KVReader
+
+if TYPE_CHECKING:
+    from cacheblend_gguf.llama import Llama
 
 __all__ = ["Answering", "Decoding", "processors"]
 
@@ -78,25 +81,25 @@ class Answering:
     # Of each run of stored rows, by the row that it begins at.
     readers: dict[int, KVReader]
     limit: int
-    end_ids: frozenset[int]
-    processors: list[Any]
-    criteria: list[Any]
-    # Where its engine keeps earlier prompts, and which share of its chunks is recomputed; None where all is computed as text.
+    # Where its engine keeps earlier prompts.
     prefixes: PrefixCache
-    ratio: float | None
-    row_bytes: int
+    end_ids: frozenset[int] = frozenset()
+    criteria: Sequence[Any] = ()
     # How many last tokens of the prompt the scores are wanted after, instead of an answer.
     logits_to_keep: int = 0
+    processors: list[Any] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     sequence: int = -1
     output: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    # Cancelled by who waits no longer, as long as it has not begun.
     done: Future[None] = field(default_factory=Future)
 
     @property
-    def cells(self) -> int:
-        """Cells that the prompt and the answer take at most."""
-        return len(self.request.prompt.layout) + self.limit
+    def ratio(self) -> float | None:
+        """Which share of its chunks is recomputed; None where all is computed as text."""
+        request = self.request
+        return None if request.recomputed is None or request.plan is None else request.plan.ratio
 
     def shared(self) -> tuple[int | None, int]:
         """Return the sequence of an earlier prompt that this one begins like, and how many rows, if there is one."""
@@ -144,7 +147,7 @@ class Decoding:
 
     def __init__(self, llama: Llama) -> None:
         self._llama = llama
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._waiting: deque[Answering] = deque()
         self._active: list[Answering] = []
         self._thread: threading.Thread | None = None
@@ -159,30 +162,29 @@ class Decoding:
         AnswerTimeoutError
             If it has not begun within the time that its request may wait.
         """
-        request = answering.request
+        request, done = answering.request, answering.done
         # The thread takes its time to begin, even where nobody else asks.
         until = time.perf_counter() + max(request.patience.left_s, _LEAST_S)
-        with self._changed:
+        with self._lock:
             self._waiting.append(answering)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cacheblend-gguf", daemon=True)
                 self._thread.start()
-            while answering in self._waiting:
-                left_s = until - time.perf_counter()
-                if left_s <= 0 or request.is_given_up:
-                    self._waiting.remove(answering)
-                    if request.is_given_up:
-                        raise CacheBlendError("the answer was cancelled before it began; try again")
-                    raise AnswerTimeoutError(
-                        "other answers had the model for all of the time that this one may wait, so it was given up; let it "
-                        "wait longer, or make fewer calls at once"
-                    )
-                self._changed.wait(min(left_s, _GLANCE_S))
-        answering.done.result()
+        while not (done.running() or done.done()):
+            left_s = until - time.perf_counter()
+            if (left_s <= 0 or request.is_given_up) and done.cancel():
+                if request.is_given_up:
+                    raise CacheBlendError("the answer was cancelled before it began; try again")
+                raise AnswerTimeoutError(
+                    "other answers had the model for all of the time that this one may wait, so it was given up; let it "
+                    "wait longer, or make fewer calls at once"
+                )
+            wait([done], max(min(left_s, _GLANCE_S), 0))
+        done.result()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._waiting and not self._active:
                     self._thread = None
                     return
@@ -198,24 +200,21 @@ class Decoding:
 
     def _admit(self) -> None:
         """Begin with those that wait, in their order, as far as there are cells for them; one, where answers are under way."""
-        while True:
-            with self._changed:
-                answering = self._waiting[0] if self._waiting else None
-            if answering is None:
-                return
-            held, rows = answering.shared()
-            sequence = self._llama.begin(answering.cells, held, rows)
-            if sequence is None:
-                return
-            answering.sequence = sequence
-            with self._changed:
-                if answering not in self._waiting:
-                    # Given up meanwhile.
-                    self._llama.end(sequence)
-                    continue
-                self._waiting.remove(answering)
-                self._active.append(answering)
-                self._changed.notify_all()
+        while self._waiting:
+            answering = self._waiting[0]
+            if not answering.done.cancelled():
+                sequence = self._llama.begin(
+                    len(answering.request.prompt.layout) + answering.limit, *answering.shared()
+                )
+                if sequence is None:
+                    return
+                answering.sequence = sequence
+            self._waiting.popleft()
+            if not answering.done.set_running_or_notify_cancel():
+                if answering.sequence >= 0:
+                    self._llama.end(answering.sequence)
+                continue
+            self._active.append(answering)
             self._attempt(answering, self._prefill)
             if len(self._active) > 1:
                 return
@@ -252,7 +251,7 @@ class Decoding:
                 keys.append(request.prompt.head.key)
             raise ChunkReadError(keys[0], str(error)) from error
         request.wait_s += time.perf_counter() - loading
-        request.figures["load_bytes"] += len(reader.token_ids) * answering.row_bytes
+        request.figures["load_bytes"] += len(reader.token_ids) * self._llama.row_bytes
         return len(reader.token_ids)
 
     def _step(self) -> None:
@@ -287,8 +286,7 @@ class Decoding:
     def _leave(self, answering: Answering, error: Exception | None = None) -> None:
         if error is not None or not self._keep(answering):
             self._llama.end(answering.sequence)
-        with self._changed:
-            self._active.remove(answering)
+        self._active.remove(answering)
         if error is None:
             answering.done.set_result(None)
         else:
@@ -303,5 +301,5 @@ class Decoding:
         rows = len(request.prompt.layout) + len(answering.output) - 1
         self._llama.keep(answering.sequence, rows)
         return answering.prefixes.keep(
-            request.prompt, answering.output, answering.ratio, rows, answering.sequence, rows * answering.row_bytes
+            request.prompt, answering.output, answering.ratio, rows, answering.sequence, rows * self._llama.row_bytes
         )

@@ -6,15 +6,10 @@ import re
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.model.checkpoint import GGUF_MAGIC, gguf_files
+from cacheblend_rag.model.checkpoint import gguf_files
 
 __all__ = ["find_file", "parts_of"]
 
@@ -24,57 +19,30 @@ _NUMBER = re.compile(r"(?<=-)\d{5}(?=-of-(\d{5})\.gguf$)", re.IGNORECASE)
 
 def find_file(model: str | Path) -> Path:
     """Return the file of a model, the first of several: it is named itself, or by its folder, or on the Hub by
-    ``repo/name:file.gguf``; `ConfigError` if there is none, or something else.
+    ``repo/name:file.gguf``; `ConfigError` if there is none.
     """
     # What encodes pictures for a model is no other model.
-    files = list(dict.fromkeys(_numbered(each, 1) for each in gguf_files(model) if not each.name.startswith("mmproj")))
+    named = [parts_of(each)[0] for each in gguf_files(model) if not each.name.startswith("mmproj")]
+    files = list(dict.fromkeys(named))
     if len(files) > 1:
         raise ConfigError(f"model {model} is a folder with {len(files)} GGUF models; name one, {files[0]} for example")
-    if not files:
-        raise ConfigError(f"model {model} cannot be loaded: it is neither a GGUF file nor a folder with one")
-    file = files[0]
-    if not file.is_file():
-        file = _downloaded(str(model))
-    for part in parts_of(file):
-        if not part.is_file():
-            raise ConfigError(f"model {model} cannot be loaded: of its files {part.name} is not there; download it too")
-        with part.open("rb") as opened:
-            begin = opened.read(len(GGUF_MAGIC))
-        if begin != GGUF_MAGIC:
-            raise ConfigError(
-                f"model {model} cannot be loaded: {part.name} is not a GGUF file, for it begins with {begin!r}; download it again"
-            )
-    return file
+    if files and files[0].is_file():
+        return files[0]
+    repo, _, name = str(model).partition(":")
+    if not files or not name or repo.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"model {model} cannot be loaded: there is no such GGUF file; name one that is there, a folder with one, or one of "
+            "the Hugging Face Hub as repo/name:file.gguf"
+        )
+    try:
+        first, *_ = [Path(hf_hub_download(repo, str(each))) for each in parts_of(Path(name))]
+    except (OSError, EntryNotFoundError, HFValidationError) as error:
+        raise ConfigError(f"model {model} cannot be loaded: {' '.join(str(error).split())}") from error
+    return first
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return the files of a model whose first one is given."""
+    """Return all files of a model of which one is given."""
     number = _NUMBER.search(file.name)
-    return [_numbered(file, each) for each in range(1, int(number[1]) + 1)] if number else [file]
-
-
-def _numbered(file: Path, number: int) -> Path:
-    return file.with_name(_NUMBER.sub(f"{number:05}", file.name))
-
-
-def _downloaded(model: str) -> Path:
-    repo, _, name = model.partition(":")
-    if not name or model.startswith((".", "/", "~")):
-        raise ConfigError(
-            f"model {model} cannot be loaded: there is no such GGUF file; name one that is there, or one of the Hugging Face "
-            "Hub as repo/name:file.gguf"
-        )
-    try:
-        first, *_ = [Path(hf_hub_download(repo, str(each))) for each in parts_of(_numbered(Path(name), 1))]
-    except LocalEntryNotFoundError as error:
-        why = "it was not downloaded before, and the Hugging Face Hub cannot be reached"
-        raise ConfigError(f"model {model} cannot be loaded: {why}; name a file that is here") from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"model {model} cannot be loaded: the Hugging Face Hub has no {repo} that you may see"
-        ) from error
-    except EntryNotFoundError as error:
-        raise ConfigError(f"model {model} cannot be loaded: {repo} has no file {name}") from error
-    except (OSError, HFValidationError) as error:
-        raise ConfigError(f"model {model} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    return first
+    numbers = range(1, int(number[1]) + 1) if number else ()
+    return [file.with_name(_NUMBER.sub(f"{each:05}", file.name)) for each in numbers] or [file]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 from weakref import WeakSet
 
 import llama_cpp
 import numpy as np
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from cacheblend_gguf.decoding import Decoding
 from cacheblend_gguf.files import parts_of
 from cacheblend_gguf.state import join_state, split_state
-from cacheblend_gguf.vocabulary import Vocabulary
+from cacheblend_gguf.tokenizer import LlamaTokenizer
 from cacheblend_rag.config import SettingsBase, warn_of_unknown_variables
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
@@ -27,6 +28,7 @@ from cacheblend_rag.prefixes import PrefixCache, drop_oldest
 
 __all__ = ["HEAD_CELLS", "Llama", "LlamaOptions", "quiet"]
 
+_Cells: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 _KVType = Literal["f16", "f32", "bf16", "q8_0", "q4_0"]
 # ggml's numbers of them.
 _KV_TYPES: dict[_KVType, int] = {"f16": 1, "f32": 0, "bf16": 30, "q8_0": 8, "q4_0": 2}
@@ -39,8 +41,7 @@ HEAD_CELLS = 512
 _READ_BYTES = 1 << 24
 # The level of errors in ggml's log.
 _ERROR = 4
-
-_Runs = list[tuple[object, int]]
+_NONE = np.empty(0, np.int64)
 
 # Sequences that no answer has: what all chunks are encoded after, where they are encoded, and where states are put in and out.
 _PREAMBLE, _ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2, 3
@@ -62,10 +63,8 @@ class LlamaOptions(SettingsBase):
         Layers on the GPU, where llama.cpp was built for one; all by default.
     n_seq_max : int
         Maximum answers that are decoded together.
-    flash_attn : bool
-        Whether attention is computed by llama.cpp's flash attention, as values of 8 and 4 bits have to be.
-    type_k, type_v : str or int
-        What keys and values are kept in: "f16", "f32", "bf16", "q8_0" or "q4_0", or ggml's number of one.
+    type_k, type_v : str
+        What keys and values are kept in: "f16", "f32", "bf16", "q8_0" or "q4_0".
     """
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
@@ -75,24 +74,12 @@ class LlamaOptions(SettingsBase):
     n_threads: int | None = Field(default=None, ge=1)
     n_gpu_layers: int = -1
     n_seq_max: int = Field(default=16, ge=1, le=64)
-    flash_attn: bool = True
     type_k: _KVType = "f16"
     type_v: _KVType = "f16"
 
     def __init__(self, **values: Any) -> None:
         warn_of_unknown_variables(_PREFIX)
         super().__init__(**values)
-
-    @field_validator("type_k", "type_v", mode="before")
-    @classmethod
-    def _named(cls, given: Any) -> Any:
-        return next((name for name, number in _KV_TYPES.items() if str(given) == str(number)), given)
-
-    @model_validator(mode="after")
-    def _can_be_kept(self) -> LlamaOptions:
-        if not self.flash_attn and self.type_v.startswith("q"):
-            raise ValueError(f"type_v={self.type_v!r} needs flash attention; leave flash_attn on, or give type_v='f16'")
-        return self
 
 
 class Llama:
@@ -111,10 +98,14 @@ class Llama:
         Maximum tokens of a prompt and its answer.
     window_hint : str
         What makes it larger, where the model was trained on more.
+    tokenizer : LlamaTokenizer
+        Its tokenizer.
     form : StateForm
         The form of its KV.
-    end_ids : tuple of int
-        The tokens that end an answer.
+    row_bytes : int
+        Bytes of the KV of a token.
+    decoding : Decoding
+        What decodes the answers of all engines over it.
     cells : int
         Tokens that all sequences together can have.
 
@@ -137,20 +128,20 @@ class Llama:
             raise ConfigError(
                 f"llama.cpp {llama_cpp.__version__} cannot load {path} ({_why()}); download it again, or another file"
             )
-        self.vocabulary = Vocabulary(path, self._model)
+        self.tokenizer = LlamaTokenizer(path, self._model)
         trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
         self.window = min(_DEFAULT_TOKENS if options.n_ctx is None else options.n_ctx or trained, trained)
         self.window_hint = f", or open the file with a larger n_ctx, up to {trained}" if self.window < trained else ""
         self._context = self._open_context()
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self.vocab_size, self.end_ids = len(self.vocabulary), self.vocabulary.end_ids
         self.cells = int(llama_cpp.llama_n_ctx(self._context))
         self._sliding = int(llama_cpp.llama_model_n_swa(self._model))
         self._free = list(range(_FIRST_ANSWER, _FIRST_ANSWER + 2 * options.n_seq_max))
         self._answers: set[int] = set()
-        # The cells of each answer and of each earlier prompt, in runs: who begins as another one shares its runs. Of an answer
-        # under way they are as many as it will have at most.
-        self._runs: dict[int, _Runs] = {}
+        # A number for each cell of each answer and of each earlier prompt: who begins as another one shares its numbers. Of an
+        # answer under way they are as many as it will have at most.
+        self._held: dict[int, _Cells] = {}
+        self._numbers = 0
         # What the engines over this model keep of earlier prompts, each in a sequence; what of these is not wanted any more.
         self.kept: WeakSet[PrefixCache] = WeakSet()
         self._cuts: deque[tuple[int, int]] = deque()
@@ -161,6 +152,7 @@ class Llama:
                 "chunks cannot be stored; use llama.cpp alone for it"
             )
         self.scheduler = Scheduler()
+        self.decoding = Decoding(self)
         # This thread's workers end with it.
         with self.scheduler:
             self._look()
@@ -173,7 +165,8 @@ class Llama:
         asked.kv_unified = True
         # Cells that slid out of the window are wanted when a chunk is moved.
         asked.swa_full = True
-        asked.flash_attn_type = int(self.options.flash_attn)
+        # Without it values are not kept by token, and cannot have 8 or 4 bits.
+        asked.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         asked.type_k, asked.type_v = _KV_TYPES[self.options.type_k], _KV_TYPES[self.options.type_v]
         asked.n_threads = asked.n_threads_batch = self.options.n_threads or torch.get_num_threads()
         context = llama_cpp.llama_init_from_model(self._model, asked)
@@ -188,16 +181,14 @@ class Llama:
         """Find out the form of the KV, as two tokens have it, and see that what is put back is what was taken."""
         ids = [1, 2]
         self.decode(ids, 0, _ENCODING)
-        form, layers = split_state(self._state(_ENCODING, 0, 2), 0, 2)
+        self.form, layers = split_state(self._state(_ENCODING, 0, 2), 0, 2)
+        self.row_bytes = sum(rows.nbytes for layer in self.form.layers for rows in layer)
         self.remove(_ENCODING)
-        self.form = form
         self.put(layers, 0, 0, _ENCODING)
-        again = split_state(self._state(_ENCODING, 0, 2), 0, 2)
+        form, again = split_state(self._state(_ENCODING, 0, 2), 0, 2)
         self.remove(_ENCODING)
-        if again[0] != form or any(
-            not one.equal(other)
-            for pair in zip(layers, again[1], strict=True)
-            for one, other in zip(*pair, strict=True)
+        if form != self.form or not all(
+            torch.equal(*pair) for both in zip(layers, again, strict=True) for pair in zip(*both, strict=True)
         ):
             raise UnsupportedModelError(
                 f"llama.cpp {llama_cpp.__version__} does not give back the KV of {self.path.name} that it was given, so its "
@@ -216,17 +207,16 @@ class Llama:
 
     # Sequences
 
-    def make_room(self, cells: int, shared: _Runs | None = None) -> bool:
-        """Whether that many cells fit beside the answers under way, those of `shared` among them; drop earlier prompts for them.
+    def make_room(self, cells: int, shared: _Cells = _NONE) -> bool:
+        """Whether that many cells, and those of `shared`, fit beside the answers under way; drop earlier prompts for them.
 
         What is alone always fits.
         """
         self._apply_cuts()
-        runs = [*(shared or ()), (object(), cells - _length(shared or ()))]
-        limit = self.cells - len(self._preamble) - HEAD_CELLS
-        if self._answers and _cells([runs, *(self._runs[each] for each in self._answers)]) > limit:
+        limit = self.cells - len(self._preamble) - HEAD_CELLS - cells
+        if self._answers and _count(shared, *(self._held[each] for each in self._answers)) > limit:
             return False
-        while _cells([runs, *self._runs.values()]) > limit and self._drop_oldest():
+        while _count(shared, *self._held.values()) > limit and self._drop_oldest():
             pass
         return True
 
@@ -247,22 +237,23 @@ class Llama:
         while not self._free:
             self._drop_oldest()
         sequence = self._free.pop()
-        shared = [] if source is None else _first(self._runs[source], rows)
+        shared = _NONE if source is None else self._held[source][:rows]
         if source is not None:
             # Before room is made: these cells stay, whatever becomes of the earlier prompt.
             llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, 0, rows)
-        if not self.make_room(cells, shared):
+        if not self.make_room(cells - rows, shared):
             self.remove(sequence)
             self._free.append(sequence)
             return None
-        self._runs[sequence] = [*shared, (object(), cells - rows)]
+        self._held[sequence] = np.append(shared, np.arange(cells - rows) + self._numbers)
+        self._numbers += cells - rows
         self._answers.add(sequence)
         return sequence
 
     def keep(self, sequence: int, rows: int) -> None:
         """Have an answer's sequence stay as an earlier prompt of that many rows, which is all that it has."""
         self._answers.remove(sequence)
-        self._runs[sequence] = _first(self._runs[sequence], rows)
+        self._held[sequence] = self._held[sequence][:rows]
 
     def end(self, sequence: int) -> None:
         """Free an answer's sequence."""
@@ -282,9 +273,9 @@ class Llama:
         while self._cuts:
             sequence, rows = self._cuts.popleft()
             self.remove(sequence, rows)
-            self._runs[sequence] = _first(self._runs[sequence], rows)
+            self._held[sequence] = self._held[sequence][:rows]
             if not rows:
-                del self._runs[sequence]
+                del self._held[sequence]
                 self._free.append(sequence)
 
     def remove(self, sequence: int, first: int = -1) -> None:
@@ -376,7 +367,7 @@ class Llama:
             llama_cpp.llama_batch_free(batch)
         return [
             np.ctypeslib.as_array(
-                llama_cpp.llama_get_logits_ith(self._context, number), shape=(self.vocab_size,)
+                llama_cpp.llama_get_logits_ith(self._context, number), shape=(len(self.tokenizer),)
             ).copy()
             for number, token in enumerate(tokens)
             if token[3]
@@ -390,32 +381,15 @@ class Llama:
     def close(self) -> None:
         """Free the model and its context; what computes from then on fails."""
         if self._context is not None:
+            self.tokenizer.close()
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)
             self._context = self._model = None
 
 
-def _length(runs: Iterable[tuple[object, int]]) -> int:
-    return sum(length for _, length in runs)
-
-
-def _first(runs: _Runs, rows: int) -> _Runs:
-    """Return the runs of the first rows."""
-    found: _Runs = []
-    for run, length in runs:
-        if rows > 0:
-            found.append((run, min(length, rows)))
-        rows -= length
-    return found
-
-
-def _cells(sequences: Iterable[_Runs]) -> int:
-    """Return how many cells sequences have together: of a run as many as who has most of it."""
-    longest: dict[object, int] = {}
-    for runs in sequences:
-        for run, length in runs:
-            longest[run] = max(longest.get(run, 0), length)
-    return sum(longest.values())
+def _count(*cells: _Cells) -> int:
+    """Return how many cells several sequences have together."""
+    return len(np.unique(np.concatenate(cells)))
 
 
 _errors: list[str] = []

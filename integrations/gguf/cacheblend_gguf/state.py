@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,7 @@ import torch
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 
-__all__ = ["StateForm", "join_state", "split_state"]
-
-_Bytes: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
-_Side: TypeAlias = "tuple[Rows, _Bytes]"
+__all__ = ["Rows", "StateForm", "join_state", "split_state"]
 
 # ggml's numbers of the types that a cell can have, and torch's where it has them. Of others a row is bytes.
 _DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -50,40 +47,11 @@ class StateForm:
     caches: tuple[tuple[tuple[Rows, Rows], ...], ...]
     # llama.cpp's mark of the version in which it writes states.
     magic: int = 0
-    # Whether it keeps an element of the values of all tokens together, as it does without flash attention.
-    is_turned: bool = False
 
     @property
     def layers(self) -> tuple[tuple[Rows, Rows], ...]:
         """All layers, in the order in which the state has them."""
         return tuple(layer for cache in self.caches for layer in cache)
-
-
-class _Reader:
-    """Reads a state from its beginning."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._place = 0
-
-    def take(self, form: str) -> tuple[int, ...]:
-        """Return the next numbers, in a form of `struct`."""
-        found = struct.unpack_from("<" + form, self._data, self._place)
-        self._place += struct.calcsize("<" + form)
-        return found
-
-    def rows(self, count: int, nbytes: int, element: int | None = None) -> _Bytes:
-        """Return the next rows, ``(count, nbytes)``, of which an element of all is kept together if its size is given."""
-        found = np.frombuffer(self._data, np.uint8, count * nbytes, self._place)
-        self._place += count * nbytes
-        if element is not None:
-            found = found.reshape(nbytes // element, count, element).swapaxes(0, 1)
-        return found.reshape(count, nbytes)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether anything is left."""
-        return self._place < len(self._data)
 
 
 def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[LayerKV]]:
@@ -92,35 +60,40 @@ def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[La
     `UnsupportedModelError` if the state is not of the tokens at `first` and the `count` - 1 after it, each in a cell of its own
     in every layer: that of a recurrent layer is not.
     """
-    reader = _Reader(data)
-    caches, layers = [], []
+    place, caches, layers = 0, [], []
+
+    def take(form: str) -> Any:
+        nonlocal place
+        begin, place = place, place + struct.calcsize("<" + form)
+        return struct.unpack_from("<" + form, data, begin)
+
+    def take_rows() -> tuple[Rows, torch.Tensor]:
+        nonlocal place
+        rows = Rows(*take("iQ"))
+        begin, place = place, place + count * rows.nbytes
+        found = np.frombuffer(data, np.uint8, count * rows.nbytes, begin).reshape(count, rows.nbytes)
+        return rows, torch.from_numpy(found.copy()).view(rows.dtype)[None]
+
     try:
-        magic, _ = reader.take("Ii")
-        while reader.has_more:
-            (streams,) = reader.take("I")
-            (cells,) = reader.take("I")
-            places = [reader.take("iIi")[:2] for _ in range(cells)]
+        magic, _ = take("Ii")
+        while place < len(data):
+            streams, cells = take("II")
+            places = [take("iIi")[:2] for _ in range(cells)]
             if streams != 1 or places != [(first + number, 1) for number in range(count)]:
                 raise ValueError(f"{cells} cells in {streams} streams for {count} tokens")
-            is_turned, num_layers = reader.take("II")
-            keys: list[_Side] = []
-            values: list[_Side] = []
-            for side in (keys, values):
-                for _ in range(num_layers):
-                    if side is values and is_turned:
-                        kind, element, width = reader.take("iII")
-                        side.append((Rows(kind, width * element), reader.rows(count, width * element, element)))
-                    else:
-                        kind, nbytes = reader.take("iQ")
-                        side.append((Rows(kind, nbytes), reader.rows(count, nbytes)))
-            caches.append(tuple((key[0], value[0]) for key, value in zip(keys, values, strict=True)))
-            layers += [LayerKV(_tensor(*key), _tensor(*value)) for key, value in zip(keys, values, strict=True)]
+            is_turned, num_layers = take("II")
+            if is_turned:
+                raise ValueError("it keeps an element of all values together")
+            keys, values = ([take_rows() for _ in range(num_layers)] for _ in ("keys", "values"))
+            both = list(zip(keys, values, strict=True))
+            caches.append(tuple((key[0], value[0]) for key, value in both))
+            layers += [LayerKV(key[1], value[1]) for key, value in both]
     except (struct.error, ValueError) as error:
         raise UnsupportedModelError(
             f"the state that this llama.cpp keeps of the model cannot be taken apart by token ({error}), so its chunks cannot be "
             "stored"
         ) from error
-    return StateForm(tuple(caches), magic, bool(is_turned)), layers
+    return StateForm(tuple(caches), magic), layers
 
 
 def join_state(form: StateForm, layers: Sequence[LayerKV], first: int) -> bytes:
@@ -137,24 +110,14 @@ def join_state(form: StateForm, layers: Sequence[LayerKV], first: int) -> bytes:
             if tensor.dtype != row.dtype or tensor.shape != (1, count, row.width):
                 raise ValueError(f"KV of shape {tuple(tensor.shape)} and {tensor.dtype} is not of the model")
     parts: list[bytes] = [struct.pack("<Ii", form.magic, 0)]
-    meta = np.empty((count, 3), "<i4")
-    meta[:, 0], meta[:, 1], meta[:, 2] = np.arange(first, first + count), 1, 0
+    meta = b"".join(struct.pack("<iIi", first + number, 1, 0) for number in range(count))
     at = 0
     for cache in form.caches:
-        parts += [struct.pack("<II", 1, count), meta.tobytes(), struct.pack("<II", form.is_turned, len(cache))]
+        parts += [struct.pack("<II", 1, count), meta, struct.pack("<II", 0, len(cache))]
         for side in (0, 1):
-            for number, rows in enumerate(cache):
-                tensor, row = layers[at + number][side], rows[side]
-                if side and form.is_turned:
-                    parts.append(struct.pack("<iII", row.type, row.dtype.itemsize, row.width))
-                    tensor = tensor[0].T
-                else:
-                    parts.append(struct.pack("<iQ", row.type, row.nbytes))
+            for rows, layer in zip(cache, layers[at : at + len(cache)], strict=True):
+                parts.append(struct.pack("<iQ", rows[side].type, rows[side].nbytes))
                 # Flat first: of a dimension of one row any stride counts as contiguous.
-                parts.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                parts.append(layer[side].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         at += len(cache)
     return b"".join(parts)
-
-
-def _tensor(rows: Rows, data: _Bytes) -> torch.Tensor:
-    return torch.from_numpy(data.copy()).view(rows.dtype)[None]

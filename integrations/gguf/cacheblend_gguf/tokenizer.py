@@ -1,188 +1,142 @@
-"""Tokenizer of a GGUF file, as transformers reads it, and as llama.cpp must agree with it."""
+"""The tokenizer of a GGUF file: llama.cpp reads and spells the words, transformers fills in the chat template."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
-import tempfile
-from contextlib import suppress
+import ctypes
+import threading
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
-import transformers
-from huggingface_hub.constants import HF_HOME
-from tokenizers import Regex, Tokenizer, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase
 
-from cacheblend_gguf.vocabulary import Vocabulary
-from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.lexer import Lexer, lexer_of
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 
-__all__ = ["check_tokenizer", "read_tokenizer"]
+__all__ = ["LlamaTokenizer"]
 
-_KEPT = Path(HF_HOME) / "cacheblend-gguf"
-# Changes when other things are made of the same file.
-_MADE = 2
-
-_NORMAL, _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_NORMAL, llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
-_SPECIAL = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+_SPECIAL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _ADDED = _SPECIAL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-_LEFT, _RIGHT = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP, llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
-
-# How words are split before GPT-2's own expression does it, or in its place, by the file's name of it: those that transformers
-# does not know, as llama.cpp has them.
-_BEFORE_GPT2 = dict.fromkeys("starcoder refact command-r smollm codeshell exaone minerva-7b".split(), (r"\p{N}",))
-_SPLITS = {
-    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
-    "deepseek-v3": (
-        r"\p{N}{1,3}",
-        "[一-龥぀-ゟ゠-ヿ]+",
-        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
-}
-# Words of the vocabulary are taken whole in these, whatever their merges.
-_WHOLE = frozenset("llama3 llama-v3 llama-bpe falcon3 pixtral lfm2 tekken glm4".split())
-# llama.cpp splits words of these by an expression that tells capitals in ASCII only; transformers has the model's own.
-_SIMPLIFIED = frozenset("tekken gpt-4o llama4 kanana2 minimax-m2".split())
-
-# What tokenizers differ in.
-_PROBES = (
-    "The ferry leaves  at 12:05.\n\n\tNo. 3",
-    "I'm sure you'll say it's Anna's; THEY'RE not, he'd've",
-    "1 12 123 1234 12345678 3.14159 1,000,000.00 0x1F 2nd v1.2.3 50% -7 +8 1e-9",
-    "def f(x, *, y=None):\n    if x != y:\n        return {'a': [x, y]}\n\n\n\tpass  # done\r\n",
-    '<a href="https://x.org/?q=a&b=%20">it</a>\n\n| a | b |\n|---|---|\n```json\n{"a": "\\n"}\n```\n',
-    "a  b   c    d     e        f                z\t\tg\t\t\th \n \n\n i\n\n\n\nj \r\n\r\n k   ",
-    "snake_case camelCase PascalCase UPPER kebab-case a.b.c::d->e && !x ?: ... --- === ~/`$PATH` #tag @me C++ €5 £3",
-    "Ærø, žluťoučký kůň, naïve façade, Größe, İstanbul, Đà Nẵng, ŁÓDŹ",
-    "Ελληνικά Русский язык українська עברית العربية فارسی հայերեն ქართული",
-    "東京都に行く。中文分词，测试！한국어 띄어쓰기 ไทยไม่มีช่องว่าง हिन्दी में नमस्ते বাংলা தமிழ் አማርኛ",
-    "\U0001f6a2 \U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1f0 \U0001f44d\U0001f3fd ☃",
-    "→ ≤ ∑ ½ ² ① “so” ‘it’ – — … «x»",
-)
-_EVERY = 101
-"""Of the vocabulary's own words, each so many-th is read as well."""
+_MOST_BYTES = 1 << 14
 
 
-def read_tokenizer(vocabulary: Vocabulary) -> Any:
-    """Return the tokenizer of a GGUF file.
+class LlamaTokenizer(PreTrainedTokenizerBase):
+    """The tokenizer of a model that llama.cpp has loaded, in the form of one of transformers.
 
-    Transformers takes seconds to read one of 262,000 tokens out of its file, so what comes of it is kept beside what was
-    downloaded from the Hub.
+    Attributes
+    ----------
+    end_ids : tuple of int
+        The tokens that end an answer.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the file has no tokenizer.
     """
-    path = vocabulary.path
-    status = path.stat()
-    made_of = f"{_MADE}|{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{transformers.__version__}"
-    kept = _KEPT / hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
-    # Whatever is wrong with it, the file has it too.
-    with suppress(Exception):
-        return PreTrainedTokenizerFast.from_pretrained(str(kept), local_files_only=True)
-    try:
-        read = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(
-            f"transformers cannot read the tokenizer of {path.name} ({str(error).splitlines()[0]}); use the model's folder "
-            "in transformers"
-        ) from error
-    if not isinstance(read.backend_tokenizer.model, BPE):
-        raise UnsupportedModelError(
-            f"the tokenizer of {path.name} has no merges; use the model's folder in transformers"
+
+    is_fast = False
+
+    def __init__(self, path: Path, model: Any) -> None:
+        self._path = path
+        self._vocab = vocab = llama_cpp.llama_model_get_vocab(model)
+        # llama.cpp ends the process where it is asked for tokens of such a file, or after the model is gone.
+        if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+            raise UnsupportedModelError(f"{path.name} has no tokenizer; use another GGUF file of the model")
+        self._in_use = threading.Lock()
+        ids = range(llama_cpp.llama_vocab_n_tokens(vocab))
+        spelled = ctypes.create_string_buffer(_MOST_BYTES)
+        self._pieces = [
+            ctypes.string_at(spelled, llama_cpp.llama_token_to_piece(vocab, id, spelled, _MOST_BYTES, 0, True))
+            for id in ids
+        ]
+        self.end_ids = tuple(id for id in ids if llama_cpp.llama_vocab_is_eog(vocab, id))
+        self._words = {self._word(id): id for id in reversed(ids)}
+        self._added = {
+            id: AddedToken(self._word(id), special=bool(kind & _SPECIAL), normalized=False)
+            for id in ids
+            if (kind := int(llama_cpp.llama_vocab_get_attr(vocab, id))) & _ADDED
+        }
+        self._special = {id for id, token in self._added.items() if token.special}
+        named = {"bos_token": llama_cpp.llama_vocab_bos(vocab), "eos_token": llama_cpp.llama_vocab_eos(vocab)}
+        template = llama_cpp.llama_model_chat_template(model, None)
+        super().__init__(  # type: ignore[no-untyped-call]
+            chat_template=template and template.decode(),
+            **{name: self._word(id) for name, id in named.items() if id >= 0},
         )
-    tokenizer = _completed(read, vocabulary)
-    # A disk that is full or not to be written costs time only.
-    with suppress(OSError):
-        _KEPT.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_KEPT) as making:
-            tokenizer.save_pretrained(f"{making}/made")
-            shutil.rmtree(kept, ignore_errors=True)
-            os.rename(f"{making}/made", kept)
-    return tokenizer
 
-
-def _completed(read: Any, vocabulary: Vocabulary) -> Any:
-    """Return a tokenizer with the file's own list of added tokens, and its way to split words, where transformers has others."""
-    made = json.loads(read.backend_tokenizer.to_str())
-    words, merges = made["model"]["vocab"], made["model"]["merges"]
-    known, merged = {id: word for word, id in words.items()}, {"".join(pair) for pair in merges}
-    special = {str(token) for token in read.added_tokens_decoder.values() if token.special}
-    template = str(read.chat_template or "")
-    added = []
-    for id, (text, attributes) in enumerate(vocabulary.words()):
-        # llama.cpp has ordinary words that look like control tokens among those; here the template tells.
-        if not attributes & _ADDED or (attributes & _NORMAL and text not in template):
-            continue
-        word = known.get(id, text)
-        if word != text:
-            # Transformers spells it in bytes, as it does ordinary words.
-            if word in merged:
-                continue
-            del words[word]
-        words[text] = id
-        is_special = bool(attributes & _SPECIAL) or text in special
-        strips = {"lstrip": bool(attributes & _LEFT), "rstrip": bool(attributes & _RIGHT)}
-        added.append(
-            {"id": id, "content": text, "special": is_special, "normalized": False, "single_word": False, **strips}
-        )
-    made["added_tokens"] = added
-    made["model"]["ignore_merges"] = vocabulary.pre in _WHOLE
-    backend = Tokenizer.from_str(json.dumps(made))
-    before = _BEFORE_GPT2.get(vocabulary.pre, _SPLITS.get(vocabulary.pre))
-    if before is not None:
-        bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=vocabulary.pre in _BEFORE_GPT2)
-        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in before]
-        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of_words])
-    named = {name: token for name, token in read.special_tokens_map.items() if token in words}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=read.chat_template, **named)
-
-
-def check_tokenizer(vocabulary: Vocabulary, tokenizer: Any) -> None:
-    """Raise `UnsupportedModelError` if a tokenizer makes other ids of control tokens, or of ordinary text, than llama.cpp."""
-    name = vocabulary.path.name
-    if len(tokenizer) > len(vocabulary):
-        raise UnsupportedModelError(
-            f"the tokenizer has {len(tokenizer)} tokens, and {name} only {len(vocabulary)}; give this model's own tokenizer"
-        )
-    lexer, plain = lexer_of(tokenizer), _Plain(vocabulary, tokenizer)
-    theirs = Lexer(plain)
-    ordinary = []
-    for id, (text, attributes) in enumerate(vocabulary.words()):
-        if attributes == _NORMAL:
-            ordinary.append([id])
-        elif attributes & _CONTROL and not attributes & _NORMAL and lexer.read(text)[0] != [id]:
-            raise _differs(vocabulary, text, lexer.read(text)[0], [id])
-    probes = [(text, begins) for begins in (False, True) for text in _PROBES]
-    for text, begins in (*probes, *((text, False) for text in lexer.texts(ordinary[::_EVERY]))):
-        # Half a character is no text, and control tokens that are typed are split on purpose.
-        if "\ufffd" in text or lexer.said(text) != text or (vocabulary.pre in _SIMPLIFIED and not text.isascii()):
-            continue
-        ours, wanted = (each.read(text, begins=begins)[0] for each in (lexer, theirs))
-        if ours != wanted:
-            raise _differs(vocabulary, text, ours, wanted)
-
-
-class _Plain:
-    """Llama.cpp's way to read ordinary text, in the form of a tokenizer of transformers."""
-
-    is_fast, chat_template = False, None
-
-    def __init__(self, vocabulary: Vocabulary, tokenizer: Any) -> None:
-        self._vocabulary, self.decode = vocabulary, tokenizer.decode
-        self.added_tokens_decoder: dict[int, Any] = {}
+    def close(self) -> None:
+        """Read no more, since the model is about to go; what was read can still be spelled."""
+        with self._in_use:
+            self._vocab = None
 
     def __len__(self) -> int:
-        return len(self._vocabulary)
+        return len(self._pieces)
 
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": self._vocabulary.tokenize(text)}
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        return len(self)
 
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """The tokens that are no ordinary words, by their ids."""
+        return self._added
 
-def _differs(vocabulary: Vocabulary, text: str, ours: list[int], theirs: list[int]) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"the tokenizer of {vocabulary.path.name} ({vocabulary.pre or 'without a name'}) is read differently from llama.cpp: "
-        f"{text[:60]!r} is {ours[:12]}, in llama.cpp {theirs[:12]}; use the model's folder in transformers"
-    )
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all words."""
+        return dict(self._words)
+
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
+        """Return the word, or words, of an id or several."""
+        if isinstance(ids, int):
+            return self._word(ids)
+        return [self._word(id) for id in ids if not (skip_special_tokens and id in self._special)]
+
+    def guidance(self, **options: Any) -> Any:
+        """Return the tokenizer as llguidance takes it, which constrains answers."""
+        from llguidance.llamacpp import lltokenizer_from_vocab
+
+        with self._in_use:
+            self._check_open()
+            return lltokenizer_from_vocab(self._vocab, **options)
+
+    def save_pretrained(self, save_directory: Any, *given: Any, **options: Any) -> Any:
+        """Write the tokenizer as transformers reads it out of the file, for who has the words of a server's answers only."""
+        try:
+            read = AutoTokenizer.from_pretrained(str(self._path.parent), gguf_file=self._path.name)
+        except (ValueError, KeyError) as error:
+            raise UnsupportedModelError(
+                f"transformers cannot read the tokenizer of {self._path.name} ({error}); use the model where its file is"
+            ) from error
+        read.add_tokens([token for token in self._added.values() if token.special], special_tokens=True)
+        read.add_tokens([token for token in self._added.values() if not token.special])
+        read.chat_template = self.chat_template
+        return read.save_pretrained(save_directory, *given, **options)
+
+    def _word(self, id: int) -> str:
+        return self._pieces[id].decode(errors="replace")
+
+    def _convert_token_to_id_with_added_voc(self, token: str) -> int | None:
+        return self._words.get(token)
+
+    # Of one text, without padding.
+    def _encode_plus(  # type: ignore[override]
+        self, text: str, add_special_tokens: bool = True, **options: Any
+    ) -> BatchEncoding:
+        data = text.encode()
+        ids = (llama_cpp.llama_token * (len(data) + 8))()
+        with self._in_use:
+            self._check_open()
+            count = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, len(ids), add_special_tokens, True)
+        return BatchEncoding({"input_ids": list(ids[:count])}, tensor_type=options.get("return_tensors"))
+
+    def _decode(
+        self, token_ids: int | list[int], skip_special_tokens: bool = False, *given: Any, **options: Any
+    ) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        kept = (self._pieces[id] for id in ids if not (skip_special_tokens and id in self._special))
+        return b"".join(kept).decode(errors="replace")
+
+    def _check_open(self) -> None:
+        if self._vocab is None:
+            raise ConfigError("the engine of this tokenizer was closed; make a new one")

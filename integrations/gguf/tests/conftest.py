@@ -27,16 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kept_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Have tokenizers kept for this session, here and in the processes that are started."""
-    folder = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HOME", str(folder))
-        patch.setattr("cacheblend_gguf.tokenizer._KEPT", folder / "cacheblend-gguf")
-        yield folder / "cacheblend-gguf"
-
-
 @pytest.fixture(scope="session", params=[smollm, gemma], ids=["smollm2", "gemma3"])
 def path(request: pytest.FixtureRequest) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:

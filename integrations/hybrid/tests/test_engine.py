@@ -1,8 +1,5 @@
 """States that are stored, served, deleted and refused."""
 
-import subprocess
-import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +17,13 @@ from tests.families import tiny_model, tiny_tokenizer, words
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FAMILIES = (
-    *("qwen3_next", "qwen3_5_text", "mamba2", "jamba", "lfm2", "falcon_h1", "granitemoehybrid"),
-    *("mamba", "falcon_mamba", "bamba", "zamba", "zamba2", "nemotron_h", "olmo_hybrid", "inkling_text"),
+    *("qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid"),
+    *("bamba", "zamba2", "nemotron_h", "olmo_hybrid", "inkling_text"),
 )
 
 
 # How far apart, over the largest logit, their own last step and their own reading of the whole are.
-NOISE = {"zamba": 1e-3, "zamba2": 1e-3, "nemotron_h": 1e-3}
+NOISE = {"zamba2": 1e-3, "nemotron_h": 1e-3}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,8 +43,9 @@ def test_a_document_behind_a_head_is_exact(make_hybrid: MakeHybrid, tmp_path: Pa
 
 OTHERS: dict[str, tuple[BlendPrompt, str]] = {
     "not from the first chunk": (ask("b", "a"), "'b', is not the first of its document, 'd'"),
-    "no chunk": (BlendPrompt(words(9, 1)), "there are no chunks before its end"),
-    "places": (BlendPrompt(segments=[HEAD, ChunkRef("a"), words(5, 4)], positions=[0, 13, 43]), "places its segments"),
+    "no chunk": (BlendPrompt(words(9, 1)), "no chunks"),
+    "places": (BlendPrompt(segments=[HEAD, ChunkRef("a"), words(5, 4)], positions=[0, 13, 43]), "places"),
+    "another text under an id": (BlendPrompt(segments=[HEAD, Chunk(words(30, 8), "a"), words(5, 4)]), "not added"),
 }
 
 
@@ -64,24 +62,14 @@ def test_another_form_is_read_in_full_and_told_what_it_lacks(make_hybrid: MakeHy
     assert engine.heads() == []
 
 
-OWN: dict[str, BlendPrompt] = {
-    "a head that may be a user's": ask("a", "b", head=words(12, 3)),
-    "another text under an id": BlendPrompt(segments=[HEAD, Chunk(words(30, 8), "a"), words(5, 4)]),
-    "text of no id": BlendPrompt(segments=[HEAD, Chunk(words(30, 8)), words(5, 4)]),
-    "text of a source": BlendPrompt(segments=[HEAD, Chunk(words(30, 8), "new", source="page"), words(5, 4)]),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_what_may_be_a_users_own_stays_in_memory(make_hybrid: MakeHybrid, tmp_path: Path, name: str) -> None:
+def test_the_state_behind_what_may_be_a_users_own_stays_in_memory(make_hybrid: MakeHybrid, tmp_path: Path) -> None:
     engine = make_hybrid(store=tmp_path)
     for is_held in (False, True):
-        report = engine.prefill(OWN[name]).report
+        report = engine.prefill(ask("a", "b", head=words(12, 3))).report
         assert (report.misses == 0) is is_held
     assert gone(engine, tmp_path) and engine.store.stats().ram_bytes
-    if name != "text of no id":
-        engine.delete(["a"], sources=["page"])
-        assert not engine.store.stats().ram_bytes
+    engine.delete(["a"])
+    assert not engine.store.stats().ram_bytes
 
 
 def test_first_chunks_serve_the_rest(make_hybrid: MakeHybrid) -> None:
@@ -111,17 +99,9 @@ def test_streams_batches_and_callers_at_once(make_hybrid: MakeHybrid) -> None:
     wanted = [own_answer(engine, prompt, 5) for prompt in prompts]
     assert [list(each.token_ids) for each in engine.generate_many(prompts, 5, do_sample=False)] == wanted
 
-    def stream(prompt: BlendPrompt) -> tuple[str, Sequence[int]]:
-        pieces = engine.stream(prompt, 5, do_sample=False)
-        return "".join(pieces), pieces.result().token_ids
-
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(stream, prompts))
-    assert [list(ids) for _, ids in found] == wanted
-    assert [text for text, _ in found] == [engine.generate(prompt, 5, do_sample=False).text for prompt in prompts]
-    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.8}
-    penalised = engine.generate(prompts[0], 5, **options).token_ids
-    assert penalised == engine.generate(prompts[0], 5, blend=BlendConfig(enabled=False), **options).token_ids
+        found = list(pool.map(lambda prompt: engine.stream(prompt, 5, do_sample=False).result(), prompts))
+    assert [list(each.token_ids) for each in found] == wanted
 
 
 def gone(engine: HybridEngine, folder: Path) -> bool:
@@ -170,29 +150,6 @@ def test_a_chunk_that_is_deleted_while_it_is_read(
     assert gone(engine, tmp_path)
 
 
-OTHER_PROCESS = """
-import sys
-from cacheblend_hybrid import HybridEngine
-from integrations.hybrid.tests.conftest import ask, hybrid
-from tests.families import tiny_tokenizer
-with HybridEngine(hybrid("qwen3_next"), tiny_tokenizer(), store=sys.argv[1]) as engine:
-    print(engine.prefill(ask("a", "b", "c")).report.hits)
-    engine.delete(["c"])
-"""
-
-
-def test_two_processes_on_one_folder(make_hybrid: MakeHybrid, tmp_path: Path) -> None:
-    engine = make_hybrid(store=tmp_path)
-    engine.prefill(ask("a", "b"))
-    engine.prefill(ask("a", "b", "c"))
-    engine.flush()
-    command = [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["3"]
-    assert gone(engine, tmp_path)
-    assert engine.prefill(ask("a", "b")).report.hits == 0
-
-
 def test_a_damaged_state_is_read_again(make_hybrid: MakeHybrid, tmp_path: Path) -> None:
     for hits in (0, 0, 2):
         engine = make_hybrid(store=tmp_path, config=EngineConfig(ram_bytes=0))
@@ -204,19 +161,13 @@ def test_a_damaged_state_is_read_again(make_hybrid: MakeHybrid, tmp_path: Path) 
             [damage(file) for file in tmp_path.rglob("*.safetensors")]
 
 
-def test_long_questions_are_not_read_token_by_token(make_hybrid: MakeHybrid) -> None:
-    engine = make_hybrid("jamba")
-    found = engine.prefill(ask("a", question=words(80, 1)))
-    assert "80 tokens stand after the document" in str(found.report.fallback_reason)
-
-
-def test_a_model_whose_cache_cannot_be_restored_is_read_in_full(make_hybrid: MakeHybrid) -> None:
-    engine = make_hybrid("recurrent_gemma")
-    report = engine.generate(ask("a"), 2).report
-    assert report.fallback_reason == engine.unsupported_reason
-    assert "does not go on after its states" in str(report.fallback_reason)
-    with pytest.raises(UnsupportedModelError, match="keep no KV"):
-        make_hybrid("qwen3_next", config=EngineConfig(strict=True))
+# Those that read one token at a time after a state, those without a layer that attends, and one with its states elsewhere.
+@pytest.mark.parametrize("family", ["jamba", "zamba", "mamba", "mamba2", "recurrent_gemma"])
+def test_a_model_that_does_not_go_on_after_its_states_is_read_in_full(make_hybrid: MakeHybrid, family: str) -> None:
+    engine = make_hybrid(family)
+    found = engine.generate(ask("a"), 4, do_sample=False)
+    assert found.report.fallback_reason == engine.unsupported_reason
+    assert list(found.token_ids) == own_answer(engine, ask("a"), 4)
 
 
 def test_the_engine_of_any_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,3 +179,5 @@ def test_the_engine_of_any_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.engine.engine.entry_points", lambda group, name: [])
     with BlendEngine(hybrid("lfm2"), tiny_tokenizer()) as engine:
         assert 'the extra "hybrid"' in str(engine.unsupported_reason)
+    with pytest.raises(UnsupportedModelError):
+        HybridEngine(hybrid("lfm2"), tiny_tokenizer(), config=EngineConfig(strict=True))
