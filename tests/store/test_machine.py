@@ -265,6 +265,6 @@ class RamMachine(FolderMachine):
 
 _SETTINGS = {"stateful_step_count": 25, "suppress_health_check": [HealthCheck.too_slow]}
 TestFolder = FolderMachine.TestCase
-TestFolder.settings = settings(max_examples=8, **_SETTINGS)
+TestFolder.settings = settings(max_examples=12, **_SETTINGS)
 TestRam = RamMachine.TestCase
 TestRam.settings = settings(max_examples=30, **_SETTINGS)

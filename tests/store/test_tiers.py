@@ -131,16 +131,18 @@ def test_tiers_keep_copies_of_no_more_than_was_put(device_bytes: int) -> None:
         assert part.untyped_storage().nbytes() <= kept.nbytes
 
 
-def test_damaged_heads_are_misses_and_are_replaced(tmp_path: Path) -> None:
+def test_files_that_are_gone_or_whose_heads_are_damaged_are_misses_and_are_replaced(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
-    put(store, 0, 1)
-    for file in files_of(tmp_path):
+    put(store, *range(4))
+    gone, *damaged = files_of(tmp_path)
+    gone.unlink()
+    for file in damaged:
         file.write_bytes(file.read_bytes()[:20] + b"x" + file.read_bytes()[21:])
-    assert store.open(key_of(0)) is None
-    assert store.holds([key_of(0), key_of(1)]) == [False, True]
+    assert store.open(key_of(0)) is store.open(key_of(1)) is None
+    assert held(store, range(4)) == [2, 3]
     # Found out by `open` before, and here by `put` itself.
-    put(store, 0, 1)
-    assert is_held(store, 0) and is_held(store, 1)
+    put(store, *range(3))
+    assert all(is_held(store, number) for number in range(3))
 
 
 def test_page_locked_memory_that_is_not_there_or_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
