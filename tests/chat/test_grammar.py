@@ -159,6 +159,16 @@ def test_a_value_that_may_hold_another_of_its_own_kind_has_an_end(held: dict[str
     assert json_grammar(own_kind(type="object", properties={"next": OWN}))
 
 
+def write(engine: BlendEngine, guide: Guide, begun: str) -> None:
+    """Write sixty tokens, after a beginning whatever is allowed, which is never the end."""
+    ids, written = [1], engine.tokenizer(begun, add_special_tokens=False)["input_ids"]
+    for number in range(60):
+        scores = guide(torch.tensor([ids]), torch.zeros(1, len(engine.tokenizer)))
+        assert scores[0, engine.end_ids[0]] == -torch.inf
+        ids.append(written[number] if number < len(written) else int(scores.argmax()))
+        assert scores[0, ids[-1]] == 0
+
+
 CLOSED = {"additionalProperties": False, "patternProperties": {"^a$": {"type": "boolean"}}}
 ENDLESS = {"Own": one(**OWN)}
 
@@ -173,15 +183,6 @@ ENDLESS = {"Own": one(**OWN)}
 )
 def test_an_answer_that_cannot_be_finished_is_no_whole_one(schema: dict[str, Any], begun: str) -> None:
     with BlendEngine.from_pretrained("reference") as engine:
-        guide, end = Guide(engine, json_grammar(schema)), engine.end_ids[0]
-        written = engine.tokenizer(begun, add_special_tokens=False)["input_ids"]
-
-        ids = [1]
+        guide = Guide(engine, json_grammar(schema))
         with pytest.raises(StructuredOutputError):
-            for number in range(60):
-                scores = guide(torch.tensor([ids]), torch.zeros(1, len(engine.tokenizer)))
-                assert scores[0, end] == -torch.inf
-                # After its beginning whatever is allowed.
-                ids.append(written[number] if number < len(written) else int(scores.argmax()))
-                assert scores[0, ids[-1]] == 0
-        assert len(ids) < 60
+            write(engine, guide, begun)

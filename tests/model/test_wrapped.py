@@ -21,7 +21,7 @@ from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import model_fingerprint, uncompiled, watch_forward
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.limits import status_of_child
+from tests.limits import apart
 
 # "eager" has dynamo trace and guard, which is where hooks are lost, and leaves out the slow generation of code.
 BACKEND = "eager"
@@ -212,7 +212,7 @@ def test_a_compiled_model_is_compiled_again_when_the_last_block_ends() -> None:
     first.__exit__(None, None, None)
     assert not compiles()
     # A forked child has none of its parent's threads, and so of their blocks.
-    assert status_of_child(lambda: None if compiles() else os._exit(1)) == 0
+    assert os.waitpid(apart(lambda: compiles() or os._exit(1)), 0)[1] == 0
     assert not compiles()
     second.__exit__(None, None, None)
     assert compiles()
