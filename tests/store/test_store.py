@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendPrompt, Chunk, EngineConfig
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import KVStore, NodeRecord, check_store
-from tests.engines import MakeEngine
-from tests.families import words
 from tests.store import workers
 from tests.store.kit import (
     add,
@@ -165,31 +162,6 @@ def test_more_deletions_than_are_remembered(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as index:
         index.execute("DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - 2")
     assert store.stats().ram_bytes == make_kv(6).nbytes + make_kv(7).nbytes
-
-
-def test_a_life_of_settings_and_of_single_additions(make_engine: MakeEngine) -> None:
-    for wrong in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match="ttl_s"):
-            EngineConfig(ttl_s=wrong)
-    now = [1.8e9]
-    chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
-    engine = make_engine(open_store(None, 10**7, clock=lambda: now[0]), ttl_s=100)
-    with pytest.raises(ConfigError, match="ttl_s"):
-        engine.add(chunks, ttl_s=0)
-    engine.add(chunks[:1])
-    engine.add(chunks[1:], ttl_s=10)
-    # A miss lives as long as the settings say.
-    assert engine.prefill(BlendPrompt("t1", ["a", Chunk(words(9, 3), "c")], "t2")).report.misses == 1
-    now[0] += 50
-    assert engine.prefill(BlendPrompt("t1", ["a", "b", "c"], "t2")).report.hits == 2
-    now[0] += 60
-    report = engine.prefill(BlendPrompt("t1", ["a", "b", "c"], "t2")).report
-    assert [chunk.hit for chunk in report.chunks] == [False, True, False]
-    # Adding again renews.
-    assert engine.add(chunks, ttl_s=1000).named == 2
-    assert engine.add(chunks, ttl_s=1000).unchanged == 2
-    now[0] += 900
-    assert engine.prefill(BlendPrompt("t1", ["a", "b"], "t2")).report.hits == 2
 
 
 @pytest.mark.parametrize("part", ["kv", "tmp"])
