@@ -116,6 +116,13 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
     assert torch.equal(tensors["layer.2.values"], kv.layers[2].values)
 
 
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.55), ("int4", 0.32)])
+def test_share_of_the_bytes_of_float16_header_included(codec: str, most: float) -> None:
+    shape = (2, 512, 64)
+    kv = ChunkKV((1,) * 512, 1, [LayerKV(torch.randn(shape).half(), torch.randn(shape).half()) for _ in range(24)])
+    assert len(encoded(kv, codec)) <= most * kv.nbytes
+
+
 @pytest.mark.parametrize("codec", ["native", "int4"])
 def test_every_damage_is_detected(codec: str) -> None:
     data = encoded(make_kv(1, tokens=3, layers=2), codec)
