@@ -77,10 +77,6 @@ def compiled_forward(model: PreTrainedModel) -> Any:
     return _used(model)
 
 
-def compiled_adapter(model: PreTrainedModel) -> Any:
-    return _used(torch.compile(adapter(model), backend=BACKEND))
-
-
 def adapter_on_compiled(model: PreTrainedModel) -> Any:
     return _used(adapter(compiled_in_place(model)))
 
@@ -99,7 +95,7 @@ def _used(model: Any) -> Any:
     return model
 
 
-COMPILED = [compiled_around, compiled_in_place, compiled_forward, compiled_adapter, adapter_on_compiled]
+COMPILED = [compiled_around, compiled_in_place, compiled_forward, adapter_on_compiled]
 WRAPS = [adapter, causal_adapter, adapter_of_older_peft, patched, *COMPILED]
 # Each is sampled by one that is compiled; the others are of the full counts.
 EVERY_WRAP = [
@@ -132,8 +128,7 @@ def _batch(engine: BlendEngine) -> dict[str, Any]:
 # What is compared, and what of it must be other than nothing on the plain model.
 FEATURES: dict[str, tuple[Callable[[BlendEngine], dict[str, Any]], str]] = {
     "repair": (lambda engine: _answer(engine, Repair(0.5, limit=1e-4)), "repaired"),
-    "eviction": (lambda engine: _answer(engine, SnapKV(0.25)), "evicted"),
-    "eviction at the end": (lambda engine: _answer(engine, SnapKV(0.25), selector="query"), "evicted"),
+    "eviction": (lambda engine: _answer(engine, SnapKV(0.25), selector="query"), "evicted"),
     "sources": (lambda engine: _answer(engine, SourceAttention()), "attention"),
     "sources, full": (lambda engine: _answer(engine, SourceAttention(), enabled=False), "attention"),
     "batch": (_batch, "1"),
