@@ -14,6 +14,7 @@ from tests.store import workers
 from tests.store.kit import (
     add,
     files_of,
+    held,
     is_held,
     key_of,
     make_kv,
@@ -162,6 +163,21 @@ def test_more_deletions_than_are_remembered(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as index:
         index.execute("DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - 2")
     assert store.stats().ram_bytes == make_kv(6).nbytes + make_kv(7).nbytes
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_the_longest_life_asked_for_counts(tmp_path: Path, in_folder: bool) -> None:
+    now = [1.8e9]
+    store = open_store(tmp_path if in_folder else None, 10**6, clock=lambda: now[0])
+    for number in range(1, 5):
+        store.put(key_of(number), make_kv(number), ttl_s=100)
+    store.prolong([key_of(1)], 10)
+    store.prolong([key_of(2)], 200)
+    store.prolong([key_of(3), key_of(9)], None)
+    store.put(key_of(4), make_kv(4))
+    for seconds, left in ((150, [2, 3, 4]), (100, [3, 4])):
+        now[0] += seconds
+        assert held(store, range(10)) == [number for number in range(10) if store.open(key_of(number))] == left
 
 
 @pytest.mark.parametrize("part", ["kv", "tmp"])
