@@ -175,8 +175,8 @@ def test_the_longest_life_asked_for_counts(tmp_path: Path, in_folder: bool) -> N
     store.prolong([key_of(2)], 200)
     store.prolong([key_of(3), key_of(9)], None)
     store.put(key_of(4), make_kv(4))
-    for seconds, left in ((150, [2, 3, 4]), (100, [3, 4])):
-        now[0] += seconds
+    for left in ([2, 3, 4], [3, 4]):
+        now[0] += 100
         assert held(store, range(10)) == [number for number in range(10) if store.open(key_of(number))] == left
 
 
