@@ -25,7 +25,7 @@ def test_what_stands_before_a_chunk_is_read_as_one_after_the_other(
     for number in range(len(members)):
         whole: tuple[int, ...] = ()
         for one, two in reversed([*pairwise(members[: number + 1])]):
-            shared = max(0, one.place.start + one.place.length - two.place.start)
+            shared = max(0, one.place.start + one.place.length - two.place.start)  # type: ignore[operator]
             left = one.token_ids[: max(0, one.place.length - shared)] if shared else one.token_ids
             whole = left + (separator if whole and not shared else ()) + whole
         found = end_before(members, number, most, separator)
