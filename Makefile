@@ -98,8 +98,11 @@ bench: $(STAMP)  ## time to first token: full prefill, prefix cache, reuse and b
 	$(BIN)/cacheblend-rag bench ttft --shape qwen2-0.5b --chunks 6 --chunk-tokens 512 --question-tokens 32 \
 		--ratios 0,0.05,0.15,0.3
 
+NBMAKE := HF_HUB_OFFLINE=1 ANONYMIZED_TELEMETRY=False OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake
+
 .PHONY: notebooks
 notebooks: $(STAMP)  ## run the notebooks of examples/ and keep what they show
+	TQDM_DISABLE=1 $(NBMAKE) --overwrite examples
 	$(BIN)/python -m tests.notebooks
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -128,6 +131,7 @@ check: lint  ## lint, and the tests of the core in two processes, sampled where 
 .PHONY: check-others
 check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, prompt markup, the server, the cluster and hybrid models (ARGS=integrations/langchain/tests for one of them)
 	$(PYTEST) $(or $(ARGS),$(addsuffix /tests,$(OTHERS)))
+	$(if $(ARGS),,$(NBMAKE) $(wildcard examples/*quick_start.ipynb))
 
 .PHONY: check-vllm
 check-vllm: $(VLLM_STAMP) $(STAMP)  ## the tests that need vLLM, in a virtual environment of its own, and clients' that ask it from this one
@@ -149,7 +153,7 @@ check-gguf: $(GGUF_STAMP) $(STAMP)  ## the tests of GGUF models, in a virtual en
 
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts in two processes, with the core's coverage; writes tests/check-all.txt
-	( $(PYTEST) -q -rN --cov=cacheblend_rag --cov-report= --cov-fail-under=91 && $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 ) 2>&1 \
+	( $(PYTEST) -q -rN --cov=cacheblend_rag --cov-report= --cov-fail-under=91 && $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 && $(NBMAKE) -q examples ) 2>&1 \
 		| sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 
 .PHONY: gpu

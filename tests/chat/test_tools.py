@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.chat.tools import ToolGate, parse_calls
+from cacheblend_rag.chat.tools import ToolGate, ToolReply, parse_calls
 
 CALL = ("weather", {"city": "Oslo", "days": 2})
 TWO = [CALL, ("time", {})]
@@ -38,73 +38,60 @@ FORMS = {
     "fence without a language": (f"\n```\n[{', '.join(as_json(*each) for each in TWO)}]```\n", TWO),
     "python": ('[weather(city="Oslo", days=2), time()]', TWO),
 }
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
-@pytest.mark.parametrize("form", FORMS)
+def called(reply: ToolReply) -> list[tuple[str, dict[str, Any]]]:
+    assert len({call.id for call in reply.calls}) == len(reply.calls)
+    return [(call.name, call.arguments) for call in reply.calls]
+
+
+def is_text(text: str, tools: list[dict[str, Any]], **options: bool) -> bool:
+    reply = parse_calls(text, tools, **options)
+    return (reply.text, reply.calls, reply.invalid) == (text, [], [])
+
+
+def streamed(gate: ToolGate, text: str) -> str:
+    return "".join(gate.pass_on(letter) for letter in text)
+
+
+@each_form
 def test_calls_are_read_in_the_forms_that_models_write(form: str) -> None:
     text, calls = FORMS[form]
     reply = parse_calls(text, TOOLS)
-    assert [(call.name, call.arguments) for call in reply.calls] == calls
-    assert reply.text == ""
-    assert not reply.invalid
-    assert len({call.id for call in reply.calls}) == len(calls)
+    assert called(reply) == calls
+    assert (reply.text, reply.invalid) == ("", [])
+    # Where one call is allowed, what is called after it is text.
+    reply = parse_calls(text, TOOLS, one_call=True)
+    assert called(reply) == calls[:1]
+    assert ("time" in reply.text) == (len(calls) > 1) and "Oslo" not in reply.text
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 @pytest.mark.parametrize("offered", [[], [{"function": {"name": "gcc"}}]], ids=["none", "another"])
 def test_what_calls_a_tool_that_was_not_offered_is_text(form: str, offered: list[dict[str, Any]]) -> None:
     text = f"{FORMS[form][0]} "
-    reply, gate = parse_calls(text, offered, is_cut=True), ToolGate(offered)
-    assert (reply.text, reply.calls, reply.invalid) == (text, [], [])
-    assert "".join(gate.pass_on(letter) for letter in text) == text
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_second_call_is_text_where_one_is_allowed(form: str) -> None:
-    text, calls = FORMS[form]
-    reply = parse_calls(text, TOOLS, one_call=True)
-    assert [(call.name, call.arguments) for call in reply.calls] == calls[:1]
-    assert ("time" in reply.text) == (len(calls) > 1) and "Oslo" not in reply.text
+    assert is_text(text, offered, is_cut=True)
+    assert streamed(ToolGate(offered), text) == text
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "Four.",
-            '{"a": "b"}',
-            "[1, 2]",
-            "[x for x in y]",
-            '{"name": "weather"',
-            "weather(1)",
-            "[f(1)]",
-            "{}",
-            "[]",
-        ),
-        *('{"name": "weather", "days": 2}', '{"name": "gcc", "parameters": {"O": 2}}', "[weather(1)]", "<tool_", " \n"),
-        *(
-            f"```json\n{as_json('gcc', {})}\n```",
-            f"So:\n```json\n{as_json(*CALL)}\n```",
-            '```json\n{"city": "Oslo"}\n```',
-        ),
-        *(
-            f"```json\n{as_json(*CALL)}\n```\nThat is it.",
-            f"```python\n{as_json(*CALL)}\n```",
-            f"```\n{as_json(*CALL)}",
-        ),
+        *("", " \n", "Four.", '{"a": "b"}', "[1, 2]", "[x for x in y]", '{"name": "weather"', "weather(1)", "{}"),
+        *('{"name": "weather", "days": 2}', '{"name": "gcc", "parameters": {"O": 2}}', "[weather(1)]", "<tool_"),
+        *(f"So:\n```json\n{as_json(*CALL)}\n```", f"```json\n{as_json(*CALL)}\n```\nThat is it."),
+        *(f"```json\n{as_json('gcc', {})}\n```", f"```python\n{as_json(*CALL)}\n```", f"```\n{as_json(*CALL)}"),
         *("Write `<tool_call>` first.", "<tool_call>nothing</tool_call>\n", '<tool_call>\n{"a": 1}\n</tool_call> x'),
     ],
 )
 def test_what_is_no_call_is_text(text: str) -> None:
-    reply = parse_calls(text, TOOLS)
-    assert (reply.text, reply.calls, reply.invalid) == (text, [], [])
+    assert is_text(text, TOOLS)
 
 
 def test_a_call_that_cannot_be_read_is_said_to_be_invalid() -> None:
     reply = parse_calls('Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Os', TOOLS)
-    assert reply.text == "Well.\n"
-    assert not reply.calls
+    assert (reply.text, reply.calls) == ("Well.\n", [])
     assert (reply.invalid[0].name, reply.invalid[0].arguments) == ("weather", '{"city": "Os')
 
 
@@ -114,22 +101,19 @@ def test_the_text_around_calls_keeps_its_blanks() -> None:
     assert parse_calls(f"\n{call}\n{call}\n", TOOLS).text == ""
 
 
-@pytest.mark.parametrize("kept", range(1, len("\n</tool_call>")))
-def test_a_call_whose_closing_tag_was_cut_is_a_call(kept: int) -> None:
-    text, calls = FORMS["tags"]
-    reply = parse_calls(text[:-kept], TOOLS, is_cut=True, must_call=True)
-    assert [(call.name, call.arguments) for call in reply.calls] == calls
-    assert (reply.text, reply.invalid) == ("", [])
-
-
 @pytest.mark.parametrize("form", ["tags", "xml", "parameters", "list"])
 def test_a_call_that_was_cut_is_said_to_be(form: str) -> None:
     text, _ = FORMS[form]
     for size in range(text.index("weather") + 12):
         reply = parse_calls(text[:size], TOOLS, is_cut=True, must_call=True)
         assert (reply.text, reply.calls) == ("", [])
-        assert "raise max_tokens" in reply.invalid[0].error
-    assert "must be a tool call" in str(parse_calls("Well.", TOOLS, must_call=True).invalid[0].error)
+        assert "max_tokens" in reply.invalid[0].error
+    assert "max_tokens" not in parse_calls("Well.", TOOLS, must_call=True).invalid[0].error
+    # Where all but its closing tag is there, it is one.
+    for kept in range(1, len("\n</tool_call>")):
+        text, calls = FORMS["tags"]
+        reply = parse_calls(text[:-kept], TOOLS, is_cut=True, must_call=True)
+        assert (reply.text, reply.invalid, called(reply)) == ("", [], calls)
 
 
 OTHER = '<tool_call>\n{"name": "gcc", "arguments": {}}\n</tool_call>'
@@ -160,33 +144,11 @@ def test_a_stream_shows_what_the_answer_says(
         assert reply.text == text
 
 
-@pytest.mark.parametrize(
-    "text", ['{"answer": "It is ', '{"name": "gcc"', "[1, ", "<b>", f"{OTHER} It", '[{"id', "```py"]
-)
-def test_a_stream_waits_no_longer_than_a_call_may_begin(text: str) -> None:
-    assert ToolGate(TOOLS).pass_on(text) == text
-    gate = ToolGate(TOOLS)
-    assert "".join(gate.pass_on(letter) for letter in text) == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "{",
-        '{ "na',
-        '{"name": "wea',
-        '[{"function": {"name": "t',
-        "[time",
-        "<tool_c",
-        "[TOOL_",
-        "``",
-        '```json\n{"na',
-    ],
-)
-def test_a_stream_waits_while_a_call_may_begin(text: str) -> None:
-    assert ToolGate(TOOLS).pass_on(text) == ""
+def test_a_stream_waits_while_a_call_may_begin_and_no_longer() -> None:
+    for text in ('{"answer": "It is ', '{"name": "gcc"', "[1, ", "<b>", f"{OTHER} It", '[{"id', "```py"):
+        assert ToolGate(TOOLS).pass_on(text) == streamed(ToolGate(TOOLS), text) == text
+    for text in ("", " ", '{ "na', '{"name": "wea', '[{"function": {"name": "t', "[time", "<tool_c", "[TOOL_", "``"):
+        assert ToolGate(TOOLS).pass_on(text) == ""
 
 
 def test_what_is_text_by_its_schema_stays_as_it_is_written() -> None:

@@ -3,14 +3,13 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
@@ -34,57 +33,24 @@ def tiny_model(**changes: Any) -> PreTrainedModel:
     )
 
 
-def torchao(config: str, **options: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        from torchao import quantization
-
-        return transformers.TorchAoConfig(getattr(quantization, config)(**options))
-
-    return make
-
-
-def hqq(model: PreTrainedModel) -> None:
-    from hqq.core.quantize import BaseQuantizeConfig
-    from hqq.models.hf.base import AutoHQQHFModel
-
-    AutoHQQHFModel.quantize_model(
-        model, quant_config=BaseQuantizeConfig(nbits=4, group_size=16), compute_dtype=torch.float32, device="cpu"
-    )
-
-
-QUANTISED: dict[str, tuple[str, Callable[..., Any]]] = {
-    "bitsandbytes-8": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_8bit=True)),
-    "bitsandbytes-fp4": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_4bit=True)),
-    "bitsandbytes-nf4": (
-        "bitsandbytes",
-        lambda: transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-        ),
-    ),
-    "torchao-int8": ("torchao", torchao("Int8WeightOnlyConfig")),
-    "torchao-int8-activations": ("torchao", torchao("Int8DynamicActivationInt8WeightConfig")),
-    "torchao-float8": ("torchao", torchao("Float8WeightOnlyConfig")),
-    "quanto-int4": ("optimum.quanto", lambda: transformers.QuantoConfig(weights="int4")),
-    "hqq-4": ("hqq", hqq),
+QUANTISED: dict[str, dict[str, Any]] = {
+    "int8": {"load_in_8bit": True},
+    "fp4": {"load_in_4bit": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
 }
 
 
 @pytest.fixture(params=QUANTISED)
 def quantise(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., PreTrainedModel]:
     """Make a tiny model anew and quantise it."""
-    package, make = QUANTISED[request.param]
-    if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
 
     def quantised(scale: float = 1.0) -> PreTrainedModel:
         model = tiny_model()
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight *= scale
-        if make is hqq:
-            hqq(model)
-            return model
         model.save_pretrained(tmp_path / "model")
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=make())
+        config = BitsAndBytesConfig(**QUANTISED[request.param])
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config)
         return loaded.eval()
 
     return quantised
@@ -96,7 +62,6 @@ def test_kv_belongs_to_the_quantised_weights(quantise: Callable[..., PreTrainedM
 
     def hits(model: PreTrainedModel) -> int:
         with engine(model) as opened:
-            opened._store.flush()
             return opened.prefill(BlendPrompt(words(4, 10), chunks, words(6, 11))).report.hits
 
     chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(2)]
@@ -135,43 +100,31 @@ def test_the_self_check_takes_it_and_refuses_wrong_turns(quantise: Callable[...,
     selfcheck.check_batching(decoder)
     # Keys turned by the frequencies of another model.
     other = inspect_model(tiny_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}))
-    with pytest.raises(UnsupportedModelError, match="layer 0: KV moved by 11"):
+    with pytest.raises(UnsupportedModelError, match="moved"):
         selfcheck.check_blending(replace(decoder, rotations=other.rotations))
 
 
-CONFIGS: list[Any] = [
-    transformers.AwqConfig(),
-    transformers.AwqConfig(group_size=64),
-    transformers.GPTQConfig(bits=4),
-    transformers.GPTQConfig(bits=8),
-    {"quant_method": "hqq", "nbits": 4},
-    {"quant_method": "hqq", "nbits": 2},
-    transformers.BitsAndBytesConfig(load_in_8bit=True),
-    transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
-    transformers.QuantoConfig(weights="int8"),
-    transformers.QuantoConfig(weights="float8"),
-    transformers.FineGrainedFP8Config(),
-    transformers.FbgemmFp8Config(),
-    transformers.Mxfp4Config(),
-    transformers.EetqConfig(),
-    {"quant_method": "compressed-tensors", "format": "int-quantized"},
-    {"quant_method": "compressed-tensors", "format": "float-quantized"},
-]
-
-
 def test_how_a_model_is_quantised_is_in_the_key() -> None:
-    model = tiny_model()
-    seen = {model_fingerprint(model)}
-    for config in CONFIGS:
+    configs: list[Any] = [
+        None,
+        *(transformers.AwqConfig(group_size=size) for size in (64, 128)),
+        *(transformers.GPTQConfig(bits=bits) for bits in (4, 8)),
+        *({"quant_method": "hqq", "nbits": bits} for bits in (2, 4)),
+        *(BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold) for threshold in (0.0, 6.0)),
+        *({"quant_method": "compressed-tensors", "format": form} for form in ("int-quantized", "float-quantized")),
+        transformers.FineGrainedFP8Config(),
+        transformers.Mxfp4Config(),
+    ]
+    model, seen = tiny_model(), set()
+    for config in configs:
         model.config.quantization_config = config
         seen.add(model_fingerprint(model))
-        assert selfcheck._tolerance(inspect_model(model)) == selfcheck._ROUNDED
-    assert len(seen) == 1 + len(CONFIGS)
+    assert len(seen) == len(configs)
 
 
-@pytest.mark.parametrize("config", [transformers.EetqConfig(), transformers.FineGrainedFP8Config()])
-def test_what_cannot_be_loaded_here_is_said_in_one_line(config: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_here_is_said_in_one_line(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be loaded: (?!.*\n).*(EETQ|FP8)"):
-        BlendEngine.from_pretrained(tmp_path, quantization_config=config)
+    with pytest.raises(ConfigError, match="EETQ") as error:
+        BlendEngine.from_pretrained(tmp_path, quantization_config=transformers.EetqConfig())
+    assert "\n" not in str(error.value)

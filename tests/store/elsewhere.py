@@ -1,35 +1,36 @@
-"""A store in another process, called like one in this."""
+"""A store in this process or another one, whose clock the tests set."""
 
-import faulthandler
-from collections.abc import Callable
+import os
+import signal
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.managers import BaseManager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import KVStore, open_store
-from tests.store.kit import start_with_pipe
+from tests.store.kit import PROCESSES
 
 
 @dataclass(frozen=True)
 class Opened:
     """How a store is opened."""
 
-    folder: Path
+    folder: Path | None
     ram_bytes: int
-    disk_bytes: int | None
-    write_back_bytes: int
+    disk_bytes: int | None = None
+    write_back_bytes: int = 10**6
     device_bytes: int = 0
 
 
 class LocalStore:
-    """A store in this process whose clock the tests set."""
+    """A store in this process."""
 
     def __init__(self, opened: Opened, seconds: float) -> None:
         self._seconds = seconds
-        self.store: KVStore = open_store(
+        self._store: KVStore = open_store(
             opened.folder,
             opened.ram_bytes,
             opened.disk_bytes,
@@ -42,18 +43,23 @@ class LocalStore:
         self._seconds += seconds
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return attrgetter(method)(self.store)(*arguments, **options)
+        return attrgetter(method)(self._store)(*arguments, **options)
 
     def read(self, key: str, layers: int) -> ChunkKV | int | None:
-        """Read all layers, or the first few; return the KV, how many were read, or None if it is not held."""
-        reader = self.store.open(key)
+        """Read all layers, or the first few; return the KV, how many were read, or None if it is not held or damaged."""
+        reader = self._store.open(key)
         if reader is None:
             return None
         if layers < reader.num_layers:
             for layer in range(layers):
                 reader.layer(layer)
             return layers
-        kv = ChunkKV(reader.token_ids, reader.start, list(map(reader.layer, range(reader.num_layers))), reader.context)
+        try:
+            kv = ChunkKV(
+                reader.token_ids, reader.start, list(map(reader.layer, range(reader.num_layers))), reader.context
+            )
+        except ChunkReadError:
+            return None
         # As the loader does where the first layer is computed in full.
         for number in range(1, reader.num_layers):
             reader.keep(number, kv.layers[number])
@@ -61,53 +67,35 @@ class LocalStore:
         return kv
 
     def end(self) -> None:
-        self.store.close()
+        self._store.close()
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+class StoreManager(BaseManager):
+    """A process that has a store."""
+
+
+StoreManager.register("open", LocalStore)
 
 
 class RemoteStore:
-    """The same in another process."""
+    """The same as a `LocalStore` in another process."""
 
     def __init__(self, opened: Opened, seconds: float) -> None:
-        self._process, self._pipe = start_with_pipe(serve, opened, seconds)
+        self._manager = StoreManager(ctx=PROCESSES)
+        self._manager.start()
+        self._there = self._manager.open(opened, seconds)  # type: ignore[attr-defined]
 
-    def passes(self, seconds: float) -> None:
-        self._ask("passes", seconds)
-
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return self._ask("call", method, *arguments, **options)
-
-    def read(self, key: str, layers: int) -> ChunkKV | int | None:
-        result: ChunkKV | int | None = self._ask("read", key, layers)
-        return result
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._there, name)
 
     def end(self) -> None:
-        self._ask("end")
-        self._process.join(30)
-        assert self._process.exitcode == 0
+        self._there.end()
+        self._manager.shutdown()
 
     def kill(self) -> None:
         """End the process where it stands."""
-        self._process.kill()
-        self._process.join()
-
-    def _ask(self, deed: str, *arguments: Any, **options: Any) -> Any:
-        self._pipe.send((deed, arguments, options))
-        assert self._pipe.poll(60), "the other process does not answer"
-        result, error = self._pipe.recv()
-        if error is not None:
-            raise error
-        return result
-
-
-def serve(pipe: Connection, opened: Opened, seconds: float) -> None:
-    """Do what is asked until `end` is."""
-    faulthandler.enable()
-    store = LocalStore(opened, seconds)
-    deed = ""
-    while deed != "end":
-        deed, arguments, options = pipe.recv()
-        act: Callable[..., Any] = getattr(store, deed)
-        try:
-            pipe.send((act(*arguments, **options), None))
-        except Exception as error:
-            pipe.send((None, error))
+        os.kill(self._there.process(), signal.SIGKILL)
+        self._manager.shutdown()

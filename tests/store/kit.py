@@ -20,8 +20,8 @@ from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 from cacheblend_rag.store import open_store as _open_store
 
 # One server imports torch once; each process is then forked from it, not from the tests.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.store.kit", "tests.store.elsewhere", "tests.store.workers"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.store.kit", "tests.store.elsewhere", "tests.store.workers"])
 
 
 def key_of(number: int) -> str:
@@ -118,16 +118,23 @@ def files_of(folder: Path) -> list[Path]:
     return sorted((folder / "kv").glob("*/*"))
 
 
+def damage(file: Path) -> None:
+    """Change a bit of a chunk file's last bytes, which are those of its last layer."""
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 0x10
+    file.write_bytes(content)
+
+
 def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """Run a function of `tests.store.workers` in another process."""
-    process = _processes.Process(target=target, args=arguments, daemon=True)
+    process = PROCESSES.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
 
 
 def start_with_pipe(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
     """Run a function in another process, whose first argument is the other end of a pipe."""
-    here, there = _processes.Pipe()
+    here, there = PROCESSES.Pipe()
     process = start(target, there, *arguments)
     there.close()
     return process, here

@@ -12,14 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import NodeRecord, check_store, collect_garbage
 from tests.store.elsewhere import LocalStore, Opened, RemoteStore
-from tests.store.kit import key_of, make_kv, record, same
+from tests.store.kit import damage, key_of, make_kv, record, same
 
 NUMBERS = st.integers(0, 5)
 NODES = st.sampled_from(["a", "b", "c"])
 # Each namespace, and the chunks under its names, is one tenant's.
 TENANTS = {"x": "", "y": "acme"}
 SPACES = st.sampled_from(sorted(TENANTS))
+EVERY = [(space, number) for space in TENANTS for number in range(6)]
 LIVES = st.sampled_from([None, 50.0, 100.0])
+BUDGETS = st.sampled_from([0, 4_000, 10**6])
 FILE_BYTES = 2_600
 EVER = float("inf")
 
@@ -29,11 +31,16 @@ def key(space: str, number: int) -> str:
     return key_of(number + 100 * (space == "y"))
 
 
+def record_of(space: str, node: str, number: int) -> NodeRecord:
+    plain = record(node, number)
+    return NodeRecord(node, key(space, number), plain.text_hash, plain.token_ids)
+
+
 @dataclass
 class Model:
     """What a store should hold."""
 
-    names: dict[str, dict[str, int]] = field(default_factory=lambda: {"x": {}, "y": {}})
+    names: dict[str, dict[str, int]] = field(default_factory=lambda: {space: {} for space in TENANTS})
     # When what is held expires.
     held: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -41,27 +48,45 @@ class Model:
         if number not in self.names[space].values():
             self.held.pop((space, number), None)
 
+    def forget(self, space: str, node: str) -> None:
+        number = self.names[space].pop(node, None)
+        if number is not None:
+            self.drop_nameless(space, number)
 
-class StoreMachine(RuleBasedStateMachine):
+
+class Follower:
+    """Keeps the names of a namespace in mind by what changed alone."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[str, str]] = {}
+        self._mark: int | None = None
+
+    def follow(self, store: LocalStore | RemoteStore) -> dict[str, str]:
+        changes = store.call("names.changes", "x", self._mark)
+        assert changes.whole == (self._mark is None)
+        for number, id, digest in changes.names:
+            self._names.pop(number, None)
+            if id is not None:
+                self._names[number] = id, digest
+        self._mark = changes.mark
+        return dict(self._names.values())
+
+
+class FolderMachine(RuleBasedStateMachine):
     """One folder that this process and another have open; `second` says which of the two is called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder: Path | None = Path(tempfile.mkdtemp())
         self.model = Model()
         self.now = 1.8e9
         self.stores: list[LocalStore | RemoteStore] = []
+        self.followers = [Follower(), Follower()]
 
-    @initialize(
-        ram=st.sampled_from([0, 4_000, 10**6]),
-        room=st.sampled_from([None, 3]),
-        device=st.sampled_from([0, 4_000, 10**6]),
-    )
+    @initialize(ram=BUDGETS, room=st.sampled_from([None, 3]), device=BUDGETS)
     def make(self, ram: int, room: int | None, device: int) -> None:
-        self.ram_bytes = ram
-        self.device_bytes = device
-        self.disk_bytes = None if room is None else room * FILE_BYTES
-        self.opened = Opened(self.folder, ram, self.disk_bytes, 10**6, device)
+        self.opened = Opened(self.folder, ram, None if room is None else room * FILE_BYTES, device_bytes=device)
+        self.is_bounded = room is not None
         self.stores = [LocalStore(self.opened, self.now), RemoteStore(self.opened, self.now)]
 
     def hold(self, space: str, number: int, ttl_s: float | None) -> None:
@@ -74,23 +99,24 @@ class StoreMachine(RuleBasedStateMachine):
         self.hold(space, number, ttl_s)
         assert self.stores[not second].call("holds", [key(space, number)]) == [True]
 
-    @rule(second=st.booleans(), space=SPACES, node=NODES, number=NUMBERS, ttl_s=LIVES, gone=st.booleans())
-    def put_later(self, second: bool, space: str, node: str, number: int, ttl_s: float | None, gone: bool) -> None:
-        """Write the KV of a miss in the background; with `gone` its name is deleted before anybody waits for that."""
+    @rule(second=st.booleans(), space=SPACES, node=NODES, number=NUMBERS, ttl_s=LIVES, by=st.sampled_from([None, 0, 1]))
+    def put_later(self, second: bool, space: str, node: str, number: int, ttl_s: float | None, by: int | None) -> None:
+        """Write the KV of a miss in the background; the store `by` deletes its name before anybody waits for that."""
+        gone = by is not None
         store, options = self.stores[second], {"tenant": TENANTS[space], "ttl_s": ttl_s}
         before = self.model.names[space].get(node)
         records = [record_of(space, node, number)] if before is None else []
         known = {} if before is None else {node: None}
         assert store.call("put_later", key(space, number), make_kv(number), space, records, known, **options)
-        if gone:
-            assert store.call("forget", space, [node]) == 1
+        if by is not None:
+            assert self.stores[by].call("forget", space, [node]) == 1
         store.call("flush")
         if before is None and not gone:
             self.model.names[space][node] = number
         if self.model.names[space].get(node) == number and not gone:
             self.hold(space, number, ttl_s)
         if gone:
-            self.forgotten(space, node)
+            self.model.forget(space, node)
             # It may have been written and named before the deletion, which then took what was there without a name along.
             held = store.call("holds", [key(space, number)])[0]
             if before is None and not held:
@@ -104,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = self.stores[second].read(key(space, number), layers)
         is_held = (space, number) in self.model.held
         assert is_held or found is None
-        assert found is not None or not is_held or self.disk_bytes is not None
+        assert found is not None or not is_held or self.is_bounded
         if isinstance(found, ChunkKV):
             assert same(found, make_kv(number))
 
@@ -121,12 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
         known = {node for node in nodes if node in self.model.names[space]}
         assert self.stores[second].call("forget", space, nodes) == len(known)
         for node in known:
-            self.forgotten(space, node)
-
-    def forgotten(self, space: str, node: str) -> None:
-        number = self.model.names[space].pop(node, None)
-        if number is not None:
-            self.model.drop_nameless(space, number)
+            self.model.forget(space, node)
 
     @rule(second=st.booleans(), space=SPACES, number=NUMBERS)
     def discard(self, second: bool, space: str, number: int) -> None:
@@ -142,24 +163,50 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 50.0, 75.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        for store in self.stores:
+        for store in set(self.stores):
             store.passes(seconds)
         self.model.held = {what: until for what, until in self.model.held.items() if until > self.now}
 
+    @precondition(lambda self: self.folder is not None)
+    @rule(second=st.booleans(), space=SPACES, number=NUMBERS)
+    def damage(self, second: bool, space: str, number: int) -> None:
+        """Change a bit of a file; what is found damaged is dropped, as engines do."""
+        assert self.folder is not None
+        file = self.folder / "kv" / key(space, number)[:2] / f"{key(space, number)}.safetensors"
+        if file.exists():
+            damage(file)
+            found = self.stores[second].read(key(space, number), 3)
+            # There may be a sound copy in memory.
+            assert found is None or (isinstance(found, ChunkKV) and same(found, make_kv(number)))
+            self.discard(second, space, number)
+
+    @precondition(lambda self: self.folder is not None)
     @rule(second=st.booleans())
     def reopen(self, second: bool) -> None:
         self.stores[second].end()
         self.stores[second] = (RemoteStore if second else LocalStore)(self.opened, self.now)
 
-    @rule()
-    def kill(self) -> None:
+    @precondition(lambda self: self.folder is not None)
+    @rule(space=SPACES, node=NODES, number=NUMBERS)
+    def kill(self, space: str, node: str, number: int) -> None:
+        """Kill the other process while it writes."""
         other = self.stores[1]
         assert isinstance(other, RemoteStore)
+        if node not in self.model.names[space]:
+            records = [record_of(space, node, number)]
+            other.call("put_later", key(space, number), make_kv(number), space, records, tenant=TENANTS[space])
+            self.model.names[space][node] = number
         other.kill()
         self.stores[1] = RemoteStore(self.opened, self.now)
+        if self.stores[0].call("holds", [key(space, number)])[0] and number in self.model.names[space].values():
+            # Whether it was put without an end cannot be told.
+            self.stores[0].call("prolong", [key(space, number)], None)
+            self.hold(space, number, None)
 
+    @precondition(lambda self: self.folder is not None)
     @rule()
     def collect(self) -> None:
+        assert self.folder is not None
         collect_garbage(self.folder, clock=lambda: self.now)
 
     @rule(second=st.booleans(), space=st.none() | SPACES)
@@ -173,40 +220,51 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         expected = set(self.model.held)
-        for store in self.stores:
-            everything = [(space, number) for space in TENANTS for number in range(6)]
-            holds = store.call("holds", [key(*each) for each in everything])
-            there = {each for each, held in zip(everything, holds, strict=True) if held}
-            assert there == expected if self.disk_bytes is None else there <= expected
+        for store, follower in zip(self.stores, self.followers, strict=True):
+            holds = store.call("holds", [key(*each) for each in EVERY])
+            there = {each for each, held in zip(EVERY, holds, strict=True) if held}
+            assert there <= expected and (self.is_bounded or there == expected)
             stats = store.call("stats")
             assert stats.entries >= len(there)
             assert stats.nodes == sum(map(len, self.model.names.values()))
-            assert stats.ram_bytes <= self.ram_bytes
-            assert stats.device_bytes <= self.device_bytes
-            assert self.disk_bytes is None or stats.disk_bytes <= self.disk_bytes
+            assert stats.ram_bytes <= self.opened.ram_bytes
+            assert stats.device_bytes <= self.opened.device_bytes
+            assert self.opened.disk_bytes is None or stats.disk_bytes <= self.opened.disk_bytes
             for space, nodes in self.model.names.items():
                 assert store.call("stats", TENANTS[space]).nodes == len(nodes)
                 assert sorted(store.call("names.ids", space)) == sorted(nodes)
                 records = [record_of(space, node, nodes[node]) if node in nodes else None for node in ("a", "b", "c")]
                 assert store.call("names.lookup", space, ["a", "b", "c"]) == records
+            assert follower.follow(store) == {node: f"hash{number}" for node, number in self.model.names["x"].items()}
         for each in expected - there:
             del self.model.held[each]
 
     def teardown(self) -> None:
         for store in self.stores:
             store.end()
-        if self.stores:
-            assert check_store(self.folder).problems == []
-        shutil.rmtree(self.folder)
+        if self.folder is not None:
+            assert not self.stores or check_store(self.folder).problems == []
+            shutil.rmtree(self.folder)
 
 
-def record_of(space: str, node: str, number: int) -> NodeRecord:
-    """Return the record of a name."""
-    plain = record(node, number)
-    return NodeRecord(node, key(space, number), plain.text_hash, plain.token_ids)
+class RamMachine(FolderMachine):
+    """The same of a store that has no folder and is this process's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.folder is not None
+        self.folder.rmdir()
+        self.folder = None
+
+    @initialize(ram=st.sampled_from([4_100, 10**6]), room=st.none(), device=BUDGETS)
+    def make(self, ram: int, room: None, device: int) -> None:
+        self.opened = Opened(None, ram, device_bytes=device)
+        self.is_bounded = ram < 10**6
+        self.stores = [LocalStore(self.opened, self.now)] * 2
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(
-    max_examples=8, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
-)
+_SETTINGS = {"stateful_step_count": 25, "suppress_health_check": [HealthCheck.too_slow]}
+TestFolder = FolderMachine.TestCase
+TestFolder.settings = settings(max_examples=12, **_SETTINGS)
+TestRam = RamMachine.TestCase
+TestRam.settings = settings(max_examples=30, **_SETTINGS)

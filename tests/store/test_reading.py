@@ -1,16 +1,11 @@
-"""Documents of many chunks are read in time and memory that grow with their text."""
+"""What of its document a chunk is read behind."""
 
-import time
-import tracemalloc
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.companions import Companions
 from cacheblend_rag.reading import Member, Place, end_before
-from cacheblend_rag.store import NodeRecord
-from tests.store.kit import key_of, open_store
 
 
 @given(
@@ -36,22 +31,3 @@ def test_what_stands_before_a_chunk_is_read_as_one_after_the_other(
         found = end_before(members, number, most, separator)
         assert found.token_ids == whole[max(0, len(whole) - most) :]
         assert {token // 100 for token in found.token_ids if token != 7} <= set(map(int, found.ids)) | {0}
-
-
-def test_companions_of_many_chunks_take_time_and_memory_of_the_text_alone() -> None:
-    store, count = open_store(None, 0), 4000
-    records = [
-        NodeRecord(f"n{number}", key_of(number), "h", (number, 1, 2, 3), (), Place("d", 4 * number, 4, ()))
-        for number in range(count)
-    ]
-    chooser = Companions("own", "ns", (), None, lambda text: (1, 2), lambda: store.names)
-    tracemalloc.start()
-    begun = time.thread_time()
-    _, documents = store.names.rehearse("ns", records, 60.0)
-    chosen = chooser.choose([(record, documents["d"]) for record in records])
-    taken = time.thread_time() - begun
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    # Tracing makes it slow.
-    assert peak_bytes < 40_000_000 and taken < 10.0
-    assert all(later.behind and later.seen for later in chosen)

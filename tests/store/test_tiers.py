@@ -1,82 +1,91 @@
-"""Budgets, recency, and RAM over disk."""
+"""Budgets and recency of RAM, disk and devices, and copies that go when what they are copies of goes."""
 
-import logging
+import gc
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.base import Entry
-from cacheblend_rag.store.memory import RamTier
-from tests.store.kit import files_of, held, is_held, key_of, make_kv, open_store, opened, put, read, record, same
+from cacheblend_rag.store import KVReader, KVStore
+from tests.store.kit import add, files_of, held, is_held, key_of, make_kv, open_store, opened, put, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
+ROOM = 10 * KV_BYTES
 
 
-def test_ram_keeps_what_was_used_last() -> None:
-    store = open_store(None, 3 * KV_BYTES + 1)
-    for number in range(3):
-        store.put(key_of(number), make_kv(0))
-    store.open(key_of(0))
+def raise_up(store: KVStore, number: int, first_layer: int = 0) -> KVReader:
+    """Read a chunk as the loader does, from that layer on; return the reader."""
+    reader = opened(store, key_of(number))
+    for layer in range(first_layer, reader.num_layers):
+        if reader.promotes_to_device:
+            reader.keep(layer, reader.layer(layer))
+    reader.finish()
+    return reader
+
+
+def tier_of(store: KVStore, number: int) -> str | None:
+    reader = store.open(key_of(number))
+    return None if reader is None else reader.tier
+
+
+def filled(folder: Path | None, *numbers: int, device_bytes: int = ROOM, ram_bytes: int = 10**6) -> KVStore:
+    """Open a store with chunks under names of their own, all of them on the device."""
+    store = open_store(folder, ram_bytes, device_bytes=device_bytes)
+    for number in numbers:
+        add(store, number)
+        raise_up(store, number)
+    return store
+
+
+@pytest.fixture(params=["ram", "disk"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return None if request.param == "ram" else tmp_path / "kv"
+
+
+def test_what_was_used_last_is_kept(folder: Path | None) -> None:
+    """Four chunks in a budget of three: the one that was not used goes, and names stay."""
+    size = KV_BYTES
+    if folder is not None:
+        store = open_store(folder, 0)
+        store.put(key_of(0), make_kv(0))
+        size = store.stats().disk_bytes
+        store.close()
+    budget = 3 * size + size // 2
+    store = open_store(folder, budget) if folder is None else open_store(folder, 10**6, budget)
+    put(store, *range(3))
     store.name("ns", [record("a", 1)])
-    store.put(key_of(3), make_kv(0))
-    assert held(store, range(4)) == [0, 2, 3]
-    assert store.names.lookup("ns", ["a"]) == [record("a", 1)]
-    stats = store.stats()
-    assert (stats.evictions, stats.entries, stats.ram_bytes) == (1, 3, 3 * KV_BYTES)
-    with pytest.raises(StoreFullError, match=f"{make_kv(0, tokens=60).nbytes} bytes exceeds .*ram_bytes"):
-        store.put(key_of(4), make_kv(0, tokens=60))
-    assert held(store, range(5)) == [0, 2, 3]
-
-
-def test_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 10**6)
-    store.put(key_of(0), make_kv(0))
-    size = store.stats().disk_bytes
-    store.close()
-    assert size == files_of(tmp_path)[0].stat().st_size
-    store = open_store(tmp_path, 10**6, 3 * size + size // 2)
-    put(store, *range(1, 3))
-    store.name("ns", [record("a", 1), record("b", 2)])
     store.open(key_of(0))
-    store.put(key_of(3), make_kv(3))
+    put(store, 3)
     assert held(store, range(4)) == [0, 2, 3]
-    assert store.names.lookup("ns", ["a", "b"]) == [record("a", 1), record("b", 2)]
-    stats = store.stats()
-    assert (stats.evictions, stats.entries) == (1, 3)
-    assert stats.ram_bytes == make_kv(2).nbytes + make_kv(3).nbytes
-    assert len(files_of(tmp_path)) == 3
     assert store.open(key_of(1)) is None
-    store.open(key_of(2))
-    store.close()
-    # Recency outlives the process.
-    store = open_store(tmp_path, 0, 3 * size + size // 2)
-    store.put(key_of(4), make_kv(4))
-    assert held(store, range(5)) == [2, 3, 4]
-    with pytest.raises(StoreFullError, match="disk_bytes"):
-        store.put(key_of(5), make_kv(5, tokens=200))
-    assert held(store, range(6)) == [2, 3, 4]
-
-
-def test_a_smaller_budget_than_before(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 0)
-    put(store, *range(6))
-    size = store.stats().disk_bytes
-    store.close()
-    store = open_store(tmp_path, 0, size // 2)
-    store.put(key_of(9), make_kv(9))
-    assert store.stats().disk_bytes <= size // 2
-    assert store.holds([key_of(9), key_of(5), key_of(0)]) == [True, True, False]
+    assert store.names.lookup("ns", ["a"]) == [record("a", 1)]
+    assert (store.stats().evictions, store.stats().entries) == (1, 3)
+    with pytest.raises(StoreFullError):
+        store.put(key_of(4), make_kv(4, tokens=200))
+    assert held(store, range(5)) == [0, 2, 3]
+    if folder is not None:
+        assert len(files_of(folder)) == 3
+        # Recency outlives the process.
+        store.open(key_of(2))
+        store.open(key_of(0))
+        store.close()
+        store = open_store(folder, 0, budget)
+        put(store, 4)
+        assert held(store, range(5)) == [0, 2, 4]
+        store.close()
+        # A smaller budget than before.
+        store = open_store(folder, 0, size)
+        put(store, 5)
+        assert held(store, range(6)) == [5]
 
 
 @pytest.mark.parametrize("first_layer", [0, 1])
 def test_what_was_read_to_its_end_is_kept_in_ram(tmp_path: Path, first_layer: int) -> None:
     store = open_store(tmp_path, 10**6)
-    store.put(key_of(1), make_kv(1))
+    put(store, 1)
     store.close()
     store = open_store(tmp_path, 10**6)
     reader = opened(store, key_of(1))
@@ -93,75 +102,50 @@ def test_ram_stays_in_its_budget_while_reading(tmp_path: Path) -> None:
     store = open_store(tmp_path, 2 * KV_BYTES)
     for number in range(4):
         store.put(key_of(number), make_kv(number, layers=2))
-    readers = [store.open(key_of(number)) for number in (0, 1, 2, 3, 0, 1)]
+    readers = [opened(store, key_of(number)) for number in (0, 1, 2, 3, 0, 1)]
     for layer in range(2):
         for reader in readers:
-            assert reader is not None
             reader.layer(layer)
             assert store.stats().ram_bytes <= 2 * KV_BYTES
     for reader in readers:
-        assert reader is not None
         reader.finish()
         assert store.stats().ram_bytes <= 2 * KV_BYTES
     # Readers that stop half way leave their room to others.
     for _ in range(10):
-        reader = opened(store, key_of(2))
-        reader.layer(0)
-        del reader
-    for number in (2, 3):
-        reader = opened(store, key_of(number))
-        read(reader)
-        assert store.stats().ram_bytes > 0
+        opened(store, key_of(2)).layer(0)
+    read(opened(store, key_of(3)))
+    assert store.stats().ram_bytes > 0
 
 
-@pytest.mark.parametrize("codec", ["native", "int8"])
-def test_ram_does_not_keep_larger_tensors_alive(codec: str) -> None:
+@pytest.mark.parametrize("device_bytes", [0, ROOM])
+def test_tiers_keep_copies_of_no_more_than_was_put(device_bytes: int) -> None:
     batch = torch.randn(100, 2, 6, 8)
-    ram = RamTier(10**6, make_codec(codec))
-    assert ram.keep("k", Entry(kv=ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])])))
-    kept = ram.get("k")
-    assert kept is not None
-    for part in kept.kv.layers[0].parts.values():
-        assert part.untyped_storage().nbytes() <= kept.kv.layers[0].nbytes
-    assert ram.nbytes() == kept.nbytes <= batch[3].nbytes * 2
+    own = batch.clone()
+    store = open_store(None, 10**6, device_bytes=device_bytes)
+    store.put(key_of(1), ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])]))
+    raise_up(store, 1)
+    batch.zero_()
+    kept = opened(store, key_of(1)).resident(0)
+    assert torch.equal(kept.keys, own[3]) and torch.equal(kept.values, own[4])
+    for part in kept:
+        assert part.untyped_storage().nbytes() <= kept.nbytes
 
 
-def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_are_gone_or_whose_heads_are_damaged_are_misses_and_are_replaced(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
-    for number in range(2):
-        store.put(key_of(number), make_kv(number))
-        (file,) = (path for path in files_of(tmp_path) if path.name.startswith(key_of(number)))
+    put(store, *range(4))
+    gone, *damaged = files_of(tmp_path)
+    gone.unlink()
+    for file in damaged:
         file.write_bytes(file.read_bytes()[:20] + b"x" + file.read_bytes()[21:])
-    with caplog.at_level(logging.WARNING):
-        assert store.open(key_of(0)) is None
-    assert store.holds([key_of(0), key_of(1)]) == [False, True]
-    for number in range(2):
-        # Found out by `open` before, and here by `put` itself.
-        store.put(key_of(number), make_kv(number))
-        assert is_held(store, number)
-    assert caplog.text.count("is damaged and computed again") == 1
-    assert len(files_of(tmp_path)) == 2
+    assert store.open(key_of(0)) is store.open(key_of(1)) is None
+    assert held(store, range(4)) == [2, 3]
+    # Found out by `open` before, and here by `put` itself.
+    put(store, *range(3))
+    assert all(is_held(store, number) for number in range(3))
 
 
-def test_page_locked_memory_is_used_where_there_is_any(caplog: pytest.LogCaptureFixture) -> None:
-    store = open_store(None, 10**6, ram_codec="int8", page_locked=True)
-    with caplog.at_level(logging.WARNING):
-        for number in range(3):
-            store.put(key_of(number), make_kv(number, tokens=64))
-    there_is = torch.cuda.is_available()
-    assert [record.message.count("ordinary memory") for record in caplog.records] == ([] if there_is else [1])
-    plain = open_store(None, 10**6, ram_codec="int8")
-    for number in range(3):
-        plain.put(key_of(number), make_kv(number, tokens=64))
-        one, other = store.open(key_of(number)), plain.open(key_of(number))
-        assert one is not None and other is not None
-        assert same(read(one), read(other))
-        held = store._tiers.ram.get(key_of(number))  # type: ignore[attr-defined]
-        assert {part.is_pinned() for layer in held.kv.layers for part in layer.parts.values()} == {there_is}
-    assert store.stats().ram_bytes == plain.stats().ram_bytes
-
-
-def test_page_locked_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_page_locked_memory_that_is_not_there_or_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
 
     def lock(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,12 +156,115 @@ def test_page_locked_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
     store = open_store(None, 10**6, page_locked=True)
-    with caplog.at_level(logging.WARNING):
-        for number in range(3):
-            # Its 6 tensors, 2 of the next, and then no more.
-            store.put(key_of(number), make_kv(number))
-    assert [record.message.count("out of memory (set") for record in caplog.records] == [1]
-    for number in range(3):
-        assert is_held(store, number)
+    # Six tensors of the first, two of the next, and then no more.
+    put(store, *range(3))
     assert len(copied) == 8
+    assert all(is_held(store, number) for number in range(3))
     assert store.stats().ram_bytes == 3 * KV_BYTES
+
+
+@pytest.mark.cuda
+def test_page_locked_memory() -> None:
+    store = open_store(None, 10**6, ram_codec="int8", page_locked=True)
+    store.put(key_of(1), make_kv(1, tokens=64))
+    layer = opened(store, key_of(1)).packed_layer(0)  # type: ignore[attr-defined]
+    assert all(part.is_pinned() for part in layer.parts.values())
+
+
+@pytest.mark.parametrize("ram_bytes", [0, 10**6])
+@pytest.mark.parametrize("codec", ["native", "int8"])
+def test_what_was_used_is_used_on_the_device_the_next_time(tmp_path: Path, ram_bytes: int, codec: str) -> None:
+    with_kv = open_store(tmp_path, 0, disk_codec=codec)
+    with_kv.put(key_of(1), make_kv(1, dtype=torch.float16))
+    kv = read(opened(with_kv, key_of(1)))
+    with_kv.close()
+    store = open_store(tmp_path, ram_bytes, device_bytes=ROOM)
+    # The first layer was computed in full, and never asked for.
+    assert raise_up(store, 1, first_layer=1).tier == "disk"
+    for path in files_of(tmp_path):
+        path.write_bytes(b"")
+    reader = opened(store, key_of(1))
+    # Unpacked.
+    assert (reader.tier, reader.codec, reader.packed_bytes) == ("device", "native", kv.nbytes)
+    assert store.stats().device_bytes == kv.nbytes
+    assert same(read(reader), kv)
+    assert reader.devices == (torch.device("cpu"),) * 3
+    store.close()
+    # A reader stays good.
+    assert same(read(reader), kv)
+
+
+def test_what_is_deleted_on_its_way_up_does_not_arrive(folder: Path | None) -> None:
+    store = filled(folder)
+    add(store, 1)
+    reader = opened(store, key_of(1))
+    for layer in range(reader.num_layers):
+        reader.keep(layer, reader.layer(layer))
+    store.forget("ns", ["n1"])
+    reader.finish()
+    assert (tier_of(store, 1), store.stats().device_bytes) == (None, 0)
+    put(store, 2)
+    late = opened(store, key_of(2))
+    late.keep(2, late.layer(2))
+    late.keep(1, late.layer(1))
+    store.close()
+    late.finish()
+
+
+def test_what_the_slower_tier_drops_for_room_goes(folder: Path | None) -> None:
+    store = filled(folder, 1)
+    size = store.stats().disk_bytes
+    store.close()
+    if folder is None:
+        store = filled(None, 1, 2, ram_bytes=2 * KV_BYTES)
+    else:
+        store = open_store(folder, 10**6, 2 * size, device_bytes=ROOM)
+        raise_up(store, 1)
+        put(store, 2)
+    # What is used on the device is used in the slower tier, too.
+    assert tier_of(store, 1) == "device"
+    put(store, 0)
+    assert [tier_of(store, number) for number in (1, 2)] == ["device", None]
+    store.put(key_of(3), make_kv(0))
+    store.put(key_of(4), make_kv(0))
+    assert (tier_of(store, 1), store.stats().device_bytes) == (None, 0)
+
+
+def test_the_budget_of_the_device_is_kept(tmp_path: Path) -> None:
+    store = filled(tmp_path, 1, 2, 3, device_bytes=2 * KV_BYTES)
+    assert [tier_of(store, number) for number in (1, 2, 3)] == ["ram", "device", "device"]
+    stats = store.stats()
+    assert (stats.device_bytes, stats.device_evictions, stats.evictions) == (2 * KV_BYTES, 1, 0)
+    # Room is made when a chunk begins to rise, not when it is opened; who stops half way gives it back.
+    readers = [opened(store, key_of(1)) for _ in range(3)]
+    assert store.stats().device_bytes == 2 * KV_BYTES
+    for reader in readers:
+        reader.keep(0, reader.layer(0))
+    assert store.stats().device_bytes == 0
+    # Most of it was never asked for.
+    readers[2].finish()
+    assert store.stats().device_bytes == 0
+    del readers, reader
+    gc.collect()
+    for number in (1, 2):
+        raise_up(store, number)
+    assert store.stats().device_bytes == 2 * KV_BYTES
+
+
+def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled(None, device_bytes=2 * KV_BYTES)
+    put(store, 0, 3)
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 1 MiB\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        raise_up(store, 0)
+        raise_up(store, 3, first_layer=1)
+    assert (tier_of(store, 0), store.stats().device_bytes) == ("ram", 0)
+    # Nothing of the room is lost.
+    gc.collect()
+    for number in (0, 3):
+        raise_up(store, number)
+    assert [tier_of(store, number) for number in (0, 3)] == ["device"] * 2
