@@ -288,7 +288,7 @@ class Ingest:
         lacking = {id(target) for text in texts for target in text.names}
         renewed = {target.document for target in targets if target.is_changed and target.document} if whole else set()
         if not is_trial:
-            self._prolong(target for target in targets if id(target) not in lacking)
+            self._prolong(targets)
         unchanged = sum(not target.is_changed and id(target) not in lacking for target in targets)
         return _Todo(
             [target for target in targets if target.is_changed or target.document in renewed],

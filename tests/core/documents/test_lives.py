@@ -107,6 +107,18 @@ def test_waiting_lengthens_no_life(engine: BlendEngine, time: Time) -> None:
         assert held(engine)[2] is False
 
 
+def test_a_missing_kv_keeps_the_other_from_no_longer_life(engine: BlendEngine, time: Time) -> None:
+    engine.add([TEXT.chunk(0)])
+    engine.add([TEXT.chunk(1)], ttl_s=50)
+    [record] = engine.records([IDS[1]])
+    assert record is not None and len(record.keys) == 2
+    for missing in record.keys:
+        store_of(engine).discard(missing)
+        engine.add([TEXT.chunk(1)], ttl_s=100)
+        time.now += 60
+        assert store_of(engine).holds(list(record.keys)) == [True, True]
+
+
 def test_changes_elsewhere_leave_none(engine: BlendEngine, other: BlendEngine, tmp_path: Path) -> None:
     engine.add(TEXT.chunks[:2])
     with at_each_batch(engine, lambda: other.delete(["d-0"])):
