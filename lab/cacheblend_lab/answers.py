@@ -29,6 +29,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText
 from cacheblend_rag.companions import Nearness
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.lexer import lexer_of
 
 __all__ = ["Trial", "copying", "ledgers", "manual", "table"]
 
@@ -136,8 +137,9 @@ class Trial:
     def _pieces(self, text: str, size: int) -> list[str]:
         if self._whole:
             return text.split("\n\n")
-        offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
-        starts = [offsets[at][0] for at in range(0, len(offsets), size)]
+        lexer = lexer_of(self._tokenizer)
+        ids, _ = lexer.read(text)
+        starts = [len(lexer.text(ids[:at])) for at in range(0, len(ids), size)]
         return [text[begin:end] for begin, end in zip(starts, [*starts[1:], len(text)], strict=True)]
 
     def prompt(self, question: Question) -> BlendPrompt:
