@@ -109,8 +109,8 @@ def run(
     selector: Annotated[
         str,
         typer.Option(
-            help="Which module tokens to recompute: none, as in Prompt Cache, or auto, hkvd, query, a3, "
-            "boundary, random, full."
+            help="Which module tokens to recompute: none, as in Prompt Cache, or boundary, hkvd, query, a3, "
+            "random, full."
         ),
     ] = "none",
     ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of them, for selectors other than none.")] = 0.15,

@@ -34,7 +34,7 @@ class AppArgs(BaseModel):
     backend : str, optional
         What answers: "engine", or "vllm", the default where that is installed.
     arguments : tuple of str
-        Further arguments of a server of vLLM, such as those after the ``--`` of ``cacheblend-rag serve``.
+        Further arguments of vLLM, such as those after the ``--`` of ``cacheblend-rag serve``.
     settings : dict
         Settings of the engine, of blending and of the server, over those of the environment in which the application is built.
         `remote` and `names` must be among them.
