@@ -16,6 +16,7 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        # fsspec names what a filesystem needs in words alone.
         raise ConfigError(
-            f'{what} needs a package that is not installed ({error.name}): pip install "cacheblend-rag[{extra}]"'
+            f'{what} needs a package that is not installed ({error.name or error}): pip install "cacheblend-rag[{extra}]"'
         ) from error

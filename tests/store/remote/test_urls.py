@@ -74,6 +74,13 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str, url: s
         open_remote(url)
 
 
+def test_a_filesystem_that_fsspec_has_no_package_for() -> None:
+    pytest.importorskip("fsspec")
+    if find_spec("gcsfs") is None:
+        with pytest.raises(ConfigError, match="gcsfs"):
+            open_remote("gs://bucket/x")
+
+
 @pytest.mark.parametrize("setting", [{"ttl_s": 0}, {"ttl_s": float("nan")}, {"read_timeout_s": None}])
 def test_settings_without_a_meaning(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
