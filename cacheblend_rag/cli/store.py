@@ -120,9 +120,10 @@ def clear(
         if not yes:
             size = say_bytes(figures.disk_bytes)
             typer.confirm(f"remove {figures.nodes} chunks and {size} of KV{what} from {store}?", abort=True)
-        if tenant is not None or kv == store:
+        has_passages = tenant is None and (store / "chroma").is_dir()
+        if not has_passages:
             opened.clear(tenant)
-    if tenant is None and kv != store:
+    if has_passages:
         clear_library(store)
     typer.echo(f"{store} is empty" if tenant is None else f"{store} no longer holds anything{what}")
 

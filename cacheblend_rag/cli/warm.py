@@ -22,7 +22,7 @@ from cacheblend_rag.cli.output import (
     show_table,
     write_json,
 )
-from cacheblend_rag.documents.settings import LibrarySettings, kv_folder
+from cacheblend_rag.documents.settings import LibrarySettings, kv_folder, make_folder
 from cacheblend_rag.documents.splitter import SUFFIXES, cut, read_files
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
@@ -78,7 +78,7 @@ def warm(
             _ = finder.model
     # Asking what it would take must leave nothing, so a store that is not there is not made for it.
     if not estimate:
-        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(store)
     folder = kv_folder(store) if kv_folder(store).is_dir() or not estimate else None
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
         if engine.store.path is None and not estimate:

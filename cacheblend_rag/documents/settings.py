@@ -17,12 +17,20 @@ from pathlib import Path
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import replace_text
 
-__all__ = ["LibrarySettings", "kv_folder"]
+__all__ = ["LibrarySettings", "kv_folder", "make_folder"]
 
 
 def kv_folder(folder: Path) -> Path:
     """Return where a library keeps its chunk KV."""
     return folder / "kv"
+
+
+def make_folder(folder: Path) -> None:
+    """Make a library's folder, for its owner alone, unless it is there; `ConfigError` if it cannot be made."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"folder {folder} cannot be made: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +54,8 @@ class LibrarySettings:
 
     def save(self, folder: Path) -> None:
         """Write the settings, replacing earlier ones at once."""
+        make_folder(folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_text(folder / "library.json", json.dumps(asdict(self), indent=2) + "\n", private=True)
         except OSError as error:
             raise ConfigError(f"folder {folder} cannot be written: {error.strerror}") from error
