@@ -3,7 +3,7 @@
 ::
 
     store.json        the format and its version
-    store.lock        held while a process opens the index, or sets a damaged one aside
+    store.lock        held while a process opens the index
     index.sqlite      what the files hold, and the names (and its -wal and -shm)
     kv/ab/KEY…        one file a chunk, called by its key, in a folder named by the key's first two digits
     tmp/              files not yet in their place
