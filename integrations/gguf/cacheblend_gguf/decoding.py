@@ -107,14 +107,16 @@ class Answering:
         if not request.shares or not request.blend.enabled:
             return None, 0
         found = self.prefixes.find(request.prompt, self.ratio, 0 if head is None else head.rows)
-        if found is None:
-            return None, 0
-        held, rows = found
-        layout = request.prompt.layout
-        chunks = () if self.ratio is None else tuple(span for span in layout.chunks if span.start >= rows)
-        request.resumed = ReusedPrefix(replace(layout, chunks=chunks, resumed_rows=rows), 0)
-        request.figures["head_tokens"] = 0
-        return held.kv, rows
+        return (None, 0) if found is None else (found[0].kv, found[1])
+
+    def begin(self, sequence: int, rows: int) -> None:
+        """Begin in a sequence that holds so many first rows, which are those of an earlier prompt."""
+        self.sequence = sequence
+        if rows:
+            request, layout = self.request, self.request.prompt.layout
+            chunks = () if self.ratio is None else tuple(span for span in layout.chunks if span.start >= rows)
+            request.resumed = ReusedPrefix(replace(layout, chunks=chunks, resumed_rows=rows), 0)
+            request.figures["head_tokens"] = 0
 
     def choose(self, scores: Scores) -> bool:
         """Choose the next token by its scores, ``(vocab,)``; return whether it is the last one."""
@@ -203,12 +205,11 @@ class Decoding:
         while self._waiting:
             answering = self._waiting[0]
             if not answering.done.cancelled():
-                sequence = self._llama.begin(
-                    len(answering.request.prompt.layout) + answering.limit, *answering.shared()
-                )
+                held, rows = answering.shared()
+                sequence = self._llama.begin(len(answering.request.prompt.layout) + answering.limit, held, rows)
                 if sequence is None:
                     return
-                answering.sequence = sequence
+                answering.begin(sequence, rows)
             self._waiting.popleft()
             if not answering.done.set_running_or_notify_cancel():
                 if answering.sequence >= 0:

@@ -229,10 +229,11 @@ class Llama:
     def begin(self, cells: int, source: int | None = None, rows: int = 0) -> int | None:
         """Return a sequence for an answer that takes that many cells at most; None if there is no room for it now.
 
-        It begins with the first `rows` of an earlier prompt, the sequence `source`, if that is given.
+        It begins with the first `rows` of an earlier prompt, the sequence `source`, if that is given; None if these are gone.
         """
         self._apply_cuts()
-        if len(self._answers) >= self.options.n_seq_max:
+        is_gone = source is not None and len(self._held.get(source, _NONE)) < rows
+        if is_gone or len(self._answers) >= self.options.n_seq_max:
             return None
         while not self._free:
             self._drop_oldest()

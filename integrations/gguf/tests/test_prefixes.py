@@ -9,6 +9,7 @@ import pytest
 
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import BlendPrompt, Chunk, ChunkRef, EngineConfig
+from cacheblend_rag.prefixes import drop_oldest
 from integrations.gguf.tests.kit import HARBOUR, ask, harbour, last_scores, noise
 
 WORDS = " ".join(HARBOUR).split()
@@ -83,6 +84,22 @@ def test_what_a_deleted_chunk_was_read_by_is_gone(sharing: GGUFEngine) -> None:
     assert third.report.chunks[0].tier == "prefix"
     assert third.report.chunks[1].tier != "prefix"
     assert third.token_ids == first.token_ids
+
+
+def test_what_a_waiting_prompt_would_have_shared_may_go(path: Path) -> None:
+    prompt = BlendPrompt(" ".join(HARBOUR))
+    with GGUFEngine.from_pretrained(path, n_ctx=1024, n_seq_max=1) as engine, ThreadPoolExecutor(1) as pool:
+        first = engine.generate(prompt, 8)
+        other = engine.stream(BlendPrompt("Once upon a time there was"), 200, eos_token_id=[])
+        next(other)
+        waiting = pool.submit(engine.generate, prompt, 8)
+        for _ in range(20):
+            next(other)
+        while drop_oldest(engine.llama.kept):
+            pass
+        other.close()
+        result = waiting.result()
+        assert (result.token_ids, result.report.prefix_tokens) == (first.token_ids, 0)
 
 
 def test_there_is_always_room(path: Path) -> None:
