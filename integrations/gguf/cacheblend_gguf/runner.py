@@ -64,7 +64,9 @@ class LlamaRunner:
             answers = [pool.submit(self.answer, request) for request in requests]
             for index, answer in enumerate(answers):
                 error = answer.exception()
-                yield index, answer.result() if error is None else error  # type: ignore[misc]
+                # Prompts whose turn has not come when all are stopped are left out.
+                if error is None or not stop.is_set():
+                    yield index, answer.result() if error is None else error  # type: ignore[misc]
 
     def last_logits(self, request: Request, count: int) -> torch.Tensor:
         """Return the last ``(count, vocab)`` logits of a prompt."""

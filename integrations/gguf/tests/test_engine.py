@@ -140,6 +140,17 @@ def test_callers_together_and_one_that_fails(filled: GGUFEngine) -> None:
     assert list(failed) == [1]
 
 
+def test_what_has_not_begun_when_many_are_stopped_is_left_out(filled: GGUFEngine) -> None:
+    stop = threading.Event()
+
+    def hears(ids: torch.Tensor, scores: None) -> bool:
+        stop.set()
+        return False
+
+    found = filled.generate_many([ask("h0"), ask("h1")], 64, batch_size=1, stop=stop, stopping_criteria=[hears])
+    assert [0 < len(each.token_ids) < 64 for each in found] == [True]
+
+
 def test_what_was_added_survives_and_what_was_deleted_is_gone(path: Path, tmp_path: Path) -> None:
     with GGUFEngine.from_pretrained(path, n_ctx=1024, store=tmp_path, config=EXACT) as engine:
         engine.add(harbour())
