@@ -65,7 +65,6 @@ class Part:
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     slots: tuple[range, ...] = ()
-    is_scaffold: bool = False
 
     @property
     def is_contiguous(self) -> bool:
@@ -155,9 +154,7 @@ class SchemaLayout:
                 slots.append(range(row, row + len(span)))
             row += len(span)
         names = dict.fromkeys(span.module for span in spans if span.module is not None)
-        return Part(
-            "+".join(names) or f"#{key}", _token_ids(spans), _positions(spans), tuple(slots), key in self._scaffolds
-        )
+        return Part("+".join(names) or f"#{key}", _token_ids(spans), _positions(spans), tuple(slots))
 
     def _walk(self, nodes: Iterable[Node], position: int, module: str | None, part: int | str | None) -> int:
         """Add the spans of `nodes` from `position` on; return the position after them."""

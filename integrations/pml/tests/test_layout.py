@@ -104,7 +104,6 @@ def test_a_scaffold_is_one_part_of_what_is_imported() -> None:
     )
     layout = SchemaLayout(schema, TOKENS)
     assert [part.name for part in layout.parts] == ["#1", "a+b+c", "d"]
-    assert [part.is_scaffold for part in layout.parts] == [False, True, False]
     some = lay_out(layout, schema.prompt(Import("a"), Import("b"), Import("d"), "?"))
     assert [part.name for part in some.parts.values()] == ["#1", "a+b", "d"]
     assert some.parts[2].positions == (5, 6, 7, 8, 9)
