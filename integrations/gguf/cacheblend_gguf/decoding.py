@@ -185,6 +185,20 @@ class Decoding:
         done.result()
 
     def _run(self) -> None:
+        try:
+            self._decode()
+        except BaseException as error:
+            # Nobody may wait for a thread that is gone.
+            with self._lock:
+                self._thread, lost = None, [*self._waiting, *self._active]
+                self._waiting.clear()
+                self._active.clear()
+            for answering in lost:
+                if not answering.done.done():
+                    answering.done.set_exception(error)
+            raise
+
+    def _decode(self) -> None:
         while True:
             with self._lock:
                 if not self._waiting and not self._active:

@@ -140,6 +140,18 @@ def test_callers_together_and_one_that_fails(filled: GGUFEngine) -> None:
     assert list(failed) == [1]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_is_gone(filled: GGUFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filled.llama, "begin", broken)
+        with pytest.raises(ZeroDivisionError):
+            filled.generate(ask("h0"), 4)
+    assert filled.generate(ask("h0"), 4).text
+
+
 def test_what_has_not_begun_when_many_are_stopped_is_left_out(filled: GGUFEngine) -> None:
     stop = threading.Event()
 
