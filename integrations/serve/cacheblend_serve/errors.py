@@ -38,17 +38,9 @@ class Denied(Exception):
 
 
 class Overload(Exception):
-    """A request that is not let in now.
+    """A request that is not let in now: its sender asks too often, if `is_rate`, or all senders together too much."""
 
-    Attributes
-    ----------
-    retry_after_s : float
-        When it may come again.
-    is_rate : bool
-        Whether its sender asks too often, rather than all senders together too much.
-    """
-
-    def __init__(self, message: str, retry_after_s: float, *, is_rate: bool) -> None:
+    def __init__(self, message: str, retry_after_s: float, *, is_rate: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.is_rate = is_rate
@@ -82,18 +74,14 @@ def explained(error: Exception) -> JSONResponse:
     # Paths, and what else of this machine stands in a message, are for its log.
     number = uuid.uuid4().hex[:12]
     logger.error("request %s failed", number, exc_info=error)
-    for kind, (what, name) in _PASSING.items():
-        if isinstance(error, kind):
-            text = f"{what} now; the server's log says why (request {number})"
-            return JSONResponse(error_body(text, name, name), 503, {"Retry-After": "5"})
+    if isinstance(error, StoreError | BackendError):
+        what, name = ("store", "store_error") if isinstance(error, StoreError) else ("model", "server_error")
+        text = f"the {what} cannot do that now; the server's log says why (request {number})"
+        return JSONResponse(error_body(text, name, name), 503, {"Retry-After": "5"})
     text = f"something went wrong in the server; its log says what (request {number})"
     return JSONResponse(error_body(text, "server_error"), 500)
 
 
-_PASSING: dict[type[Exception], tuple[str, str]] = {
-    StoreError: ("the store cannot do that", "store_error"),
-    BackendError: ("the model cannot answer", "server_error"),
-}
 _KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (AnswerTimeoutError, 504, "timeout"),
     (UnknownChunkError, 404, "unknown_chunk"),

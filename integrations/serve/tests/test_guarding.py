@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_serve.app import Guarded
+from cacheblend_serve.app import _Guarded as Guarded
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.errors import Overload
 from cacheblend_serve.inprocess import EngineBackend
@@ -244,7 +244,7 @@ async def test_who_reads_nothing_keeps_no_place(monkeypatch: pytest.MonkeyPatch)
     async def wait_for_ever(*_: Any) -> Any:
         await asyncio.Event().wait()
 
-    response = await event_stream(events(), 0.05, left.set)
+    response = await event_stream(events(), left.set)
     await asyncio.wait_for(response({"type": "http", "method": "POST"}, wait_for_ever, wait_for_ever), 20)
     assert left.is_set()
 

@@ -49,20 +49,7 @@ _END = "[DONE]"
 
 
 class Connection:
-    """A server's address, asked by any number of threads. While it is busy it is asked again, for a minute.
-
-    Parameters
-    ----------
-    url : str
-        The address, with ``/v1`` or without it.
-    key : str, optional
-        The API key.
-
-    Raises
-    ------
-    ConfigError
-        If it is no address, or has a password in it.
-    """
+    """A server's address, with ``/v1`` or without, for any number of threads; while it is busy it is asked again, for a minute."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -97,13 +84,7 @@ class Connection:
         return reply
 
     def post(self, path: str, body: Any) -> Any:
-        """Return what a request is answered by, read as JSON.
-
-        Raises
-        ------
-        CacheBlendError
-            What the server says is wrong; `BackendError` if it cannot be asked.
-        """
+        """Return what a request is answered by, read as JSON."""
         with self._asked("POST", path, lambda: body) as reply:
             reply.read()
         return _json(reply)
@@ -117,16 +98,7 @@ class Connection:
     ) -> Generator[Any, None, None]:
         """Yield the events that a request is answered by; who leaves the loop ends the answer.
 
-        Parameters
-        ----------
-        path : str
-            Where.
-        body : callable
-            Returns what is sent as JSON, each time that it is sent.
-        is_over : callable
-            Whether the answer is not wanted any more; there are no more events then, and a busy server is not asked again.
-        patience_s : float
-            For how long a busy server is asked again, a minute at most.
+        The body is made each time that it is sent. Once it `is_over`, there are no more events, and nothing is sent again.
         """
         with self._asked("POST", path, body, is_over, patience_s) as reply:
             # Comments are lines too, by which it is noticed soon that an answer is over.
