@@ -38,7 +38,7 @@ from cacheblend_serve.backend import Asked
 from cacheblend_serve.responses import event_stream, unless_left
 from cacheblend_serve.server import FromLibrary, FromServer, Server, in_thread
 from cacheblend_serve.settings import ServeConfig
-from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies, ToolChoice
+from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies, ToolItem
 
 __all__ = ["router", "calls_for"]
 
@@ -177,17 +177,17 @@ def calls_for(library: ChunkLibrary, request: ChatRequest | CompletionRequest, c
         calls = [_chat_call(library, request, config)]
     else:
         calls = [_completion_call(library, prompt, request, config) for prompt in request.prompts]
-    for call in calls if config.prompt_tokens is not None else []:
-        if (tokens := len(library.prompt_ids(call.prompt))) > config.prompt_tokens:
+    most = config.prompt_tokens
+    for call in calls:
+        if most is not None and (tokens := len(library.prompt_ids(call.prompt))) > most:
             raise PromptTooLongError(
-                f"the prompt has {tokens} tokens, and this server takes {config.prompt_tokens}; send fewer documents"
+                f"the prompt has {tokens} tokens, and this server takes {most}; send fewer documents"
             )
     return calls
 
 
 def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> Asked:
-    choice: Any = request.tool_choice
-    choice = choice.model_dump() if isinstance(choice, ToolChoice) else choice
+    choice = request.tool_choice.model_dump() if isinstance(request.tool_choice, ToolItem) else request.tool_choice
     offered = [tool.model_dump(exclude_unset=True) for tool in request.tools]
     tools, must_call = chosen_tools(offered, choice) if offered else ([], False)
     turns = [message.turn() for message in request.messages]

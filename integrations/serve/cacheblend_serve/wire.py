@@ -92,20 +92,12 @@ class MessageText(_Sent):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
-    def parts(self) -> list[Any]:
-        """Return what it adds to a message."""
-        return [self.text]
-
 
 class MessageRefusal(_Sent):
     """A refusal in an earlier answer."""
 
     type: Literal["refusal"]
-    refusal: str
-
-    def parts(self) -> list[Any]:
-        """Return what it adds to a message."""
-        return [self.refusal]
+    text: str = Field(alias="refusal")
 
 
 class MessageDocument(DocumentItem):
@@ -113,16 +105,12 @@ class MessageDocument(DocumentItem):
 
     type: Literal["document"]
 
-    def parts(self) -> list[Any]:
-        """Return what it adds to a message."""
-        return self.passage().parts()
-
 
 _MessagePart = Annotated[MessageText | MessageRefusal | MessageDocument, Field(discriminator="type")]
 
 
 class Message(_Sent):
-    """A message that is no answer."""
+    """A message that is no answer and no tool's result."""
 
     role: Literal["system", "developer", "user", "function"]
     content: str | Annotated[list[_MessagePart], Field(max_length=_MOST_PARTS, fail_fast=True)] = ""
@@ -132,9 +120,11 @@ class Message(_Sent):
 
     def turn(self) -> dict[str, Any]:
         """Return it as chat templates take it, its content being a list of text and chunks."""
-        given = self.content
-        content = [given] if isinstance(given, str) else [part for each in given for part in each.parts()]
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+        content: list[Any] = [self.content] if isinstance(self.content, str) else []
+        for part in [] if isinstance(self.content, str) else self.content:
+            content += part.passage().parts() if isinstance(part, MessageDocument) else [part.text]
+        named = self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        return {"role": self.role, "content": content} | named
 
 
 class ToolMessage(Message):
@@ -142,10 +132,6 @@ class ToolMessage(Message):
 
     role: Literal["tool"]  # type: ignore[assignment]
     tool_call_id: str | None = None
-
-    def turn(self) -> dict[str, Any]:
-        """Return it as chat templates take it."""
-        return super().turn() | ({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})
 
 
 class PastFunction(_Sent):
@@ -199,37 +185,7 @@ class StreamOptions(_Sent):
     continuous_usage_stats: Literal[False] = False
 
 
-class Bookkeeping(_Sent):
-    """Fields that say who asks and why; no answer depends on them."""
-
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] = Field(default={}, max_length=16)
-
-
-class DoneAnyway(_Sent):
-    """Fields of OpenAI and of other servers, each with the one value that it may have."""
-
-    bad_words: _NoList = Field(default=[])
-    best_of: _One = 1
-    echo: Literal[False] = False
-    frequency_penalty: _Zero = 0
-    include_stop_str_in_output: Literal[False] = False
-    length_penalty: _One = 1
-    logit_bias: _NoObject = Field(default={})
-    min_tokens: _Zero = 0
-    n: _One = 1
-    presence_penalty: _Zero = 0
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    skip_special_tokens: Literal[True] = True
-    spaces_between_special_tokens: Literal[True] = True
-    stop_token_ids: _NoList = Field(default=[])
-    store: Literal[False] = False
-    use_beam_search: Literal[False] = False
-
-
-class Decoding(Bookkeeping, DoneAnyway):
+class Decoding(_Sent):
     """Fields of both kinds of requests that say how the answer is written."""
 
     model: str | None = None
@@ -249,6 +205,28 @@ class Decoding(Bookkeeping, DoneAnyway):
     recompute_ratio: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=1000)
     report: bool = False
+    # Who asks and why: no answer depends on it.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] = Field(default={}, max_length=16)
+    # Fields of OpenAI and of other servers, each with the one value that it may have.
+    bad_words: _NoList = Field(default=[])
+    best_of: _One = 1
+    echo: Literal[False] = False
+    frequency_penalty: _Zero = 0
+    include_stop_str_in_output: Literal[False] = False
+    length_penalty: _One = 1
+    logit_bias: _NoObject = Field(default={})
+    min_tokens: _Zero = 0
+    n: _One = 1
+    presence_penalty: _Zero = 0
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+    stop_token_ids: _NoList = Field(default=[])
+    store: Literal[False] = False
+    use_beam_search: Literal[False] = False
 
     @model_validator(mode="after")
     def _fits(self) -> Decoding:
@@ -279,14 +257,7 @@ class FunctionItem(_Sent):
 
 
 class ToolItem(_Sent):
-    """A tool."""
-
-    type: Literal["function"]
-    function: FunctionItem
-
-
-class ToolChoice(_Sent):
-    """The tool that has to be called."""
+    """A tool that may be called, or, as a choice, the one that has to be."""
 
     type: Literal["function"]
     function: FunctionItem
@@ -322,7 +293,7 @@ class ChatRequest(Decoding):
     messages: list[_Message] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[ToolItem] = Field(default=[], max_length=_MOST_TOOLS, fail_fast=True)
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: str | ToolItem | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)

@@ -168,10 +168,6 @@ def test_how_tokens_are_drawn(engine: BlendEngine, serve: Serve, monkeypatch: py
     assert drawn(temperature=1e-300, seed=None) == drawn(temperature=1e-300) == likeliest
     assert drawn(min_p=1.0) == drawn(min_p=1.0, seed=None) == drawn(top_p=1e-9) == likeliest
     assert drawn() == drawn(min_p=0, top_k=0, top_p=1, repetition_penalty=1) != likeliest
-    stream, given = engine.stream, dict[str, Any]()
-    monkeypatch.setattr(engine, "stream", lambda prompt, **how: given.update(how) or stream(prompt, **how))
-    drawn(seed=None)
-    assert given["top_k"] == 0
     monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
     assert drawn(temperature=0) != drawn(temperature=0, repetition_penalty=1) == likeliest
     # What the model draws with where it is not said holds with a seed too.
@@ -346,29 +342,6 @@ def test_openais_types_parse_every_reply(engine: BlendEngine, serve: Serve) -> N
         assert error.message and error.type == "invalid_request_error"
 
 
-def test_what_a_template_passes_over_is_shown_elsewhere(engine: BlendEngine, serve: Serve) -> None:
-    shown = "<|{{ m.role }}|>\n{{ m.content }}\n"
-    engine.tokenizer.chat_template = (
-        f"{{% for m in messages if m.role in ['user', 'assistant'] %}}{shown}{{% endfor %}}"
-    )
-    client = serve(engine)
-    engine.add([Chunk(CHUNKS["mara"], "mara")])
-    rule, title = "Context: the ferry to Lund leaves at noon.", "Winter timetable"
-
-    def tokens(*turns: dict[str, Any], **more: Any) -> int:
-        return int(ask(client, messages=[*turns, *QUESTION], **more)["usage"]["prompt_tokens"])
-
-    said = len(engine.tokenizer.tokenize(rule))
-    for role in ("system", "developer", "tool", "function"):
-        assert tokens({"role": role, "content": rule}) >= tokens() + said
-    beside = {"type": "document", "id": "mara", "title": title}
-    assert tokens(documents=[{"id": "mara", "title": title}]) > tokens(documents=["mara"])
-    assert tokens({"role": "user", "content": [beside]}) > tokens({"role": "user", "content": [beside | {"title": ""}]})
-    call = {"type": "function", "id": "1", "function": {"name": "look", "arguments": ""}}
-    assert tokens({"role": "assistant", "content": None, "tool_calls": [call]}) > tokens()
-    assert tokens({"role": "assistant", "content": None, "function_call": call["function"]}) > tokens()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_cannot_get_its_form_is_an_error_with_a_name(
     tool_engine: BlendEngine, serve: Serve, stream: bool
@@ -405,16 +378,11 @@ ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 @pytest.mark.parametrize(
     ("says", "body", "text", "calls"),
     [
-        (ONE, {}, None, 1),
         (f"I look.\n<tool_call>{ONE}</tool_call> ", {}, "I look.\n ", 1),
         (ONE, {"tool_choice": "none"}, ONE, 0),
-        (ONE.replace("weather", "gcc"), {}, ONE.replace("weather", "gcc"), 0),
         (ONE, {"tools": []}, ONE, 0),
         (ONE, {"response_format": {"type": "json_object"}}, ONE, 0),
-        (f"```json\n{ONE}\n```", {}, None, 1),
-        (f"{ONE}; {ONE}", {}, None, 2),
         (f"{ONE}; {ONE}", {"parallel_tool_calls": False}, f"; {ONE}", 1),
-        ('<tool_call>{"name": "weather", "argu', {}, '<tool_call>{"name": "weather", "argu', 0),
     ],
 )
 def test_an_answer_is_read_as_the_request_allows(

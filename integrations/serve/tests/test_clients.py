@@ -145,26 +145,14 @@ def test_openai_is_answered(address: str) -> None:
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "temperature": 0}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
-DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-HALF = json.dumps(ASKED | {"documents": [{"text": "half of \ud83d"}]}).encode()
 POISONS: list[tuple[str, bytes | dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": [3, 10**9]}),
-    (COMPLETIONS, {"prompt": [[5], [-1]]}),
-    (COMPLETIONS, {"prompt": [1, "x"]}),
     (COMPLETIONS, {"prompt": "word " * 20_000, "max_tokens": 8}),
-    (COMPLETIONS, {"prompt": ""}),
-    (CHAT, ASKED | {"messages": "hello"}),
-    (CHAT, ASKED | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
-    (CHAT, ASKED | {"max_tokens": -1}),
-    (CHAT, ASKED | {"temperature": "warm", "seed": [1]}),
-    (CHAT, ASKED | {"response_format": SCHEMA}),
-    (CHAT, ASKED | {"grammar": 'root ::= "yes"'}),
-    (CHAT, ASKED | {"tools": [{"type": "function"}], "tool_choice": {"type": "nothing"}}),
-    (CHAT, ASKED | {"top_k": 10**30}),
-    (CHAT, b'{"messages": [{'),
-    (CHAT, DEEP),
-    (CHAT, HALF),
+    (
+        CHAT,
+        ASKED | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+    ),
+    (CHAT, b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
 ]
 
 

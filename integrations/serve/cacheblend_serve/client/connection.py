@@ -49,7 +49,7 @@ _END = "[DONE]"
 
 
 class Connection:
-    """A server's address, with ``/v1`` or without, for any number of threads; while it is busy it is asked again, for a minute."""
+    """A server's address, with ``/v1`` or without; while it is busy it is asked again, for a minute."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -73,21 +73,19 @@ class Connection:
         # Frameworks' objects that hold a server are never closed.
         weakref.finalize(self, self._client.close)
 
-    def get(self, path: str, **parameters: Any) -> Any:
-        """Return what stands at an address, read as JSON."""
-        return _json(self.get_reply(path, **parameters))
+    def read(self, path: str, body: Any = None, **parameters: Any) -> Any:
+        """Return what stands at an address, or what a body that is sent there is answered by, read as JSON."""
+        reply = self.reply(path, body, **parameters)
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise _stranger(reply) from error
 
-    def get_reply(self, path: str, **parameters: Any) -> httpx.Response:
-        """Return what stands at an address."""
-        with self._asked("GET", path, params=parameters) as reply:
+    def reply(self, path: str, body: Any = None, **parameters: Any) -> httpx.Response:
+        """Return what stands at an address, or what a body that is sent there is answered by."""
+        with self._asked(path, None if body is None else lambda: body, params=parameters) as reply:
             reply.read()
         return reply
-
-    def post(self, path: str, body: Any) -> Any:
-        """Return what a request is answered by, read as JSON."""
-        with self._asked("POST", path, lambda: body) as reply:
-            reply.read()
-        return _json(reply)
 
     def events(
         self,
@@ -100,7 +98,7 @@ class Connection:
 
         The body is made each time that it is sent. Once it `is_over`, there are no more events, and nothing is sent again.
         """
-        with self._asked("POST", path, body, is_over, patience_s) as reply:
+        with self._asked(path, body, is_over, patience_s) as reply:
             # Comments are lines too, by which it is noticed soon that an answer is over.
             for line in reply.iter_lines():
                 if is_over():
@@ -123,9 +121,8 @@ class Connection:
     @contextmanager
     def _asked(
         self,
-        method: str,
         path: str,
-        body: Callable[[], Any] | None = None,
+        body: Callable[[], Any] | None,
         is_over: Callable[[], bool] = lambda: False,
         patience_s: float = _PATIENCE_S,
         **more: Any,
@@ -133,7 +130,7 @@ class Connection:
         """Give the reply to a request, which is made again as long as a busy server says when."""
         until = time.monotonic() + min(patience_s, _PATIENCE_S)
         while not is_over():
-            content = None if body is None else json.dumps(body())
+            method, content = ("GET", None) if body is None else ("POST", json.dumps(body()))
             with self._reached(), self._client.stream(method, path, content=content, **more) as reply:
                 if reply.is_success:
                     yield reply
@@ -157,13 +154,6 @@ class Connection:
             raise BackendError(
                 f"the server at {self.url} cannot be reached ({type(error).__name__}: {error}); check that it is running"
             ) from error
-
-
-def _json(reply: httpx.Response) -> Any:
-    try:
-        return reply.json()
-    except ValueError as error:
-        raise _stranger(reply) from error
 
 
 def _error(reply: httpx.Response) -> CacheBlendError:
