@@ -22,7 +22,7 @@ from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import AddResult
 from cacheblend_serve.responses import event_stream, unless_left
 from cacheblend_serve.server import FromLibrary, FromServer, Server, in_thread
-from cacheblend_serve.wire import AddRequest, DeleteRequest, DocumentRequest, IdsRequest
+from cacheblend_serve.wire import AddRequest, DeleteRequest, DocumentRequest, IdsRequest, StoreRequest
 
 __all__ = ["router"]
 
@@ -120,7 +120,7 @@ def _prefetch(request: IdsRequest, library: FromLibrary) -> Response:
 
 
 async def _store(
-    body: AddRequest | DocumentRequest,
+    body: StoreRequest,
     request: Request,
     server: Server,
     library: ChunkLibrary,
@@ -161,7 +161,7 @@ async def _progress(
 
 def _add(
     library: ChunkLibrary,
-    body: AddRequest | DocumentRequest,
+    body: StoreRequest,
     chunks_of: Callable[[], Sequence[Chunk]],
     tell: Callable[[int, int], None],
 ) -> dict[str, Any]:

@@ -247,9 +247,11 @@ def _asked(prompt: BlendPrompt, request: Decoding, config: ServeConfig, grammar:
         raise PromptError(
             "ignore_eos cannot be combined with constrained answers, which end on their own; leave it out"
         )
+    # Under its older name, and its newer one.
+    said = request.max_tokens, getattr(request, "max_completion_tokens", None)
     return Asked(
         prompt,
-        request.most_tokens,
+        min((each for each in said if each is not None), default=None),
         config.output_tokens,
         request.stop_strings,
         min(request.timeout_s or config.timeout_s, config.timeout_s),

@@ -101,10 +101,9 @@ def _said(error: RequestValidationError) -> str:
             said.append(f"the request is not JSON: {item['ctx']['error']} at character {item['loc'][-1]}")
             continue
         place = _place(item)
-        if not place and item["type"] in ("dict_type", "model_attributes_type"):
-            said.append("the request must be a JSON object, with Content-Type: application/json")
-            continue
-        told = f"{place or 'the request'}: {item['msg'].removeprefix('Value error, ')}"
+        told = (
+            f"{place or 'the request (as Content-Type: application/json)'}: {item['msg'].removeprefix('Value error, ')}"
+        )
         # An error of pydantic's own says what should have been, and not what there was.
         is_own = item["type"] not in ("missing", "value_error", "unknown_field")
         said.append(f"{told}, not {reprlib.repr(item['input'])}"[:_PROBLEM_CHARS] if is_own else told[:_PROBLEM_CHARS])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 # Threads for what passes no gate: who asks, whether the server is ready.
 _SPARE_THREADS = 16
+# How often a server that stops looks whether all is answered.
+_POLL_S = 0.02
 # Who waits for all that was added in the background to be stored, at the same time.
 _FLUSHES = 8
 
@@ -152,11 +153,10 @@ async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
 
 
 class Gate:
-    """Lets a number of requests in at the same time, and none once it is closed."""
+    """Lets a number of requests in at the same time, and none once it is closed; all but `drain` are the event loop's."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._changed = threading.Condition()
         self._inside = 0
         self._closed_at = math.inf
 
@@ -172,28 +172,23 @@ class Gate:
             raise PromptError(
                 f"the request has {places} prompts, and this server answers {self._most} at the same time; send fewer at once"
             )
-        with self._changed:
-            if not self.is_open:
-                raise Overload("this server is about to stop; ask another one, or the same in a moment", 5)
-            if self._inside + places > self._most:
-                busy = f"{self._inside} requests are being answered, of {self._most} at the same time"
-                raise Overload(f"{busy}; ask again in a moment", 1)
-            self._inside += places
+        if not self.is_open:
+            raise Overload("this server is about to stop; ask another one, or the same in a moment", 5)
+        if self._inside + places > self._most:
+            busy = f"{self._inside} requests are being answered, of {self._most} at the same time"
+            raise Overload(f"{busy}; ask again in a moment", 1)
+        self._inside += places
         try:
             yield
         finally:
-            with self._changed:
-                self._inside -= places
-                self._changed.notify_all()
+            self._inside -= places
 
     def close(self) -> None:
         """Refuse further requests."""
-        # Without the lock, which the code that a signal interrupts may hold.
         self._closed_at = min(self._closed_at, time.monotonic())
 
-    def drain(self, most_s: float) -> bool:
-        """Close, and wait at most `most_s` seconds for those inside; return whether all have gone."""
+    def drain(self, most_s: float) -> None:
+        """Close, and wait at most `most_s` seconds for those inside."""
         self.close()
-        with self._changed:
-            left = self._closed_at + most_s - time.monotonic()
-            return self._changed.wait_for(lambda: not self._inside, max(left, 0))
+        while self._inside and time.monotonic() < self._closed_at + most_s:
+            time.sleep(_POLL_S)

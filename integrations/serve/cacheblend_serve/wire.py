@@ -241,11 +241,6 @@ class Decoding(_Sent):
         """The strings that end the answer."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
-    def most_tokens(self) -> int | None:
-        """Most tokens of the answer, where the request says so."""
-        return self.max_tokens
-
 
 class FunctionItem(_Sent):
     """A function that may be called."""
@@ -305,11 +300,6 @@ class ChatRequest(Decoding):
     modalities: list[Literal["text"]] = Field(default=[], max_length=1)
     top_logprobs: _Zero = 0
     verbosity: Literal["medium"] | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Most tokens of the answer, under its newer name and its older one."""
-        return min((each for each in (self.max_completion_tokens, self.max_tokens) if each is not None), default=None)
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -402,25 +392,27 @@ class CompletionRequest(Decoding):
         return [*self.prompt]
 
 
-class AddRequest(_Sent):
-    """A request to store chunks; with `leave_out` those that cannot be stored are named in the reply, and the others stored."""
+class StoreRequest(_Sent):
+    """A request to store something."""
 
-    chunks: list[ChunkItem] = Field(min_length=1, max_length=_MOST_CHUNKS)
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    leave_out: bool = False
     background: bool = False
     stream: bool = False
 
 
-class DocumentRequest(_Sent):
+class AddRequest(StoreRequest):
+    """A request to store chunks; with `leave_out` those that cannot be stored are named in the reply, and the others stored."""
+
+    chunks: list[ChunkItem] = Field(min_length=1, max_length=_MOST_CHUNKS)
+    leave_out: bool = False
+
+
+class DocumentRequest(StoreRequest):
     """A request to store a document, or to replace it: its text, which is cut, or its chunks in the order of reading."""
 
     text: str | None = Field(default=None, min_length=1)
     chunks: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
     chunk_tokens: int = Field(default=256, ge=8)
-    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    background: bool = False
-    stream: bool = False
 
     @model_validator(mode="after")
     def _is_one(self) -> DocumentRequest:

@@ -11,7 +11,6 @@ import pytest
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_create_params import CompletionCreateParamsBase
-from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
@@ -19,7 +18,7 @@ from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.render import render_chat
 from cacheblend_serve.wire import ChatRequest, CompletionRequest
 from integrations.langchain.tests.asking import TOOL_TEMPLATE, knows_tags
-from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of
+from integrations.serve.tests.conftest import CHUNKS, Serve
 from tests.families import tiny_reader
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/serve.md"
@@ -91,30 +90,6 @@ def test_a_stream_has_the_same_answer(engine: BlendEngine, serve: Serve) -> None
     assert [piece["finish_reason"] for piece in pieces] == [None] * len(pieces)
     assert (end["delta"], end["finish_reason"]) == ({}, "length")
     assert all(event["choices"] for event in events(client, **body))
-
-
-def test_what_two_prompts_begin_with_is_computed_once_whatever_their_cache_key(
-    tiny: LlamaForCausalLM, serve: Serve
-) -> None:
-    with engine_of(tiny, prefix_bytes=2**26) as engine:
-        client = serve(engine)
-
-        def shared(words: str, key: str | None = None) -> tuple[int, int]:
-            """How many of its tokens a prompt has and took over."""
-            body = {"prompt": words, "prompt_cache_key": key, "report": True, **GREEDY}
-            reply = client.post("/v1/completions", json=body).json()
-            [report] = reply["blend"]
-            assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": report["prefix_tokens"]}
-            return report["prompt_tokens"], report["prefix_tokens"]
-
-        private = "Mara was born in Oslo. Her code is five. Where did she go then, and with whom?"
-        length, tokens = shared(private, "one")
-        assert tokens == 0
-        assert shared(private) == shared(private, "one") == shared(private, "two") == (length, length - 1)
-        # The end of a prompt is the same, and stands behind other words.
-        assert shared(private.replace("Mara", "Otto"), "one")[1] == 0
-        begins = len(engine.prompt_ids(BlendPrompt("Mara was born in Oslo. Her code is")))
-        assert shared(private.replace("five", "not known"), "one")[1] == begins
 
 
 def test_completions_of_one_prompt_and_several(engine: BlendEngine, serve: Serve) -> None:
@@ -246,15 +221,9 @@ def test_an_answer_may_go_on_after_its_end(engine: BlendEngine, serve: Serve, mo
     assert ask(client, max_tokens=20)["choices"][0]["finish_reason"] == "stop"
     on = ask(client, max_tokens=20, ignore_eos=True)
     assert (on["usage"]["completion_tokens"], on["choices"][0]["finish_reason"]) == (20, "length")
-    prompt = engine.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
-    body = {"prompt": [prompt] * 3, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
-    together = client.post("/v1/completions", json=body).json()
-    assert [choice["finish_reason"] for choice in together["choices"]] == ["length"] * 3
-    assert together["usage"]["completion_tokens"] == 60
     form = {"messages": QUESTION, "ignore_eos": True, "response_format": {"type": "json_object"}}
     refused = client.post("/v1/chat/completions", json=form)
     assert refused.status_code == 400
-    assert "ignore_eos" in refused.text
 
 
 def test_a_seed_repeats_a_draw_in_any_company(engine: BlendEngine, serve: Serve) -> None:
@@ -348,28 +317,22 @@ def test_an_answer_that_cannot_get_its_form_is_an_error_with_a_name(
 ) -> None:
     client = serve(tool_engine)
     flag = {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]}
-    contrary = flag | {"properties": {"v": {"enum": []}}}
     endless = flag | {"properties": {"v": {"$ref": "#"}}}
     # Each part of it has an end, both together have none.
     stuck = {"allOf": [{"type": "object"}, {"properties": {"v": {"$ref": "#"}}, "required": ["v"]}]}
-    asked = {"messages": QUESTION, "temperature": 0, "stream": stream}
-    for schema, status, code in [(contrary, 400, "invalid_option"), (endless, 400, "invalid_option"), (stuck, 0, "")]:
-        form = {"response_format": {"type": "json_schema", "json_schema": {"name": "v", "schema": schema}}}
+
+    def asked(schema: dict[str, Any], **more: Any) -> httpx.Response:
         tool = {"type": "function", "function": {"name": "v", "parameters": schema}}
-        for more in (form, {"tools": [tool], "tool_choice": "required"}):
-            reply = client.post("/v1/chat/completions", json=asked | more)
-            if status:
-                assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
-            else:
-                # A stream that has begun ends with it.
-                assert reply.status_code == (200 if stream else 422)
-                assert "unfinished_answer" in reply.text and '"stop"' not in reply.text
-    # A stop string in the middle of a call; what max_tokens cuts says so, as OpenAI's does.
-    forced = {"tools": [{"type": "function", "function": {"name": "v", "parameters": flag}}], "tool_choice": "required"}
-    reply = client.post("/v1/chat/completions", json=asked | forced | {"stop": "name"})
-    assert "unfinished_answer" in reply.text
-    reply = client.post("/v1/chat/completions", json=asked | forced | {"max_tokens": 4})
-    assert '"finish_reason":"length"' in reply.text.replace(" ", "")
+        body = {"messages": QUESTION, "temperature": 0, "stream": stream, "tools": [tool], "tool_choice": "required"}
+        return client.post("/v1/chat/completions", json=body | more)
+
+    assert (asked(endless).status_code, asked(endless).json()["error"]["code"]) == (400, "invalid_option")
+    # A stream that has begun ends with it; so does a call with a stop string in its middle.
+    for reply in (asked(stuck), asked(flag, stop="name")):
+        assert reply.status_code == (200 if stream else 422)
+        assert "unfinished_answer" in reply.text and '"stop"' not in reply.text
+    # What max_tokens cuts says so, as OpenAI's does.
+    assert '"finish_reason":"length"' in asked(flag, max_tokens=4).text.replace(" ", "")
 
 
 ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'

