@@ -12,17 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cacheblend_rag.errors import (
-    AnswerTimeoutError,
-    BackendError,
-    ConfigError,
-    EmptyChunkError,
-    PromptError,
-    PromptTooLongError,
-    StoreError,
-    StructuredOutputError,
-    UnknownChunkError,
-)
+from cacheblend_rag.errors import BackendError, StoreError
+from cacheblend_serve.client.connection import KINDS
 
 __all__ = ["Denied", "Overload", "error_body", "explained"]
 
@@ -31,6 +22,8 @@ logger = logging.getLogger(__name__)
 _SENDERS = "invalid_request_error"
 _PROBLEMS_SHOWN = 5
 _PROBLEM_CHARS = 300
+# No client is to try an unfinished answer again, as it does after a 500.
+_STATUS = {"timeout": 504, "unknown_chunk": 404, "unfinished_answer": 422}
 
 
 class Denied(Exception):
@@ -68,9 +61,9 @@ def explained(error: Exception) -> JSONResponse:
         return JSONResponse(error_body(_said(error), code="invalid_option", param=param), 400)
     if isinstance(error, HTTPException):
         return JSONResponse(error_body(str(error.detail)), error.status_code, error.headers)
-    for kind, status, code in _KNOWN:
-        if isinstance(error, kind):
-            return JSONResponse(error_body(str(error), code=code), status)
+    for code, kind in KINDS.items():
+        if isinstance(error, kind) and kind is not StoreError:
+            return JSONResponse(error_body(str(error), code=code), _STATUS.get(code, 400))
     # Paths, and what else of this machine stands in a message, are for its log.
     number = uuid.uuid4().hex[:12]
     logger.error("request %s failed", number, exc_info=error)
@@ -80,18 +73,6 @@ def explained(error: Exception) -> JSONResponse:
         return JSONResponse(error_body(text, name, name), 503, {"Retry-After": "5"})
     text = f"something went wrong in the server; its log says what (request {number})"
     return JSONResponse(error_body(text, "server_error"), 500)
-
-
-_KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
-    (AnswerTimeoutError, 504, "timeout"),
-    (UnknownChunkError, 404, "unknown_chunk"),
-    (PromptTooLongError, 400, "context_length_exceeded"),
-    (EmptyChunkError, 400, "empty_chunk"),
-    (PromptError, 400, "invalid_prompt"),
-    (ConfigError, 400, "invalid_option"),
-    # No client is to try again, as it does after a 500.
-    (StructuredOutputError, 422, "unfinished_answer"),
-)
 
 
 def _said(error: RequestValidationError) -> str:

@@ -14,9 +14,12 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedTe
 from cacheblend_rag.chat.answer import Deadline, Ending
 from cacheblend_rag.chat.grammar import Guide
 from cacheblend_rag.engine import Engine
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
-from integrations.serve.tests.conftest import engine_of, serving
+from integrations.serve.tests.conftest import Serve, engine_of, serving
+from integrations.serve.tests.test_answers import ask, events
+from tests.thinking import Dictation
 
 PIECE = partial(Chunk, document="mara", source="mara.txt", indexed=True)
 STORY = [
@@ -81,6 +84,7 @@ def test_names_are_those_of_the_engine(
 ) -> None:
     # So that both chunks and ids need several requests.
     monkeypatch.setattr("cacheblend_serve.client.engine._BATCH", 2)
+    monkeypatch.setattr("cacheblend_serve.client.engine._CHUNKS", 2)
     steps: list[tuple[int, int]] = []
     result = served.add(STORY, progress=lambda done, total: steps.append((done, total)))
     assert (result.encoded, result.named, result.unchanged) == (3, 3, 0)
@@ -236,3 +240,35 @@ def test_a_key_is_its_tenants(tiny: LlamaForCausalLM, tmp_path: Path, monkeypatc
 def test_an_address_where_nobody_is(url: str, kind: type[errors.CacheBlendError], why: str) -> None:
     with pytest.raises(kind, match=why):
         ServedEngine(url)
+
+
+SAYS = {
+    "Qwen3": "<think>\nIt rains.\n</think>\n\n",
+    "gpt-oss": "<|channel|>analysis<|message|>It rains.<|end|><|start|>assistant<|channel|>final<|message|>",
+}
+
+
+@pytest.mark.parametrize("name", list(SAYS))
+def test_thoughts_are_apart_from_answers(serve: Serve, name: str) -> None:
+    dictation = Dictation(name)
+    with dictation.engine:
+        client = serve(dictation.engine)
+        wanted = ("It rains.", "It p", "stop")
+        with ServedEngine(str(client.base_url)) as served:
+            text = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+            ending = Ending(("ai",), None, lexer_of(served.tokenizer).thinking([text]))
+            dictation.say(f"{SAYS[name]}It paints.", ends=True)
+            criteria = ending.criteria(served.tokenizer)
+            answer = ending.read(served.generate(BlendPrompt(segments=[text]), 60, stopping_criteria=criteria))
+        assert (answer.thoughts, answer.text, answer.finish_reason) == wanted
+        asked = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 60, "stop": "ai"}
+        dictation.say(f"{SAYS[name]}It paints.", ends=True)
+        whole = ask(client, **asked)
+        [choice] = whole["choices"]
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"], choice["finish_reason"]) == wanted
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        dictation.say(f"{SAYS[name]}It paints.", ends=True)
+        deltas = [event["choices"][0]["delta"] for event in events(client, temperature=0, **asked)]
+        said = ["".join(delta.get(kind, "") for delta in deltas) for kind in ("reasoning_content", "content")]
+        assert said == list(wanted[:2])

@@ -23,8 +23,9 @@ from cacheblend_rag.errors import (
     StructuredOutputError,
     UnknownChunkError,
 )
+from cacheblend_serve.settings import LOOPBACK
 
-__all__ = ["Connection"]
+__all__ = ["KINDS", "Connection"]
 
 # A server that has nothing to say yet gives a sign of life every second.
 _CONNECT_S, _READ_S = 10.0, 60.0
@@ -33,18 +34,18 @@ _PATIENCE_S = 60.0
 _POLL_S = 0.1
 # Less than a server keeps an idle connection.
 _IDLE_S = 3.0
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
-_KINDS: dict[str, type[CacheBlendError]] = {
+KINDS: dict[str, type[CacheBlendError]] = {
+    "timeout": AnswerTimeoutError,
+    "unknown_chunk": UnknownChunkError,
     "context_length_exceeded": PromptTooLongError,
     "empty_chunk": EmptyChunkError,
-    "invalid_option": ConfigError,
     "invalid_prompt": PromptError,
-    "store_error": StoreError,
-    "timeout": AnswerTimeoutError,
+    "invalid_option": ConfigError,
     "unfinished_answer": StructuredOutputError,
-    "unknown_chunk": UnknownChunkError,
+    "store_error": StoreError,
 }
+"""Errors by the code that a server tells them with, the first that fits."""
 _END = "[DONE]"
 
 
@@ -68,7 +69,7 @@ class Connection:
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
             # No proxy between two programs of one machine.
-            trust_env=parts.host not in _LOOPBACK,
+            trust_env=parts.host not in LOOPBACK,
         )
         # Frameworks' objects that hold a server are never closed.
         weakref.finalize(self, self._client.close)
@@ -171,7 +172,7 @@ def _error(reply: httpx.Response) -> CacheBlendError:
 
 
 def _said(said: dict[str, Any]) -> CacheBlendError:
-    kind = _KINDS.get(said.get("code") or "")
+    kind = KINDS.get(said.get("code") or "")
     if kind is None:
         kind = PromptError if said.get("type") == "invalid_request_error" else BackendError
     return kind(said.get("message", "the server does not say what was wrong"))

@@ -43,8 +43,8 @@ __all__ = ["ServedEngine", "served_engine"]
 
 logger = logging.getLogger(__name__)
 
-# Chunks or ids of one request, and about how many characters of chunks.
-_BATCH, _PART_CHARS = 2_000, 1_000_000
+# Ids, and chunks, of one request.
+_BATCH, _CHUNKS = 2_000, 200
 _COUNTS = [field.name for field in fields(AddResult)]
 # Answers that are waited for at once; the server answers them together.
 _AT_ONCE = 16
@@ -168,7 +168,7 @@ class ServedEngine:
         on_refused: Callable[[Chunk, PromptError], None] | None,
     ) -> AddResult:
         counts, begun = Counter[str](), 0
-        for part in _parts(_sendable(chunks, on_refused)):
+        for part in _parts(_sendable(chunks, on_refused), _CHUNKS):
             sent = body | {"chunks": [chunk_item(each) for each in part]}
             for event in self._server.events("/v1/chunks", partial(dict, sent)):
                 if "status" not in event:
@@ -197,7 +197,7 @@ class ServedEngine:
     def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
         """Forget chunks, and all that is made of `sources`; return how many there were."""
         given = {"ids": id_list(ids), "sources": id_list(sources)}
-        bodies = [{name: part} for name, items in given.items() for part in _parts(items)]
+        bodies = [{name: part} for name, items in given.items() for part in _parts(items, _BATCH)]
         return sum(self._server.read("/v1/chunks/delete", body)["deleted"] for body in bodies)
 
     def sync(self, present_ids: Iterable[str]) -> int:
@@ -242,7 +242,7 @@ class ServedEngine:
             logger.debug("chunks are not read ahead: %s", error)
 
     def _found(self, ids: Sequence[str]) -> Iterator[dict[str, Any] | None]:
-        for part in _parts(id_list(ids)):
+        for part in _parts(id_list(ids), _BATCH):
             yield from self._server.read("/v1/chunks/records", {"ids": part})["data"]
 
     def _listed(self) -> Iterator[dict[str, Any]]:
@@ -407,16 +407,7 @@ def _sendable(chunks: list[Chunk], on_refused: Callable[[Chunk, PromptError], No
     return sendable
 
 
-def _parts(items: Sequence[Any]) -> Iterator[list[Any]]:
+def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     """Yield chunks or ids in requests that are not too large for a server."""
-    part: list[Any] = []
-    total = 0
-    for item in items:
-        size = len(item.text) if isinstance(item, Chunk) else 0
-        if part and (total + size > _PART_CHARS or len(part) >= _BATCH):
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size
-    if part:
-        yield part
+    for start in range(0, len(items), most):
+        yield items[start : start + most]
