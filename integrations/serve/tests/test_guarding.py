@@ -61,6 +61,7 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [{"type": "document", "text": "half of \ud83d"}]}]}, 400, "text"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "tokens"),
         (SHORT | {"documents": [{"id": "d", "text": f"Who is {BEYOND}?"}]}, 400, BEYOND),
+        (SHORT | {"max_tokens": "3"}, 400, "max_tokens"),
         (SHORT | {"documents": [{}]}, 400, "id"),
         (SHORT | {"documents": ["nobody"]}, 404, "nobody"),
         (SHORT | {"model": "other"}, 404, "other"),
