@@ -29,7 +29,7 @@ from cacheblend_rag.metrics import EngineMetrics
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import AddResult, WarmEstimate
-from cacheblend_rag.store import KVStore, NameChanges, NamedTarget, NodeRecord
+from cacheblend_rag.store import KVStore, ListedName, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -303,6 +303,16 @@ class ChunkLibrary(ABC):
         """Return the ids of all known chunks of this model, without heads of prompts."""
         self._check_open()
         return [id for id in self._store.names.ids(self.namespace) if not id.startswith(HEAD_PREFIX)]
+
+    def page(self, after: str = "", limit: int = 1000) -> list[ListedName]:
+        """Return the first known chunks behind the id `after`, sorted by their ids; a large library is listed page by page."""
+        self._check_open()
+        return self._store.names.page(self.namespace, after, limit, HEAD_PREFIX)
+
+    def documents(self, after: str = "", limit: int = 1000) -> list[str]:
+        """Return the first known documents behind the one called `after`, sorted by their names."""
+        self._check_open()
+        return self._store.names.document_names(self.namespace, after, limit)
 
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""

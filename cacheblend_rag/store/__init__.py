@@ -17,7 +17,16 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.store.background import Offsite
-from cacheblend_rag.store.base import Fate, KVReader, Later, NameChanges, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store.base import (
+    Fate,
+    KVReader,
+    Later,
+    ListedName,
+    NameChanges,
+    NamedTarget,
+    NodeRecord,
+    StoreStats,
+)
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.memory import DeviceTier, RamTier
@@ -32,6 +41,7 @@ __all__ = [
     "KVReader",
     "KVStore",
     "Later",
+    "ListedName",
     "NameChanges",
     "NamedTarget",
     "Names",

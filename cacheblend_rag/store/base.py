@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -16,6 +16,7 @@ __all__ = [
     "Fate",
     "KVReader",
     "Later",
+    "ListedName",
     "NameChanges",
     "NamedTarget",
     "NodeRecord",
@@ -155,6 +156,14 @@ class NamedTarget:
     # Whether that is not what is recorded now.
     is_changed: bool = False
     document: str | None = None
+
+
+class ListedName(NamedTuple):
+    """A known chunk, the document that it is a piece of, and whether a vector store has it."""
+
+    id: str
+    document: str | None
+    indexed: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.reading import Member
-from cacheblend_rag.store.base import Later, NameChanges, NamedTarget, NodeRecord
+from cacheblend_rag.store.base import Later, ListedName, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of, with_later
 from cacheblend_rag.store.index import Dropped, Index, claim, drop_entries
@@ -62,6 +62,21 @@ class Names:
     def ids(self, namespace: str) -> list[str]:
         """Return all ids of a namespace, in the order they were first recorded."""
         return [id for (id,) in self._rows("SELECT id FROM nodes WHERE namespace = ? ORDER BY seq", namespace)]
+
+    def page(self, namespace: str, after: str, limit: int, passed_over: str) -> list[ListedName]:
+        """Return the first names behind `after` in the order of their ids, without those that begin with `passed_over`."""
+        query = (
+            "SELECT nodes.id, documents.name, indexed FROM nodes LEFT JOIN members USING (seq) LEFT JOIN documents "
+            "ON number = document WHERE nodes.namespace = ? AND nodes.id > ? AND substr(nodes.id, 1, ?) != ? "
+            "ORDER BY nodes.id LIMIT ?"
+        )
+        found = self._rows(query, namespace, after, len(passed_over), passed_over, limit)
+        return [ListedName(id, document, bool(indexed)) for id, document, indexed in found]
+
+    def document_names(self, namespace: str, after: str, limit: int) -> list[str]:
+        """Return the first documents behind `after`, in the order of their names."""
+        query = "SELECT name FROM documents WHERE namespace = ? AND name > ? ORDER BY name LIMIT ?"
+        return [name for (name,) in self._rows(query, namespace, after, limit)]
 
     def namespaces(self, tenant: str | None = None) -> list[str]:
         """Return all namespaces that have ids, or those of one tenant."""

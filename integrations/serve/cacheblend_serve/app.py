@@ -20,32 +20,19 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_serve import chunks, completions
 from cacheblend_serve.backend import Backend
 from cacheblend_serve.errors import Denied, Overload, explained
-from cacheblend_serve.server import FromAsker, Note, Server, in_thread
+from cacheblend_serve.server import FromLibrary, FromServer, Server, in_thread
 from cacheblend_serve.settings import ServeConfig
 
-__all__ = ["Guarded", "make_app"]
+__all__ = ["make_app"]
 
 router = APIRouter()
+# What is asked without a key.
+_OPEN = ("/healthz", "/readyz", "/openapi.json")
 
 
-def make_app(backend: Backend, config: ServeConfig | None = None, note: Note | None = None) -> FastAPI:
-    """Return an application that answers with a model.
-
-    Parameters
-    ----------
-    backend : Backend
-        What answers: `EngineBackend` for the engine of this process.
-    config : ServeConfig, optional
-        The server's settings; by default those of the environment.
-    note : callable, optional
-        Called with the tenant's chunks and each answer from them.
-
-    Raises
-    ------
-    ConfigError
-        If the file of keys cannot be read, or holds none.
-    """
-    server = Server(backend, ServeConfig.of(config), note)
+def make_app(backend: Backend, config: ServeConfig | None = None) -> FastAPI:
+    """Return an application that answers with a backend; by default the settings are those of the environment."""
+    server = Server(backend, ServeConfig.of(config))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -61,7 +48,7 @@ def make_app(backend: Backend, config: ServeConfig | None = None, note: Note | N
         app.include_router(part)
     for kind in (Denied, Overload, CacheBlendError, RecursionError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _explained)
-    app.add_middleware(Guarded, server=server)
+    app.add_middleware(_Guarded, server=server)
     return app
 
 
@@ -69,46 +56,28 @@ async def _explained(_: Request, error: Exception) -> Response:
     return explained(error)
 
 
-# Whether it lives
+@router.get("/healthz")
+async def _healthz() -> Response:
+    return JSONResponse({"status": "alive"})
 
 
-@router.get("/healthz", response_model=None)
-async def _healthz() -> dict[str, str]:
-    return {"status": "alive"}
-
-
-@router.get("/readyz", response_model=None)
-async def _readyz(request: Request) -> Response:
-    server = request.app.state.server
-    is_ready = await in_thread(server.backend.is_ready)
-    status = "stopping" if not server.gate.is_open else "ready" if is_ready else "failing"
+@router.get("/readyz")
+def _readyz(server: FromServer) -> Response:
+    status = "stopping" if not server.gate.is_open else "ready" if server.backend.is_ready() else "failing"
     return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
 
-@router.get("/metrics", response_model=None)
-async def _metrics(asker: FromAsker) -> Response:
-    if asker.owner.is_admin:
+@router.get("/metrics")
+def _metrics(request: Request, server: FromServer, library: FromLibrary) -> Response:
+    registry = library.metrics.registry
+    if request.state.owner.is_admin:
         registry = CollectorRegistry()
-        registry.register(asker.server.backend)
-    else:
-        registry = (await asker.library()).metrics.registry
-    return Response(await in_thread(generate_latest, registry), media_type="text/plain; version=0.0.4")
+        registry.register(server.backend)
+    return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
-# What is asked without a key.
-_OPEN = ("/healthz", "/readyz", "/openapi.json")
-
-
-class Guarded:
-    """Middleware that refuses requests before they are read, and limits how much is read of each and for how long.
-
-    Parameters
-    ----------
-    app : ASGIApp
-        The application; it finds who asks in the request's state, as ``owner``.
-    server : Server
-        Knows who may ask, and the limits.
-    """
+class _Guarded:
+    """Middleware that refuses requests before they are read, and limits how much is read of each and for how long."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app = app
@@ -175,7 +144,6 @@ class Guarded:
         return bounded
 
     def _too_large(self) -> HTTPException:
-        text = (
-            f"the request is larger than the {self._server.config.body_bytes} bytes that are taken; send less at once"
-        )
+        most = self._server.config.body_bytes
+        text = f"the request is larger than the {most} bytes that are taken; send less at once"
         return HTTPException(413, text, {"Connection": "close"})

@@ -4,65 +4,45 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import replace_text
-from cacheblend_rag.store.folder import let_go
 
 __all__ = ["OPEN", "KeyFile", "Owner"]
 
 _MARK = "cb-"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True))
 class Owner:
-    """Owner of a key.
-
-    Attributes
-    ----------
-    tenant : str or None
-        The tenant whose chunks it sees; None is that of the engine's settings.
-    name : str
-        What people call the key.
-    per_minute : int or None
-        Most requests of a minute; None for those of the server's settings.
-    is_admin : bool
-        Whether it may also see the figures of all tenants.
-    digest : str
-        The digest of the key; empty where none is asked for.
-    """
+    """Owner of a key: whose chunks it sees, what people call it, how often it may ask, and whether it sees all figures."""
 
     tenant: str | None
     name: str
-    per_minute: int | None = None
+    per_minute: Annotated[int, Field(ge=1)] | None = None
     is_admin: bool = False
     digest: str = ""
-
-    def __post_init__(self) -> None:
-        if self.per_minute is not None and (type(self.per_minute) is not int or self.per_minute < 1):
-            raise ValueError(f"per_minute={self.per_minute!r:.40} of the key {self.name!r:.40} must be 1 or more")
 
 
 OPEN = Owner(None, "anybody", is_admin=True)
 """Owner of all requests to a server without keys."""
 
+_file: TypeAdapter[dict[Literal["keys"], list[Owner]]] = TypeAdapter(dict[Literal["keys"], list[Owner]])
+
 
 class KeyFile:
-    """The keys of a server, in a JSON file that only holds what a key's digest is; it is read again when it changes.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    """
+    """The keys of a server, in a JSON file that only holds what a key's digest is; it is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,13 +51,7 @@ class KeyFile:
         self._owners: dict[str, Owner] = {}
 
     def owner(self, key: str) -> Owner | None:
-        """Return the owner of a key; None if it was never given out, or was taken back.
-
-        Raises
-        ------
-        ConfigError
-            If the file cannot be read.
-        """
+        """Return the owner of a key, or None; `ConfigError` if the file cannot be read."""
         # A digest of 256 random bits can be looked up: how long that takes says nothing of the key.
         return self._read().get(_digest(key))
 
@@ -89,38 +63,24 @@ class KeyFile:
             )
 
     def add(self, owner: Owner) -> str:
-        """Make a key; it is told here and never again.
-
-        Raises
-        ------
-        ConfigError
-            If a key of that name is there already, or the file cannot be read or written.
-        """
-        with self._changing():
-            owners = list(self._load().values()) if self._path.exists() else []
+        """Make a key, which is told here and never again; `ConfigError` if there is one of that name."""
+        key = _MARK + secrets.token_urlsafe(32)
+        with self._changing() as owners:
             if any(known.name == owner.name for known in owners):
                 raise ConfigError(
                     f"{self._path} has a key called {owner.name!r} already; give another name, or remove that one"
                 )
-            key = _MARK + secrets.token_urlsafe(32)
-            self._write([*owners, replace(owner, digest=_digest(key))])
+            owners.append(replace(owner, digest=_digest(key)))
         return key
 
     def remove(self, name: str) -> None:
-        """Take a key back by its name; servers notice with the next request.
-
-        Raises
-        ------
-        ConfigError
-            If there is none of that name, or the file cannot be read or written.
-        """
-        with self._changing():
-            owners = self._load().values()
+        """Take a key back by its name; servers notice with the next request."""
+        with self._changing() as owners:
             left = [owner for owner in owners if owner.name != name]
             if len(left) == len(owners):
                 names = ", ".join(sorted(owner.name for owner in owners)) or "none"
                 raise ConfigError(f"{self._path} has no key called {name!r}; it has {names}")
-            self._write(left)
+            owners[:] = left
 
     def __iter__(self) -> Iterator[Owner]:
         return iter(self._read().values())
@@ -129,53 +89,38 @@ class KeyFile:
         with self._lock:
             try:
                 status = self._path.stat()
+                seen = (status.st_mtime_ns, status.st_ino)
+                if seen != self._seen:
+                    self._owners, self._seen = {owner.digest: owner for owner in self._load()}, seen
+                return self._owners
             except OSError as error:
                 raise ConfigError(f"the keys in {self._path} cannot be read: {error.strerror}") from error
-            seen = (status.st_mtime_ns, status.st_ino)
-            if seen != self._seen:
-                self._owners, self._seen = self._load(), seen
-            return self._owners
 
-    def _load(self) -> dict[str, Owner]:
+    def _load(self) -> list[Owner]:
         try:
-            written = json.loads(self._path.read_text(encoding="utf-8"))
-            owners = {each["digest"]: Owner(**each) for each in written["keys"]}
-        except OSError as error:
-            raise ConfigError(f"the keys in {self._path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return _file.validate_json(self._path.read_bytes()).get("keys", [])
+        except ValueError as error:
             raise ConfigError(
                 f"{self._path} is not a key file ({error}); create one: cacheblend-rag keys add FILE --tenant NAME"
             ) from error
-        names = [owner.name for owner in owners.values()]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{self._path} has several keys called {twice!r}; leave one of them there")
-        return owners
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Keep other threads and processes from changing the file."""
+    def _changing(self) -> Iterator[list[Owner]]:
+        """Give the keys, and write what becomes of them; other threads and processes wait meanwhile."""
         try:
             # Its folder stays, whereas the file is replaced by another one.
             fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                owners = self._load() if self._path.exists() else []
+                yield owners
+                # Digests are no secret, but the owners of keys are private.
+                text = _file.dump_json({"keys": owners}, indent=2).decode()
+                replace_text(self._path, text + "\n", private=True)
+            finally:
+                os.close(fd)
         except OSError as error:
-            raise self._unwritten(error) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            let_go(fd)
-
-    def _write(self, owners: Iterable[Owner]) -> None:
-        text = json.dumps({"keys": [asdict(owner) for owner in owners]}, indent=2)
-        try:
-            # Digests are no secret, but the owners of keys are private.
-            replace_text(self._path, text + "\n", private=True)
-        except OSError as error:
-            raise self._unwritten(error) from error
-
-    def _unwritten(self, error: OSError) -> ConfigError:
-        return ConfigError(f"the keys in {self._path} cannot be written: {error.strerror}")
+            raise ConfigError(f"the keys in {self._path} cannot be written: {error.strerror}") from error
 
 
 def _digest(key: str) -> str:

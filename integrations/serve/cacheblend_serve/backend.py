@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,31 +27,17 @@ __all__ = ["Asked", "Backend", "Wanted", "backend_module"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Settings that a backend is opened with.
-
-    Attributes
-    ----------
-    model : str
-        A Hugging Face id, a folder, or a GGUF file.
-    store : Path or None
-        The store's folder; None for RAM only.
-    config, blend : EngineConfig, BlendConfig
-        The settings.
-    arguments : tuple of str
-        What vLLM is started with besides.
-    """
+    """Settings that a backend is opened with; without a folder as `store`, KV is in RAM only."""
 
     model: str
     store: Path | None
     config: EngineConfig
     blend: BlendConfig
+    # What vLLM is started with besides.
     arguments: tuple[str, ...] = ()
 
     def check_store(self, library: ChunkLibrary) -> None:
-        """Raise `StoreError` if a folder is wanted, and the library has its chunks in RAM instead.
-
-        What clients are told is stored has to be there after the process as well.
-        """
+        """Raise `StoreError` if a folder is wanted, and the library has its chunks in RAM: what is stored has to last."""
         if self.store is not None and not library.store.outlives_process:
             raise StoreError(
                 f"the store in {self.store} cannot be opened, and in RAM nothing that is stored would outlive this process; "
@@ -61,40 +47,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, and how it is to be answered.
-
-    Attributes
-    ----------
-    prompt : BlendPrompt
-        The prompt.
-    max_tokens : int or None
-        Most tokens of the answer; None leaves it to the model, up to `limit_tokens`.
-    limit_tokens : int
-        Most tokens of any answer.
-    stop : tuple of str
-        Strings that end the answer.
-    timeout_s : float
-        Seconds after which it is an error.
-    temperature, top_p, top_k, min_p, repetition_penalty, seed
-        How tokens are drawn; None leaves it to the model.
-    ignore_eos : bool
-        Whether the answer goes on after the tokens that end one, up to the most tokens.
-    grammar : str or None
-        What the answer may be, in llguidance's form of Lark.
-    recompute_ratio : float or None
-        Share of the chunks' tokens that is recomputed; None for the engine's own.
-    tools : sequence of dict
-        The tools that the answer may call.
-    must_call, one_call : bool
-        Whether it has to call one, and whether it may call no more than one.
-    thinking : Thinking or None
-        How the model's thoughts are told from its answer, to which the stop strings apply; None where they are not.
-    is_raw : bool
-        Whether who asks tells them apart and cuts the answer: it is given as it was written, up to the token with a stop string.
-    """
+    """A prompt, and how it is to be answered; None leaves it to the model, or to the engine's settings."""
 
     prompt: BlendPrompt
     max_tokens: int | None
+    # Most tokens of any answer.
     limit_tokens: int
     stop: tuple[str, ...]
     timeout_s: float
@@ -105,19 +62,20 @@ class Asked:
     repetition_penalty: float | None = None
     seed: int | None = None
     ignore_eos: bool = False
+    # What the answer may be, in llguidance's form of Lark.
     grammar: str | None = None
     recompute_ratio: float | None = None
+    # The tools that it may call, whether it has to, and whether it may call no more than one.
     tools: Sequence[dict[str, Any]] = ()
     must_call: bool = False
     one_call: bool = False
+    # How thoughts are told from the answer, to which the stop strings apply; None where they are not.
     thinking: Thinking | None = None
+    # Whether who asks tells them apart and cuts the answer: it is given as written, up to the token with a stop string.
     is_raw: bool = False
 
     def reply(self, answer: Answer) -> ToolReply | None:
-        """Return what is read of an answer that may call tools; None where there are none.
-
-        `StructuredOutputError` if it had to call one, and has ended without doing so.
-        """
+        """Return what is read of an answer that may call tools; `StructuredOutputError` if it had to, and did not."""
         if not self.tools:
             return None
         is_cut = answer.finish_reason == "length"
@@ -133,17 +91,7 @@ class Asked:
 
 
 class Backend(Collector):
-    """A model that answers, and the chunks of all its tenants.
-
-    As a collector it has the figures of all of them, each with its tenant's name.
-
-    Parameters
-    ----------
-    model_name : str
-        What clients call the model.
-    first : ChunkLibrary
-        The chunks of the first tenant. Who made it closes it.
-    """
+    """A model that answers, and the chunks of all its tenants, whose figures it collects; who made the `first` closes it."""
 
     def __init__(self, model_name: str, first: ChunkLibrary) -> None:
         self.model_name = model_name
@@ -177,19 +125,7 @@ class Backend(Collector):
 
     @abstractmethod
     def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
-        """Yield an answer piece by piece, thoughts as `Thought`, and at its end all of it; who leaves the generator ends it.
-
-        Raises
-        ------
-        ConfigError
-            If the model cannot do what is asked.
-        PromptError
-            If the prompt cannot be answered.
-        AnswerTimeoutError
-            If it takes too long.
-        BackendError
-            If the model is elsewhere, and cannot be asked.
-        """
+        """Yield an answer piece by piece, thoughts as `Thought`, and at its end all of it; who leaves the generator ends it."""
 
     def collect(self) -> Iterator[Metric]:
         """Yield the figures of all tenants."""
@@ -211,14 +147,8 @@ class Backend(Collector):
 
 
 def backend_module(name: str | None) -> Any:
-    """Return the module of a backend, which has `open_backend`; by default vLLM's, where that is installed.
-
-    Raises
-    ------
-    ConfigError
-        If there is none of this name.
-    """
-    found: dict[str, EntryPoint] = {each.name: each for each in entry_points(group="cacheblend_rag.backends")}
+    """Return the module of a backend, which has `open_backend`; by default vLLM's, where that is installed."""
+    found = {each.name: each for each in entry_points(group="cacheblend_rag.backends")}
     if name is None:
         name = "vllm" if "vllm" in found and find_spec("vllm") is not None else "engine"
     if name not in found:

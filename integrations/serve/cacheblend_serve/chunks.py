@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from cacheblend_rag.chunk import Chunk
@@ -22,198 +21,134 @@ from cacheblend_rag.errors import PromptError, UnknownChunkError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import AddResult
 from cacheblend_serve.responses import event_stream, unless_left
-from cacheblend_serve.server import Asker, FromAsker, in_thread
-from cacheblend_serve.wire import AddRequest, DeleteRequest, DocumentRequest, IdsRequest
+from cacheblend_serve.server import FromLibrary, FromServer, Server, in_thread
+from cacheblend_serve.wire import AddRequest, DeleteRequest, DocumentRequest, IdsRequest, StoreRequest
 
 __all__ = ["router"]
 
 router = APIRouter()
 
 _PAGE = 1000
+Limit = Annotated[int, Query(ge=1, le=_PAGE)]
 
 
-@router.get("/v1/chunks", response_model=None)
-async def _list_chunks(
-    asker: FromAsker, after: str = "", limit: Annotated[int, Query(ge=1, le=_PAGE)] = _PAGE
-) -> dict[str, Any]:
-    def found(library: ChunkLibrary) -> dict[str, Any]:
-        ids = sorted(id for id in library.ids() if id > after)
-        shown = ids[:limit]
-        indexed = set(library.indexed())
-        data = [
-            {"id": id, "document": place, "indexed": id in indexed}
-            for id, place in zip(shown, library.places(shown), strict=True)
-        ]
-        return {"object": "list", "data": data, "has_more": len(ids) > limit}
-
-    return await asker.of_library(found)
+@router.get("/v1/chunks")
+def _list_chunks(library: FromLibrary, after: str = "", limit: Limit = _PAGE) -> Response:
+    return _page([each._asdict() for each in library.page(after, limit + 1)], limit)
 
 
-@router.post("/v1/chunks", response_model=None)
-async def _add_chunks(request: AddRequest, asker: FromAsker) -> Response:
-    chunks = [each.chunk() for each in request.chunks]
-    return await _store(asker, partial(_add, request, lambda library: chunks), is_streamed=request.stream)
+@router.get("/v1/documents")
+def _list_documents(library: FromLibrary, after: str = "", limit: Limit = _PAGE) -> Response:
+    return _page([{"id": name} for name in library.documents(after, limit + 1)], limit)
 
 
-@router.post("/v1/chunks/delete", response_model=None)
-async def _delete_chunks(request: DeleteRequest, asker: FromAsker) -> dict[str, int]:
-    def delete(library: ChunkLibrary) -> int:
-        made = library.indexed(request.sources) if request.sources else []
-        return library.delete([*request.ids, *made], sources=request.sources)
-
-    return {"deleted": await asker.of_library(delete)}
+def _page(found: list[dict[str, Any]], limit: int) -> Response:
+    """Return a page of a list, of which one more than fits on it was found if there are more."""
+    return JSONResponse({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
 
 
-@router.post("/v1/chunks/records", response_model=None)
-async def _records(request: IdsRequest, asker: FromAsker) -> Response:
-    def found(library: ChunkLibrary) -> list[dict[str, Any] | None]:
-        records = zip(library.records(request.ids), library.places(request.ids), strict=True)
-        return [None if record is None else asdict(record) | {"document": place} for record, place in records]
-
-    return await asker.written(lambda library: {"object": "list", "data": found(library)})
+@router.post("/v1/chunks")
+async def _add_chunks(body: AddRequest, request: Request, server: FromServer, library: FromLibrary) -> Response:
+    return await _store(body, request, server, library, lambda: [each.chunk() for each in body.chunks])
 
 
-@router.get("/v1/chunks/changes", response_model=None)
-async def _changes(asker: FromAsker, since: int | None = None) -> Response:
-    return await asker.written(lambda library: asdict(library.changes(since)))
+@router.post("/v1/chunks/delete")
+def _delete_chunks(request: DeleteRequest, library: FromLibrary) -> Response:
+    made = library.indexed(request.sources) if request.sources else []
+    return JSONResponse({"deleted": library.delete([*request.ids, *made], sources=request.sources)})
 
 
-@router.post("/v1/chunks/flush", response_model=None)
-async def _flush(asker: FromAsker) -> Response:
-    library = await asker.library()
+@router.post("/v1/chunks/records")
+def _records(request: IdsRequest, library: FromLibrary) -> Response:
+    records = zip(library.records(request.ids), library.places(request.ids), strict=True)
+    found = [None if record is None else asdict(record) | {"document": place} for record, place in records]
+    return JSONResponse({"object": "list", "data": found})
 
+
+@router.get("/v1/chunks/changes")
+def _changes(library: FromLibrary, since: int | None = None) -> Response:
+    return JSONResponse(asdict(library.changes(since)))
+
+
+@router.post("/v1/chunks/flush")
+async def _flush(server: FromServer, library: FromLibrary) -> Response:
     async def events() -> AsyncGenerator[dict[str, Any], None]:
         # It goes on if the client leaves.
-        await asyncio.shield(asker.server.begin(asker.server.flush(library)))
+        await asyncio.shield(server.begin(server.flush(library)))
         yield {"status": "stored"}
 
-    return await event_stream(events(), asker.server.config.reader_s)
+    return await event_stream(events())
 
 
-@router.get("/v1/documents", response_model=None)
-async def _list_documents(
-    asker: FromAsker, after: str = "", limit: Annotated[int, Query(ge=1, le=_PAGE)] = _PAGE
-) -> dict[str, Any]:
-    def found(library: ChunkLibrary) -> dict[str, Any]:
-        names = sorted({name for name in library.places(library.ids()) if name is not None and name > after})
-        return {"object": "list", "data": [{"id": name} for name in names[:limit]], "has_more": len(names) > limit}
-
-    return await asker.of_library(found)
+@router.get("/v1/documents/{name:path}")
+def _show_document(name: str, library: FromLibrary) -> Response:
+    return JSONResponse({"id": name, "object": "document", "chunks": _known(name, library.document(name))})
 
 
-@router.get("/v1/documents/{name:path}", response_model=None)
-async def _show_document(name: str, asker: FromAsker) -> dict[str, Any]:
-    ids = await asker.of_library(lambda library: library.document(name))
-    if not ids:
+@router.put("/v1/documents/{name:path}")
+async def _put_document(
+    name: str, body: DocumentRequest, request: Request, server: FromServer, library: FromLibrary
+) -> Response:
+    def chunks() -> list[Chunk]:
+        pieces = body.chunks or split_text(body.text or "", lexer_of(library.tokenizer).count, body.chunk_tokens)
+        if not pieces:
+            raise PromptError(
+                f"the text of the document {name!r:.80} is blank; give one with words, or delete the document"
+            )
+        return [passage.chunk for passage in named_passages(name, pieces)]
+
+    return await _store(body, request, server, library, chunks, document=name)
+
+
+@router.delete("/v1/documents/{name:path}")
+async def _delete_document(name: str, server: FromServer, library: FromLibrary) -> Response:
+    async with server.writer(library, name):
+        return JSONResponse({"deleted": _known(name, await in_thread(library.delete_document, name))})
+
+
+def _known(name: str, found: Any) -> Any:
+    """Return what there is of a document, if there is any."""
+    if not found:
         raise UnknownChunkError(f"there is no document {name!r:.80}")
-    return {"id": name, "object": "document", "chunks": ids}
+    return found
 
 
-@router.put("/v1/documents/{name:path}", response_model=None)
-async def _put_document(name: str, request: DocumentRequest, asker: FromAsker) -> Response:
-    add = partial(_add, request, partial(_chunks_of, name, request))
-    return await _store(asker, add, is_streamed=request.stream, document=name)
-
-
-@router.delete("/v1/documents/{name:path}", response_model=None)
-async def _delete_document(name: str, asker: FromAsker) -> dict[str, int]:
-    async with asker.server.writer(asker.owner.tenant, name):
-        deleted = await asker.of_library(lambda library: library.delete_document(name))
-    if not deleted:
-        raise UnknownChunkError(f"there is no document {name!r:.80}")
-    return {"deleted": deleted}
-
-
-@router.post("/v1/prefetch", response_model=None)
-async def _prefetch(request: IdsRequest, asker: FromAsker) -> Response:
-    await asker.of_library(lambda library: library.prefetch(request.ids))
+@router.post("/v1/prefetch")
+def _prefetch(request: IdsRequest, library: FromLibrary) -> Response:
+    library.prefetch(request.ids)
     return JSONResponse({"status": "begun"}, 202)
 
 
-def _add(
-    request: AddRequest | DocumentRequest,
-    chunks_of: Callable[[ChunkLibrary], Sequence[Chunk]],
+async def _store(
+    body: StoreRequest,
+    request: Request,
+    server: Server,
     library: ChunkLibrary,
-    tell: Callable[[int, int], None],
-) -> dict[str, Any]:
-    chunks = chunks_of(library)
-    numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
-    refused: list[dict[str, Any]] = []
-
-    def refuse(chunk: Chunk, error: PromptError) -> None:
-        refused.append({"index": numbers[id(chunk)], "message": str(error)})
-
-    leaves_out = isinstance(request, AddRequest) and request.leave_out
-    add = partial(
-        library.add,
-        chunks,
-        ttl_s=request.ttl_s,
-        on_refused=refuse if leaves_out else None,
-        whole=isinstance(request, DocumentRequest),
-    )
-    if request.background:
-        add(background=True)
-        done, status = AddResult(0, len(chunks) - len(refused), 0, 0), "named"
-    else:
-        done, status = add(progress=tell), "stored"
-    told = {"ids": [chunk.id for chunk in chunks], "status": status} | asdict(done)
-    return told | ({"refused": refused} if leaves_out else {})
-
-
-def _chunks_of(name: str, request: DocumentRequest, library: ChunkLibrary) -> list[Chunk]:
-    """Return the chunks of a document as it is to be."""
-    count = lexer_of(library.tokenizer).count
-    pieces = request.chunks or split_text(request.text or "", count, request.chunk_tokens)
-    if not pieces:
-        raise PromptError(
-            f"the text of the document {name!r:.80} is blank; give one with words, or delete the document"
-        )
-    return [passage.chunk for passage in named_passages(name, pieces)]
-
-
-Tell = Callable[[int, int], None]
-Add = Callable[[ChunkLibrary, Tell], dict[str, Any]]
-"""Stores chunks in a library, telling how many are done of how many, and returns what the client is told at the end."""
-
-
-async def _store(asker: Asker, add: Add, *, is_streamed: bool, document: str | None = None) -> Response:
-    """Encode and store chunks, to the end even if the client leaves; what is told is stored, whatever becomes of this process.
-
-    Parameters
-    ----------
-    asker : Asker
-        Whose chunks they are.
-    add : callable
-        See `Add`; called in a thread.
-    is_streamed : bool
-        Whether the client is told how far it is.
-    document : str, optional
-        The document that is written, by one at a time.
-    """
-    server = asker.server
+    chunks: Callable[[], Sequence[Chunk]],
+    document: str | None = None,
+) -> Response:
+    """Encode and store chunks, or a document that is written by one at a time; what is told is stored, whoever ends then."""
     loop = asyncio.get_running_loop()
     steps: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
 
     def tell(done: int, total: int) -> None:
         loop.call_soon_threadsafe(steps.put_nowait, (done, total))
 
-    async def work(library: ChunkLibrary, place: ExitStack) -> dict[str, Any]:
-        with place:
+    async def work(place: AsyncExitStack) -> dict[str, Any]:
+        async with place:
             try:
-                if document is None:
-                    return await in_thread(add, library, tell)
-                async with server.writer(asker.owner.tenant, document):
-                    return await in_thread(add, library, tell)
+                if document is not None:
+                    await place.enter_async_context(server.writer(library, document))
+                return await in_thread(_add, library, body, chunks, tell)
             finally:
                 steps.put_nowait(None)
 
-    with ExitStack() as entered:
-        entered.enter_context(server.gate.pass_through())
-        library = await asker.library()
-        task = server.begin(work(library, entered.pop_all()))
-    if is_streamed:
-        return await event_stream(_progress(steps, task), server.config.reader_s)
-    return JSONResponse(await unless_left(asker.request, asyncio.shield(task)))
+    place = AsyncExitStack()
+    place.enter_context(server.gate.pass_through())
+    task = server.begin(work(place))
+    if body.stream:
+        return await event_stream(_progress(steps, task))
+    return JSONResponse(await unless_left(request, asyncio.shield(task)))
 
 
 async def _progress(
@@ -222,3 +157,29 @@ async def _progress(
     while (step := await steps.get()) is not None:
         yield {"done": step[0], "total": step[1]}
     yield await asyncio.shield(task)
+
+
+def _add(
+    library: ChunkLibrary,
+    body: StoreRequest,
+    chunks_of: Callable[[], Sequence[Chunk]],
+    tell: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Add chunks to a library, telling how many are done of how many, and return what the client is told at the end."""
+    chunks = chunks_of()
+    numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
+    refused: list[dict[str, Any]] = []
+
+    def refuse(chunk: Chunk, error: PromptError) -> None:
+        refused.append({"index": numbers[id(chunk)], "message": str(error)})
+
+    leaves_out = isinstance(body, AddRequest) and body.leave_out
+    options: dict[str, Any] = {"ttl_s": body.ttl_s, "on_refused": refuse if leaves_out else None}
+    options["whole"] = isinstance(body, DocumentRequest)
+    if body.background:
+        library.add(chunks, background=True, **options)
+        done, status = AddResult(0, len(chunks) - len(refused), 0, 0), "named"
+    else:
+        done, status = library.add(chunks, progress=tell, **options), "stored"
+    told = {"ids": [chunk.id for chunk in chunks], "status": status} | asdict(done)
+    return told | ({"refused": refused} if leaves_out else {})

@@ -12,17 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cacheblend_rag.errors import (
-    AnswerTimeoutError,
-    BackendError,
-    ConfigError,
-    EmptyChunkError,
-    PromptError,
-    PromptTooLongError,
-    StoreError,
-    StructuredOutputError,
-    UnknownChunkError,
-)
+from cacheblend_rag.errors import BackendError, StoreError
+from cacheblend_serve.client.connection import KINDS
 
 __all__ = ["Denied", "Overload", "error_body", "explained"]
 
@@ -31,6 +22,8 @@ logger = logging.getLogger(__name__)
 _SENDERS = "invalid_request_error"
 _PROBLEMS_SHOWN = 5
 _PROBLEM_CHARS = 300
+# No client is to try an unfinished answer again, as it does after a 500.
+_STATUS = {"timeout": 504, "unknown_chunk": 404, "unfinished_answer": 422}
 
 
 class Denied(Exception):
@@ -38,17 +31,9 @@ class Denied(Exception):
 
 
 class Overload(Exception):
-    """A request that is not let in now.
+    """A request that is not let in now: its sender asks too often, if `is_rate`, or all senders together too much."""
 
-    Attributes
-    ----------
-    retry_after_s : float
-        When it may come again.
-    is_rate : bool
-        Whether its sender asks too often, rather than all senders together too much.
-    """
-
-    def __init__(self, message: str, retry_after_s: float, *, is_rate: bool) -> None:
+    def __init__(self, message: str, retry_after_s: float, *, is_rate: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.is_rate = is_rate
@@ -76,34 +61,18 @@ def explained(error: Exception) -> JSONResponse:
         return JSONResponse(error_body(_said(error), code="invalid_option", param=param), 400)
     if isinstance(error, HTTPException):
         return JSONResponse(error_body(str(error.detail)), error.status_code, error.headers)
-    for kind, status, code in _KNOWN:
-        if isinstance(error, kind):
-            return JSONResponse(error_body(str(error), code=code), status)
+    for code, kind in KINDS.items():
+        if isinstance(error, kind) and kind is not StoreError:
+            return JSONResponse(error_body(str(error), code=code), _STATUS.get(code, 400))
     # Paths, and what else of this machine stands in a message, are for its log.
     number = uuid.uuid4().hex[:12]
     logger.error("request %s failed", number, exc_info=error)
-    for kind, (what, name) in _PASSING.items():
-        if isinstance(error, kind):
-            text = f"{what} now; the server's log says why (request {number})"
-            return JSONResponse(error_body(text, name, name), 503, {"Retry-After": "5"})
+    if isinstance(error, StoreError | BackendError):
+        what, name = ("store", "store_error") if isinstance(error, StoreError) else ("model", "server_error")
+        text = f"the {what} cannot do that now; the server's log says why (request {number})"
+        return JSONResponse(error_body(text, name, name), 503, {"Retry-After": "5"})
     text = f"something went wrong in the server; its log says what (request {number})"
     return JSONResponse(error_body(text, "server_error"), 500)
-
-
-_PASSING: dict[type[Exception], tuple[str, str]] = {
-    StoreError: ("the store cannot do that", "store_error"),
-    BackendError: ("the model cannot answer", "server_error"),
-}
-_KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
-    (AnswerTimeoutError, 504, "timeout"),
-    (UnknownChunkError, 404, "unknown_chunk"),
-    (PromptTooLongError, 400, "context_length_exceeded"),
-    (EmptyChunkError, 400, "empty_chunk"),
-    (PromptError, 400, "invalid_prompt"),
-    (ConfigError, 400, "invalid_option"),
-    # No client is to try again, as it does after a 500.
-    (StructuredOutputError, 422, "unfinished_answer"),
-)
 
 
 def _said(error: RequestValidationError) -> str:
@@ -113,10 +82,9 @@ def _said(error: RequestValidationError) -> str:
             said.append(f"the request is not JSON: {item['ctx']['error']} at character {item['loc'][-1]}")
             continue
         place = _place(item)
-        if not place and item["type"] in ("dict_type", "model_attributes_type"):
-            said.append("the request must be a JSON object, with Content-Type: application/json")
-            continue
-        told = f"{place or 'the request'}: {item['msg'].removeprefix('Value error, ')}"
+        told = (
+            f"{place or 'the request (as Content-Type: application/json)'}: {item['msg'].removeprefix('Value error, ')}"
+        )
         # An error of pydantic's own says what should have been, and not what there was.
         is_own = item["type"] not in ("missing", "value_error", "unknown_field")
         said.append(f"{told}, not {reprlib.repr(item['input'])}"[:_PROBLEM_CHARS] if is_own else told[:_PROBLEM_CHARS])

@@ -28,13 +28,7 @@ _LIKELIEST = 1e-5
 
 
 class EngineBackend(Backend):
-    """Answers with an engine; concurrent answers are decoded together.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        The first engine, which has the model and the store. Who made it closes it.
-    """
+    """Answers with an engine, which decodes concurrent answers together; who made the engine closes it."""
 
     def __init__(self, engine: BlendEngine) -> None:
         super().__init__(engine.model_name, engine)
@@ -66,15 +60,7 @@ class EngineBackend(Backend):
 
 @contextmanager
 def open_backend(wanted: Wanted) -> Iterator[EngineBackend]:
-    """Load a model into this process; it is gone when the context is left.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be loaded.
-    StoreError
-        If the store's folder cannot be opened.
-    """
+    """Load a model into this process; it is gone when the context is left."""
     if wanted.arguments:
         raise ConfigError(
             "arguments after -- are vLLM's, and the backend is 'engine'; leave them out, or use --backend vllm"

@@ -20,6 +20,8 @@ __all__ = ["event_stream", "unless_left"]
 
 Result = TypeVar("Result")
 _LIFE_S = 1.0
+# How long a client may leave what is sent unread; then it has gone.
+_READER_S = 30.0
 
 # A server that is told to stop finishes its streams; uvicorn ends those that take too long.
 AppStatus.enable_automatic_graceful_drain = False
@@ -42,21 +44,10 @@ async def unless_left(request: Request, work: Awaitable[Result]) -> Result:
         await _ended(*tasks)
 
 
-async def event_stream(
-    events: AsyncGenerator[Any, None], reader_s: float, leave: Callable[[], None] = lambda: None
-) -> Response:
-    """Return a reply as server-sent events, with a sign of life each second.
+async def event_stream(events: AsyncGenerator[Any, None], leave: Callable[[], None] = lambda: None) -> Response:
+    """Return a reply as server-sent events in JSON, with a sign of life each second; `leave` is called at the end.
 
     What goes wrong before the first event and the first second is raised here, later it is told as an event.
-
-    Parameters
-    ----------
-    events : AsyncGenerator
-        What is sent as JSON, an event each.
-    reader_s : float
-        Seconds that what is sent may be left unread before the client counts as gone.
-    leave : callable
-        Called at the end, however it came.
     """
     first = asyncio.ensure_future(anext(events))
 
@@ -71,15 +62,15 @@ async def event_stream(
     except BaseException:
         await end()
         raise
-    return _Events(_told(first, events), reader_s, end)
+    return _Events(_told(first, events), end)
 
 
 class _Events(EventSourceResponse):
     """A stream that is cleaned up after, whether or not it has begun."""
 
-    def __init__(self, told: AsyncGenerator[str, None], reader_s: float, end: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, told: AsyncGenerator[str, None], end: Callable[[], Awaitable[None]]) -> None:
         life = ServerSentEvent(comment="", sep="\n")
-        super().__init__(told, sep="\n", ping=_LIFE_S, ping_message_factory=lambda: life, send_timeout=reader_s)
+        super().__init__(told, sep="\n", ping=_LIFE_S, ping_message_factory=lambda: life, send_timeout=_READER_S)
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,45 +1,42 @@
-"""Requesters, and what they share: the backend, the keys, the limits of requests a minute and of answers at the same time."""
+"""What all addresses share: the backend, the keys, the limits of requests a minute and of answers at the same time."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
-import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
-from fastapi import Depends, Request, Response
+from fastapi import Depends, Request
 from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 from starlette.exceptions import HTTPException
 
 from cacheblend_attachments import CompareAnswers
-from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_serve.auth import OPEN, KeyFile, Owner
-from cacheblend_serve.backend import Asked, Backend
+from cacheblend_serve.backend import Backend
 from cacheblend_serve.errors import Denied, Overload
 from cacheblend_serve.settings import LOOPBACK, ServeConfig
 
-__all__ = ["Asker", "FromAsker", "Gate", "Note", "Server", "in_thread"]
+__all__ = ["FromLibrary", "FromServer", "Gate", "Server", "in_thread"]
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Note = Callable[[ChunkLibrary, Answer], None]
-"""Takes note of an answer from a tenant's chunks; called in a thread."""
 # Threads for what passes no gate: who asks, whether the server is ready.
 _SPARE_THREADS = 16
+# How often a server that stops looks whether all is answered.
+_POLL_S = 0.02
 # Who waits for all that was added in the background to be stored, at the same time.
 _FLUSHES = 8
 
@@ -47,9 +44,8 @@ _FLUSHES = 8
 class Server:
     """State that all addresses share."""
 
-    def __init__(self, backend: Backend, config: ServeConfig, note: Note | None = None) -> None:
+    def __init__(self, backend: Backend, config: ServeConfig) -> None:
         self.config = config
-        self.note = note
         self.backend = backend
         self.gate = Gate(config.requests)
         self._rates = MovingWindowRateLimiter(MemoryStorage())
@@ -60,8 +56,8 @@ class Server:
             if not isinstance(first := backend.library(None), BlendEngine):
                 raise ConfigError("compare_every is for models of transformers in this process; leave it out")
             first.attach(CompareAnswers(config.compare_every))
-        # One writer of a document at a time.
-        self._writers: weakref.WeakValueDictionary[tuple[str | None, str], asyncio.Lock] = weakref.WeakValueDictionary()
+        # One writer of a document at a time: what is sent last stands at the end.
+        self._writers: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._begun: set[asyncio.Task[Any]] = set()
         # Requests that wait for encoding take no thread from those that are answered.
         self._flushing = anyio.CapacityLimiter(_FLUSHES)
@@ -89,11 +85,12 @@ class Server:
         return task
 
     def check_host(self, host: str) -> None:
-        """Raise `HTTPException` if a request is for another host than this machine, and there are no keys.
+        """Refuse a request for another host than this machine, if there are no keys.
 
         Otherwise a web page could ask here whatever it likes, once its own name leads to this machine.
         """
-        if self._keys is None and _without_port(host) not in LOOPBACK:
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].lower()
+        if self._keys is None and name not in LOOPBACK:
             raise HTTPException(
                 403,
                 f"this server has no keys and answers as {', '.join(LOOPBACK)} only, not as {host!r:.80}; ask it by one of these "
@@ -103,82 +100,50 @@ class Server:
     def owner(self, authorization: str | None) -> Owner:
         """Return who asks; `Denied` if the key is unknown, `Overload` if it is used too often."""
         owner = OPEN if self._keys is None else self._key_owner(self._keys, authorization or "")
-        per_minute = owner.per_minute or self.config.per_minute
-        if per_minute is not None:
-            self._count(owner, RateLimitItemPerMinute(per_minute))
+        if (per_minute := owner.per_minute or self.config.per_minute) is not None:
+            limit = RateLimitItemPerMinute(per_minute)
+            if not self._rates.hit(limit, owner.digest):
+                reset_s = self._rates.get_window_stats(limit, owner.digest).reset_time - time.time()
+                text = f"this key has had its {per_minute} requests of a minute; ask again later, or ask for a larger share"
+                raise Overload(text, reset_s, is_rate=True)
         return owner
-
-    def _count(self, owner: Owner, limit: RateLimitItemPerMinute) -> None:
-        """Count a request; `Overload` if it is one too many."""
-        if not self._rates.hit(limit, owner.digest):
-            reset_s = self._rates.get_window_stats(limit, owner.digest).reset_time - time.time()
-            text = (
-                f"this key has had its {limit.amount} requests of a minute; ask again later, or ask for a larger share"
-            )
-            raise Overload(text, reset_s, is_rate=True)
 
     def _key_owner(self, keys: KeyFile, authorization: str) -> Owner:
         kind, _, given = authorization.partition(" ")
-        key = given.strip() if kind.lower() == "bearer" else None
         try:
-            owner = None if key is None else keys.owner(key)
+            owner = keys.owner(given.strip()) if kind.lower() == "bearer" else None
         except ConfigError as error:
             logger.error("all requests are refused: %s", error)
-            raise Overload("who may ask cannot be read now; the server's log says why", 5, is_rate=False) from error
+            raise Overload("who may ask cannot be read now; the server's log says why", 5) from error
         if owner is None:
             raise Denied("this server answers those who have a key; send it as Authorization: Bearer KEY")
         return owner
 
-    def writer(self, tenant: str | None, document: str) -> asyncio.Lock:
+    def writer(self, library: ChunkLibrary, document: str) -> asyncio.Lock:
         """Return the lock of a document."""
-        return self._writers.setdefault((tenant, document), asyncio.Lock())
+        return self._writers.setdefault((library.namespace, document), asyncio.Lock())
 
 
-class Asker:
-    """Requester, and what it sees: its tenant's chunks."""
-
-    def __init__(self, server: Server, owner: Owner, request: Request) -> None:
-        self.server = server
-        self.owner = owner
-        self.request = request
-
-    async def library(self) -> ChunkLibrary:
-        """Return the tenant's chunks, for which something may have to be made first."""
-        return await in_thread(self.server.backend.library, self.owner.tenant)
-
-    async def of_library(self, work: Callable[[ChunkLibrary], Result]) -> Result:
-        """Return what `work` returns of the tenant's chunks, as `in_thread` does."""
-        return await in_thread(lambda: work(self.server.backend.library(self.owner.tenant)))
-
-    async def written(self, work: Callable[[ChunkLibrary], Any]) -> Response:
-        """Return what `work` finds as JSON, which is long enough to be written outside of the loop that serves all clients."""
-        return Response(await self.of_library(lambda library: json.dumps(work(library))), media_type="application/json")
-
-    async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
-        """Yield an answer piece by piece, and at its end the whole of it."""
-        async with aclosing(self.server.backend.answer(library, asked)) as spoken:
-            async for piece in spoken:
-                if isinstance(piece, Answer) and self.server.note is not None:
-                    await in_thread(self.server.note, library, piece)
-                yield piece
-
-
-async def _asker(request: Request) -> Asker:
+async def _server(request: Request) -> Server:
     known = [each.alias for each in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in known:
             hint = did_you_mean(name[:60], known) or "; leave it out"
             raise HTTPException(400, f"the parameter {name!r:.60} of the address is not supported here{hint}")
-    return Asker(request.app.state.server, request.state.owner, request)
+    server: Server = request.app.state.server
+    return server
 
 
-FromAsker = Annotated[Asker, Depends(_asker)]
-"""The parameter of an address by which it knows who asks."""
+FromServer = Annotated[Server, Depends(_server)]
+"""The parameter of an address by which it gets what all share; unknown parameters of a request's address are refused."""
 
 
-def _without_port(host: str) -> str:
-    """Return the name or the address in a Host header."""
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].lower()
+def _library(request: Request, server: FromServer) -> ChunkLibrary:
+    return server.backend.library(request.state.owner.tenant)
+
+
+FromLibrary = Annotated[ChunkLibrary, Depends(_library)]
+"""The parameter of an address by which it gets the chunks of the tenant that asks; the first time it may take a while."""
 
 
 async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
@@ -188,17 +153,10 @@ async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
 
 
 class Gate:
-    """Lets a number of requests in at the same time, and none once it is closed.
-
-    Parameters
-    ----------
-    most : int
-        How many.
-    """
+    """Lets a number of requests in at the same time, and none once it is closed; all but `drain` are the event loop's."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._changed = threading.Condition()
         self._inside = 0
         self._closed_at = math.inf
 
@@ -209,46 +167,28 @@ class Gate:
 
     @contextmanager
     def pass_through(self, places: int = 1) -> Iterator[None]:
-        """Be inside for the time of a ``with`` block, in the places of that many requests.
-
-        Raises
-        ------
-        PromptError
-            If there are never that many.
-        Overload
-            If they are not free, or the gate is closed.
-        """
+        """Be inside for the time of a ``with`` block, in the places of that many requests; `Overload` if they are not free."""
         if places > self._most:
             raise PromptError(
                 f"the request has {places} prompts, and this server answers {self._most} at the same time; send fewer at once"
             )
-        with self._changed:
-            if not self.is_open:
-                raise Overload(
-                    "this server is about to stop; ask another one, or the same in a moment", 5, is_rate=False
-                )
-            if self._inside + places > self._most:
-                raise Overload(
-                    f"{self._inside} requests are being answered, of {self._most} at the same time; ask again in a moment",
-                    1,
-                    is_rate=False,
-                )
-            self._inside += places
+        if not self.is_open:
+            raise Overload("this server is about to stop; ask another one, or the same in a moment", 5)
+        if self._inside + places > self._most:
+            busy = f"{self._inside} requests are being answered, of {self._most} at the same time"
+            raise Overload(f"{busy}; ask again in a moment", 1)
+        self._inside += places
         try:
             yield
         finally:
-            with self._changed:
-                self._inside -= places
-                self._changed.notify_all()
+            self._inside -= places
 
     def close(self) -> None:
         """Refuse further requests."""
-        # Without the lock, which the code that a signal interrupts may hold.
         self._closed_at = min(self._closed_at, time.monotonic())
 
-    def drain(self, most_s: float) -> bool:
-        """Close, and wait at most `most_s` seconds for those inside; return whether all have gone."""
+    def drain(self, most_s: float) -> None:
+        """Close, and wait at most `most_s` seconds for those inside."""
         self.close()
-        with self._changed:
-            left = self._closed_at + most_s - time.monotonic()
-            return self._changed.wait_for(lambda: not self._inside, max(left, 0))
+        while self._inside and time.monotonic() < self._closed_at + most_s:
+            time.sleep(_POLL_S)

@@ -43,8 +43,6 @@ class ServeConfig(SettingsBase):
         Most tokens of an answer.
     timeout_s : float
         Seconds after which an answer ends with an error (504), the wait for the model included.
-    reader_s : float
-        Seconds that a client may leave what a stream sends unread; then it has gone.
     drain_s : float
         Seconds that answers may still take once the server was told to stop.
     compare_every : int, optional
@@ -66,7 +64,6 @@ class ServeConfig(SettingsBase):
     prompt_tokens: int | None = Field(default=None, ge=1)
     output_tokens: int = Field(default=4096, ge=1)
     timeout_s: float = Field(default=300.0, gt=0)
-    reader_s: float = Field(default=30.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
     compare_every: int | None = Field(default=None, ge=1)
 

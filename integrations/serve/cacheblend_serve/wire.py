@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.chat.render import Passage, past_call
 from cacheblend_rag.chat.tools import ToolReply
 from cacheblend_rag.chunk import Chunk, ChunkRef, FixedText, Segment
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.thoughts import Thought
 
 __all__ = [
     "AddRequest",
@@ -52,19 +54,18 @@ class _Sent(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        return _known_fields(given, [field.alias or name for name, field in cls.model_fields.items()])
-
-
-def _known_fields(given: Any, known: Collection[str]) -> Any:
-    """Return an object without what is null; `PydanticCustomError` if it has a field that is not known."""
-    if not isinstance(given, Mapping):
-        return given
-    said = {name: value for name, value in given.items() if value is not None}
-    for name in said:
-        if name not in known:
-            words = {"field": name[:_NAME_CHARS], "hint": did_you_mean(name[:_NAME_CHARS], known) or "; leave it out"}
-            raise PydanticCustomError("unknown_field", "not supported here{hint}", words)
-    return said
+        if not isinstance(given, Mapping):
+            return given
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        said = {name: value for name, value in given.items() if value is not None}
+        for name in said:
+            if name not in known:
+                words = {
+                    "field": name[:_NAME_CHARS],
+                    "hint": did_you_mean(name[:_NAME_CHARS], known) or "; leave it out",
+                }
+                raise PydanticCustomError("unknown_field", "not supported here{hint}", words)
+        return said
 
 
 class DocumentItem(_Sent):
@@ -80,6 +81,101 @@ class DocumentItem(_Sent):
             raise ValueError("a document has neither id nor text; give one of them")
         return self
 
+    def passage(self) -> Passage[Chunk | ChunkRef]:
+        """Return the chunk, by its text where there is one, below its title."""
+        return Passage(self.title, Chunk(self.text, self.id) if self.text else ChunkRef(self.id or ""))
+
+
+class MessageText(_Sent):
+    """Text in a message, under the names that clients have for it."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class MessageRefusal(_Sent):
+    """A refusal in an earlier answer."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+class MessageDocument(DocumentItem):
+    """A document in a message."""
+
+    type: Literal["document"]
+
+
+_MessagePart = Annotated[MessageText | MessageRefusal | MessageDocument, Field(discriminator="type")]
+
+
+class Message(_Sent):
+    """A message that is no answer and no tool's result."""
+
+    role: Literal["system", "developer", "user", "function"]
+    content: str | Annotated[list[_MessagePart], Field(max_length=_MOST_PARTS, fail_fast=True)] = ""
+    name: str | None = None
+    # Evaluation harnesses say of a whole message that it is text.
+    type: Literal["text"] = "text"
+
+    def turn(self) -> dict[str, Any]:
+        """Return it as chat templates take it, its content being a list of text and chunks."""
+        content: list[Any] = [self.content] if isinstance(self.content, str) else []
+        for part in [] if isinstance(self.content, str) else self.content:
+            content += part.passage().parts() if isinstance(part, MessageDocument) else [part.text]
+        named = self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        return {"role": self.role, "content": content} | named
+
+
+class ToolMessage(Message):
+    """Result of a tool."""
+
+    role: Literal["tool"]  # type: ignore[assignment]
+    tool_call_id: str | None = None
+
+
+class PastFunction(_Sent):
+    """A function that was called."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class PastCall(_Sent):
+    """A tool call in an earlier answer; its place among those of a stream is in what clients put together of it."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: PastFunction
+    index: int = 0
+
+
+class AssistantMessage(Message):
+    """An earlier answer; what was thought before it is called as DeepSeek or vLLM call it."""
+
+    role: Literal["assistant"]  # type: ignore[assignment]
+    refusal: str = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[PastCall] = Field(default=[], max_length=_MOST_TOOLS, fail_fast=True)
+    # As clients wrote a call before there were tools.
+    function_call: PastFunction | None = None
+    annotations: _NoList = Field(default=[])
+
+    def turn(self) -> dict[str, Any]:
+        """Return it as chat templates take it."""
+        turn = super().turn()
+        turn["content"] += [self.refusal] if self.refusal else []
+        thoughts = self.reasoning_content if self.reasoning is None else self.reasoning
+        turn |= {} if thoughts is None else {"reasoning_content": thoughts}
+        calls = [(call.id, call.function) for call in self.tool_calls]
+        calls = calls or ([] if self.function_call is None else [(None, self.function_call)])
+        said = [past_call(function.name, function.arguments, id) for id, function in calls]
+        return turn | ({"tool_calls": said} if said else {})
+
+
+_Message = Annotated[Message | ToolMessage | AssistantMessage, Field(discriminator="role")]
+
 
 class StreamOptions(_Sent):
     """What a stream has beside the pieces of its answer."""
@@ -89,37 +185,7 @@ class StreamOptions(_Sent):
     continuous_usage_stats: Literal[False] = False
 
 
-class Bookkeeping(_Sent):
-    """Fields that say who asks and why; no answer depends on them."""
-
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] = Field(default={}, max_length=16)
-
-
-class DoneAnyway(_Sent):
-    """Fields of OpenAI and of other servers, each with the one value that it may have."""
-
-    bad_words: _NoList = Field(default=[])
-    best_of: _One = 1
-    echo: Literal[False] = False
-    frequency_penalty: _Zero = 0
-    include_stop_str_in_output: Literal[False] = False
-    length_penalty: _One = 1
-    logit_bias: _NoObject = Field(default={})
-    min_tokens: _Zero = 0
-    n: _One = 1
-    presence_penalty: _Zero = 0
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    skip_special_tokens: Literal[True] = True
-    spaces_between_special_tokens: Literal[True] = True
-    stop_token_ids: _NoList = Field(default=[])
-    store: Literal[False] = False
-    use_beam_search: Literal[False] = False
-
-
-class Decoding(Bookkeeping, DoneAnyway):
+class Decoding(_Sent):
     """Fields of both kinds of requests that say how the answer is written."""
 
     model: str | None = None
@@ -139,6 +205,28 @@ class Decoding(Bookkeeping, DoneAnyway):
     recompute_ratio: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=1000)
     report: bool = False
+    # Who asks and why: no answer depends on it.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] = Field(default={}, max_length=16)
+    # Fields of OpenAI and of other servers, each with the one value that it may have.
+    bad_words: _NoList = Field(default=[])
+    best_of: _One = 1
+    echo: Literal[False] = False
+    frequency_penalty: _Zero = 0
+    include_stop_str_in_output: Literal[False] = False
+    length_penalty: _One = 1
+    logit_bias: _NoObject = Field(default={})
+    min_tokens: _Zero = 0
+    n: _One = 1
+    presence_penalty: _Zero = 0
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+    stop_token_ids: _NoList = Field(default=[])
+    store: Literal[False] = False
+    use_beam_search: Literal[False] = False
 
     @model_validator(mode="after")
     def _fits(self) -> Decoding:
@@ -153,16 +241,6 @@ class Decoding(Bookkeeping, DoneAnyway):
         """The strings that end the answer."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
-    def tells_usage(self) -> bool:
-        """Whether a stream ends with how many tokens were used."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Most tokens of the answer, where the request says so."""
-        return self.max_tokens
-
 
 class FunctionItem(_Sent):
     """A function that may be called."""
@@ -174,23 +252,10 @@ class FunctionItem(_Sent):
 
 
 class ToolItem(_Sent):
-    """A tool."""
+    """A tool that may be called, or, as a choice, the one that has to be."""
 
     type: Literal["function"]
     function: FunctionItem
-
-
-class FunctionName(_Sent):
-    """The function that has to be called."""
-
-    name: str = Field(min_length=1)
-
-
-class ToolChoice(_Sent):
-    """The tool that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
 
 
 class SchemaItem(_Sent):
@@ -220,10 +285,10 @@ class ResponseFormat(_Sent):
 class ChatRequest(Decoding):
     """A request of ``/v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    messages: list[_Message] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[ToolItem] = Field(default=[], max_length=_MOST_TOOLS, fail_fast=True)
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: str | ToolItem | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)
@@ -235,11 +300,6 @@ class ChatRequest(Decoding):
     modalities: list[Literal["text"]] = Field(default=[], max_length=1)
     top_logprobs: _Zero = 0
     verbosity: Literal["medium"] | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Most tokens of the answer, under its newer name and its older one."""
-        return min((each for each in (self.max_completion_tokens, self.max_tokens) if each is not None), default=None)
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -332,25 +392,27 @@ class CompletionRequest(Decoding):
         return [*self.prompt]
 
 
-class AddRequest(_Sent):
-    """A request to store chunks; with `leave_out` those that cannot be stored are named in the reply, and the others stored."""
+class StoreRequest(_Sent):
+    """A request to store something."""
 
-    chunks: list[ChunkItem] = Field(min_length=1, max_length=_MOST_CHUNKS)
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    leave_out: bool = False
     background: bool = False
     stream: bool = False
 
 
-class DocumentRequest(_Sent):
+class AddRequest(StoreRequest):
+    """A request to store chunks; with `leave_out` those that cannot be stored are named in the reply, and the others stored."""
+
+    chunks: list[ChunkItem] = Field(min_length=1, max_length=_MOST_CHUNKS)
+    leave_out: bool = False
+
+
+class DocumentRequest(StoreRequest):
     """A request to store a document, or to replace it: its text, which is cut, or its chunks in the order of reading."""
 
     text: str | None = Field(default=None, min_length=1)
     chunks: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
     chunk_tokens: int = Field(default=256, ge=8)
-    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    background: bool = False
-    stream: bool = False
 
     @model_validator(mode="after")
     def _is_one(self) -> DocumentRequest:
@@ -375,71 +437,64 @@ class DeleteRequest(_Sent):
 
 
 class Replies:
-    """The replies to one request, whole or piece by piece.
-
-    Parameters
-    ----------
-    model : str
-        The name that clients call the model by.
-    request : ChatRequest or CompletionRequest
-        What was asked.
-    """
+    """The replies to one request, whole or piece by piece."""
 
     def __init__(self, model: str, request: ChatRequest | CompletionRequest) -> None:
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head: dict[str, Any] = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        kind, mark = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
+        self._head: dict[str, Any] = {"id": f"{mark}-{uuid.uuid4().hex}", "object": kind}
+        self._head |= {"created": int(time.time()), "model": model}
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
 
     def whole(self, answers: list[Answer], reply: ToolReply | None) -> dict[str, Any]:
         """Return the reply that holds the answers; `reply` is what is read of the only one where there were tools."""
         choices: list[dict[str, Any]] = []
         for number, answer in enumerate(answers):
-            choice: dict[str, Any] = {"index": number, "finish_reason": _reason(answer, reply), "logprobs": None}
+            said: dict[str, Any] = {"text": answer.text}
             if self._is_chat:
                 message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
                 message |= {"reasoning_content": answer.thoughts} if answer.thoughts else {}
                 if reply is not None:
                     message["content"] = reply.text or (None if reply.calls else "")
                     message |= {"tool_calls": _calls(reply)} if reply.calls else {}
-                choices.append(choice | {"message": message})
-            else:
-                choices.append(choice | {"text": answer.text})
-        return self._head | {"choices": choices, "usage": _usage(answers)} | self._report(answers)
+                said = {"message": message}
+            choices.append({"index": number, "finish_reason": _reason(answer, reply), "logprobs": None} | said)
+        return self._head | {"choices": choices} | self._figures(answers)
 
-    def begin(self) -> Iterator[dict[str, Any]]:
-        """Yield what a stream begins with."""
-        if self._is_chat:
-            yield self._piece({"delta": {"role": "assistant", "content": ""}})
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the events that a stream begins with."""
+        return [self._piece({"delta": {"role": "assistant", "content": ""}})] if self._is_chat else []
 
     def piece(self, text: str, number: int = 0) -> dict[str, Any]:
-        """Return a piece of an answer."""
-        return self._piece({"delta": {"content": text}} if self._is_chat else {"text": text}, number=number)
+        """Return a piece of an answer, or of what was thought before an answer to a chat."""
+        name = "reasoning_content" if isinstance(text, Thought) else "content"
+        return self._piece({"delta": {name: text}} if self._is_chat else {"text": text}, number=number)
 
-    def thought(self, text: str, number: int = 0) -> dict[str, Any]:
-        """Return a piece of what was thought before an answer to a chat."""
-        return self._piece({"delta": {"reasoning_content": text}}, number=number)
-
-    def end(self, answer: Answer, reply: ToolReply | None, number: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield what an answer ends with: the calls of tools, and why it ended."""
-        if reply is not None and reply.calls:
-            calls = [call | {"index": place} for place, call in enumerate(_calls(reply))]
-            yield self._piece({"delta": {"tool_calls": calls}})
+    def end(self, answer: Answer, reply: ToolReply | None, number: int = 0) -> list[dict[str, Any]]:
+        """Return the events that an answer ends with: the calls of tools, and why it ended."""
+        calls = [] if reply is None else [call | {"index": place} for place, call in enumerate(_calls(reply))]
         rest: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
-        yield self._piece(rest, _reason(answer, reply), number)
+        end = self._piece(rest, _reason(answer, reply), number)
+        return [self._piece({"delta": {"tool_calls": calls}}), end] if calls else [end]
 
-    def last(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
-        """Yield what a stream ends with, where it was asked for."""
-        if self._request.tells_usage or self._request.report:
-            yield self._chunk_head | {"choices": [], "usage": _usage(answers)} | self._report(answers)
+    def last(self, answers: list[Answer]) -> list[dict[str, Any]]:
+        """Return the events that a stream ends with, where they were asked for."""
+        asked = self._request.stream_options is not None and self._request.stream_options.include_usage
+        return [self._chunk_head | {"choices": []} | self._figures(answers)] if asked or self._request.report else []
 
     def _piece(self, choice: dict[str, Any], reason: str | None = None, number: int = 0) -> dict[str, Any]:
         return self._chunk_head | {"choices": [{"index": number, **choice, "logprobs": None, "finish_reason": reason}]}
 
-    def _report(self, answers: list[Answer]) -> dict[str, Any]:
-        return {"blend": [answer.report.to_dict() for answer in answers]} if self._request.report else {}
+    def _figures(self, answers: list[Answer]) -> dict[str, Any]:
+        """Return how many tokens were used, and, where that was asked for, what the answers cost."""
+        reports = [answer.report for answer in answers]
+        prompt, output = (sum(getattr(each, name) for each in reports) for name in ("prompt_tokens", "output_tokens"))
+        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(answer.cached_tokens for answer in answers)}
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)}
+        told = {"blend": [report.to_dict() for report in reports]} if self._request.report else {}
+        return {"usage": usage} | told
 
 
 def _reason(answer: Answer, reply: ToolReply | None) -> str:
@@ -447,25 +502,7 @@ def _reason(answer: Answer, reply: ToolReply | None) -> str:
 
 
 def _calls(reply: ToolReply) -> list[dict[str, Any]]:
+    said = [(call, json.dumps(call.arguments, ensure_ascii=False)) for call in reply.calls]
     return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in reply.calls
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}} for call, text in said
     ]
-
-
-def _usage(answers: list[Answer]) -> dict[str, Any]:
-    prompt = sum(answer.report.prompt_tokens for answer in answers)
-    output = sum(answer.report.output_tokens for answer in answers)
-    cached = sum(answer.cached_tokens for answer in answers)
-    thought = sum(answer.reasoning_tokens for answer in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": thought},
-    }

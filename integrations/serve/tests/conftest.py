@@ -16,6 +16,7 @@ from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from cacheblend_serve.app import make_app
+from cacheblend_serve.client.engine import ServedEngine
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
 from integrations.serve.tests.process import ServerProcess
@@ -84,3 +85,15 @@ def serve(tiny: LlamaForCausalLM) -> Iterator[Serve]:
 def engine(tiny: LlamaForCausalLM) -> Iterator[BlendEngine]:
     with engine_of(tiny) as engine:
         yield engine
+
+
+@pytest.fixture
+def address(engine: BlendEngine) -> Iterator[str]:
+    with serving(engine) as address:
+        yield address
+
+
+@pytest.fixture
+def served(address: str) -> Iterator[ServedEngine]:
+    with ServedEngine(address) as served:
+        yield served

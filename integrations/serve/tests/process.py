@@ -1,12 +1,10 @@
 """The server as people start it: the command, in a process of its own."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -29,17 +27,12 @@ class ServerProcess:
         What the command is given.
     python
         Of a virtual environment in which the project is.
-    variables
-        Of the process's environment, beside those of this one.
     """
 
-    def __init__(
-        self, log: Path, *options: str, python: str | Path = sys.executable, variables: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, log: Path, *options: str, python: str | Path = sys.executable) -> None:
         self._log = log
         self._options = options
         self._python = python
-        self._variables = variables or {}
         self._port = "0"
         self.url = ""
 
@@ -57,8 +50,7 @@ class ServerProcess:
         with self._log.open("ab") as written:
             command = [str(self._python), "-c", "from cacheblend_rag.cli.app import app; app()", "serve"]
             command += ["--model", "reference", "--port", self._port, *self._options]
-            environment = os.environ | self._variables
-            self.process = subprocess.Popen(command, env=environment, stdout=written, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
         try:
             while (found := ADDRESS.search(self.said(began))) is None:
                 if self.process.poll() is not None:
@@ -77,11 +69,6 @@ class ServerProcess:
 
     def said(self, start: int = 0) -> str:
         return self._log.read_bytes()[start:].decode()
-
-    def held(self) -> tuple[int, int, int]:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        rss, threads = (int(re.search(rf"{name}:\s*(\d+)", status)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
-        return rss * 1024, threads, len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def children(self) -> list[int]:
         """Return the processes that it has started, and those that these have."""

@@ -11,7 +11,6 @@ import pytest
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_create_params import CompletionCreateParamsBase
-from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
@@ -19,7 +18,7 @@ from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.render import render_chat
 from cacheblend_serve.wire import ChatRequest, CompletionRequest
 from integrations.langchain.tests.asking import TOOL_TEMPLATE, knows_tags
-from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of
+from integrations.serve.tests.conftest import CHUNKS, Serve
 from tests.families import tiny_reader
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/serve.md"
@@ -93,30 +92,6 @@ def test_a_stream_has_the_same_answer(engine: BlendEngine, serve: Serve) -> None
     assert all(event["choices"] for event in events(client, **body))
 
 
-def test_what_two_prompts_begin_with_is_computed_once_whatever_their_cache_key(
-    tiny: LlamaForCausalLM, serve: Serve
-) -> None:
-    with engine_of(tiny, prefix_bytes=2**26) as engine:
-        client = serve(engine)
-
-        def shared(words: str, key: str | None = None) -> tuple[int, int]:
-            """How many of its tokens a prompt has and took over."""
-            body = {"prompt": words, "prompt_cache_key": key, "report": True, **GREEDY}
-            reply = client.post("/v1/completions", json=body).json()
-            [report] = reply["blend"]
-            assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": report["prefix_tokens"]}
-            return report["prompt_tokens"], report["prefix_tokens"]
-
-        private = "Mara was born in Oslo. Her code is five. Where did she go then, and with whom?"
-        length, tokens = shared(private, "one")
-        assert tokens == 0
-        assert shared(private) == shared(private, "one") == shared(private, "two") == (length, length - 1)
-        # The end of a prompt is the same, and stands behind other words.
-        assert shared(private.replace("Mara", "Otto"), "one")[1] == 0
-        begins = len(engine.prompt_ids(BlendPrompt("Mara was born in Oslo. Her code is")))
-        assert shared(private.replace("five", "not known"), "one")[1] == begins
-
-
 def test_completions_of_one_prompt_and_several(engine: BlendEngine, serve: Serve) -> None:
     client = serve(engine)
     prompts = ["Where was Mara born?", "She works at the harbour."]
@@ -168,10 +143,6 @@ def test_how_tokens_are_drawn(engine: BlendEngine, serve: Serve, monkeypatch: py
     assert drawn(temperature=1e-300, seed=None) == drawn(temperature=1e-300) == likeliest
     assert drawn(min_p=1.0) == drawn(min_p=1.0, seed=None) == drawn(top_p=1e-9) == likeliest
     assert drawn() == drawn(min_p=0, top_k=0, top_p=1, repetition_penalty=1) != likeliest
-    stream, given = engine.stream, dict[str, Any]()
-    monkeypatch.setattr(engine, "stream", lambda prompt, **how: given.update(how) or stream(prompt, **how))
-    drawn(seed=None)
-    assert given["top_k"] == 0
     monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
     assert drawn(temperature=0) != drawn(temperature=0, repetition_penalty=1) == likeliest
     # What the model draws with where it is not said holds with a seed too.
@@ -250,15 +221,9 @@ def test_an_answer_may_go_on_after_its_end(engine: BlendEngine, serve: Serve, mo
     assert ask(client, max_tokens=20)["choices"][0]["finish_reason"] == "stop"
     on = ask(client, max_tokens=20, ignore_eos=True)
     assert (on["usage"]["completion_tokens"], on["choices"][0]["finish_reason"]) == (20, "length")
-    prompt = engine.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
-    body = {"prompt": [prompt] * 3, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
-    together = client.post("/v1/completions", json=body).json()
-    assert [choice["finish_reason"] for choice in together["choices"]] == ["length"] * 3
-    assert together["usage"]["completion_tokens"] == 60
     form = {"messages": QUESTION, "ignore_eos": True, "response_format": {"type": "json_object"}}
     refused = client.post("/v1/chat/completions", json=form)
     assert refused.status_code == 400
-    assert "ignore_eos" in refused.text
 
 
 def test_a_seed_repeats_a_draw_in_any_company(engine: BlendEngine, serve: Serve) -> None:
@@ -346,57 +311,28 @@ def test_openais_types_parse_every_reply(engine: BlendEngine, serve: Serve) -> N
         assert error.message and error.type == "invalid_request_error"
 
 
-def test_what_a_template_passes_over_is_shown_elsewhere(engine: BlendEngine, serve: Serve) -> None:
-    shown = "<|{{ m.role }}|>\n{{ m.content }}\n"
-    engine.tokenizer.chat_template = (
-        f"{{% for m in messages if m.role in ['user', 'assistant'] %}}{shown}{{% endfor %}}"
-    )
-    client = serve(engine)
-    engine.add([Chunk(CHUNKS["mara"], "mara")])
-    rule, title = "Context: the ferry to Lund leaves at noon.", "Winter timetable"
-
-    def tokens(*turns: dict[str, Any], **more: Any) -> int:
-        return int(ask(client, messages=[*turns, *QUESTION], **more)["usage"]["prompt_tokens"])
-
-    said = len(engine.tokenizer.tokenize(rule))
-    for role in ("system", "developer", "tool", "function"):
-        assert tokens({"role": role, "content": rule}) >= tokens() + said
-    beside = {"type": "document", "id": "mara", "title": title}
-    assert tokens(documents=[{"id": "mara", "title": title}]) > tokens(documents=["mara"])
-    assert tokens({"role": "user", "content": [beside]}) > tokens({"role": "user", "content": [beside | {"title": ""}]})
-    call = {"type": "function", "id": "1", "function": {"name": "look", "arguments": ""}}
-    assert tokens({"role": "assistant", "content": None, "tool_calls": [call]}) > tokens()
-    assert tokens({"role": "assistant", "content": None, "function_call": call["function"]}) > tokens()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_cannot_get_its_form_is_an_error_with_a_name(
     tool_engine: BlendEngine, serve: Serve, stream: bool
 ) -> None:
     client = serve(tool_engine)
     flag = {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]}
-    contrary = flag | {"properties": {"v": {"enum": []}}}
     endless = flag | {"properties": {"v": {"$ref": "#"}}}
     # Each part of it has an end, both together have none.
     stuck = {"allOf": [{"type": "object"}, {"properties": {"v": {"$ref": "#"}}, "required": ["v"]}]}
-    asked = {"messages": QUESTION, "temperature": 0, "stream": stream}
-    for schema, status, code in [(contrary, 400, "invalid_option"), (endless, 400, "invalid_option"), (stuck, 0, "")]:
-        form = {"response_format": {"type": "json_schema", "json_schema": {"name": "v", "schema": schema}}}
+
+    def asked(schema: dict[str, Any], **more: Any) -> httpx.Response:
         tool = {"type": "function", "function": {"name": "v", "parameters": schema}}
-        for more in (form, {"tools": [tool], "tool_choice": "required"}):
-            reply = client.post("/v1/chat/completions", json=asked | more)
-            if status:
-                assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
-            else:
-                # A stream that has begun ends with it.
-                assert reply.status_code == (200 if stream else 422)
-                assert "unfinished_answer" in reply.text and '"stop"' not in reply.text
-    # A stop string in the middle of a call; what max_tokens cuts says so, as OpenAI's does.
-    forced = {"tools": [{"type": "function", "function": {"name": "v", "parameters": flag}}], "tool_choice": "required"}
-    reply = client.post("/v1/chat/completions", json=asked | forced | {"stop": "name"})
-    assert "unfinished_answer" in reply.text
-    reply = client.post("/v1/chat/completions", json=asked | forced | {"max_tokens": 4})
-    assert '"finish_reason":"length"' in reply.text.replace(" ", "")
+        body = {"messages": QUESTION, "temperature": 0, "stream": stream, "tools": [tool], "tool_choice": "required"}
+        return client.post("/v1/chat/completions", json=body | more)
+
+    assert (asked(endless).status_code, asked(endless).json()["error"]["code"]) == (400, "invalid_option")
+    # A stream that has begun ends with it; so does a call with a stop string in its middle.
+    for reply in (asked(stuck), asked(flag, stop="name")):
+        assert reply.status_code == (200 if stream else 422)
+        assert "unfinished_answer" in reply.text and '"stop"' not in reply.text
+    # What max_tokens cuts says so, as OpenAI's does.
+    assert '"finish_reason":"length"' in asked(flag, max_tokens=4).text.replace(" ", "")
 
 
 ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
@@ -405,16 +341,11 @@ ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 @pytest.mark.parametrize(
     ("says", "body", "text", "calls"),
     [
-        (ONE, {}, None, 1),
         (f"I look.\n<tool_call>{ONE}</tool_call> ", {}, "I look.\n ", 1),
         (ONE, {"tool_choice": "none"}, ONE, 0),
-        (ONE.replace("weather", "gcc"), {}, ONE.replace("weather", "gcc"), 0),
         (ONE, {"tools": []}, ONE, 0),
         (ONE, {"response_format": {"type": "json_object"}}, ONE, 0),
-        (f"```json\n{ONE}\n```", {}, None, 1),
-        (f"{ONE}; {ONE}", {}, None, 2),
         (f"{ONE}; {ONE}", {"parallel_tool_calls": False}, f"; {ONE}", 1),
-        ('<tool_call>{"name": "weather", "argu', {}, '<tool_call>{"name": "weather", "argu', 0),
     ],
 )
 def test_an_answer_is_read_as_the_request_allows(

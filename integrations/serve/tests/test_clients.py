@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from langchain_core.documents import Document
-from langchain_core.language_models import BaseChatModel
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
 from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import TextNode
 from llama_index.llms.openai_like import OpenAILike
@@ -80,48 +78,6 @@ def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield address
 
 
-class _Chat:
-    """What LangChain's suites are told of ChatOpenAI in front of the server."""
-
-    address: ClassVar[str]
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def _serve(cls, address: str) -> None:
-        cls.address = address
-
-    @pytest.fixture(autouse=True)
-    def _quick(self, request: pytest.FixtureRequest) -> None:
-        if "benchmark" in request.fixturenames:
-            request.getfixturevalue("benchmark").disabled = True
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatOpenAI
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        own = {"model": "reference", "base_url": f"{self.address}/v1", "api_key": "none", "max_tokens": 12}
-        return own | {"temperature": 0, "stream_usage": True} | unkept()
-
-    # The shipped model's chat template has no tools, and its strings would not end where JSON is asked for.
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return False
-
-
-class TestChatOpenAI(_Chat, ChatModelIntegrationTests):
-    """LangChain's integration tests."""
-
-
 def test_openai_is_answered(address: str) -> None:
     asked = {"model": "reference", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 16}
     asked |= {"temperature": 0, "extra_body": {"documents": ["c0", "c1"]}}
@@ -145,26 +101,14 @@ def test_openai_is_answered(address: str) -> None:
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "temperature": 0}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
-DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-HALF = json.dumps(ASKED | {"documents": [{"text": "half of \ud83d"}]}).encode()
 POISONS: list[tuple[str, bytes | dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": [3, 10**9]}),
-    (COMPLETIONS, {"prompt": [[5], [-1]]}),
-    (COMPLETIONS, {"prompt": [1, "x"]}),
     (COMPLETIONS, {"prompt": "word " * 20_000, "max_tokens": 8}),
-    (COMPLETIONS, {"prompt": ""}),
-    (CHAT, ASKED | {"messages": "hello"}),
-    (CHAT, ASKED | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
-    (CHAT, ASKED | {"max_tokens": -1}),
-    (CHAT, ASKED | {"temperature": "warm", "seed": [1]}),
-    (CHAT, ASKED | {"response_format": SCHEMA}),
-    (CHAT, ASKED | {"grammar": 'root ::= "yes"'}),
-    (CHAT, ASKED | {"tools": [{"type": "function"}], "tool_choice": {"type": "nothing"}}),
-    (CHAT, ASKED | {"top_k": 10**30}),
-    (CHAT, b'{"messages": [{'),
-    (CHAT, DEEP),
-    (CHAT, HALF),
+    (
+        CHAT,
+        ASKED | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+    ),
+    (CHAT, b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
 ]
 
 

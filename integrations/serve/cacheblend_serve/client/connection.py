@@ -23,8 +23,9 @@ from cacheblend_rag.errors import (
     StructuredOutputError,
     UnknownChunkError,
 )
+from cacheblend_serve.settings import LOOPBACK
 
-__all__ = ["Connection"]
+__all__ = ["KINDS", "Connection"]
 
 # A server that has nothing to say yet gives a sign of life every second.
 _CONNECT_S, _READ_S = 10.0, 60.0
@@ -33,36 +34,23 @@ _PATIENCE_S = 60.0
 _POLL_S = 0.1
 # Less than a server keeps an idle connection.
 _IDLE_S = 3.0
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
-_KINDS: dict[str, type[CacheBlendError]] = {
+KINDS: dict[str, type[CacheBlendError]] = {
+    "timeout": AnswerTimeoutError,
+    "unknown_chunk": UnknownChunkError,
     "context_length_exceeded": PromptTooLongError,
     "empty_chunk": EmptyChunkError,
-    "invalid_option": ConfigError,
     "invalid_prompt": PromptError,
-    "store_error": StoreError,
-    "timeout": AnswerTimeoutError,
+    "invalid_option": ConfigError,
     "unfinished_answer": StructuredOutputError,
-    "unknown_chunk": UnknownChunkError,
+    "store_error": StoreError,
 }
+"""Errors by the code that a server tells them with, the first that fits."""
 _END = "[DONE]"
 
 
 class Connection:
-    """A server's address, asked by any number of threads. While it is busy it is asked again, for a minute.
-
-    Parameters
-    ----------
-    url : str
-        The address, with ``/v1`` or without it.
-    key : str, optional
-        The API key.
-
-    Raises
-    ------
-    ConfigError
-        If it is no address, or has a password in it.
-    """
+    """A server's address, with ``/v1`` or without; while it is busy it is asked again, for a minute."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -81,32 +69,24 @@ class Connection:
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
             # No proxy between two programs of one machine.
-            trust_env=parts.host not in _LOOPBACK,
+            trust_env=parts.host not in LOOPBACK,
         )
         # Frameworks' objects that hold a server are never closed.
         weakref.finalize(self, self._client.close)
 
-    def get(self, path: str, **parameters: Any) -> Any:
-        """Return what stands at an address, read as JSON."""
-        return _json(self.get_reply(path, **parameters))
+    def read(self, path: str, body: Any = None, **parameters: Any) -> Any:
+        """Return what stands at an address, or what a body that is sent there is answered by, read as JSON."""
+        reply = self.reply(path, body, **parameters)
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise _stranger(reply) from error
 
-    def get_reply(self, path: str, **parameters: Any) -> httpx.Response:
-        """Return what stands at an address."""
-        with self._asked("GET", path, params=parameters) as reply:
+    def reply(self, path: str, body: Any = None, **parameters: Any) -> httpx.Response:
+        """Return what stands at an address, or what a body that is sent there is answered by."""
+        with self._asked(path, None if body is None else lambda: body, params=parameters) as reply:
             reply.read()
         return reply
-
-    def post(self, path: str, body: Any) -> Any:
-        """Return what a request is answered by, read as JSON.
-
-        Raises
-        ------
-        CacheBlendError
-            What the server says is wrong; `BackendError` if it cannot be asked.
-        """
-        with self._asked("POST", path, lambda: body) as reply:
-            reply.read()
-        return _json(reply)
 
     def events(
         self,
@@ -117,18 +97,9 @@ class Connection:
     ) -> Generator[Any, None, None]:
         """Yield the events that a request is answered by; who leaves the loop ends the answer.
 
-        Parameters
-        ----------
-        path : str
-            Where.
-        body : callable
-            Returns what is sent as JSON, each time that it is sent.
-        is_over : callable
-            Whether the answer is not wanted any more; there are no more events then, and a busy server is not asked again.
-        patience_s : float
-            For how long a busy server is asked again, a minute at most.
+        The body is made each time that it is sent. Once it `is_over`, there are no more events, and nothing is sent again.
         """
-        with self._asked("POST", path, body, is_over, patience_s) as reply:
+        with self._asked(path, body, is_over, patience_s) as reply:
             # Comments are lines too, by which it is noticed soon that an answer is over.
             for line in reply.iter_lines():
                 if is_over():
@@ -151,9 +122,8 @@ class Connection:
     @contextmanager
     def _asked(
         self,
-        method: str,
         path: str,
-        body: Callable[[], Any] | None = None,
+        body: Callable[[], Any] | None,
         is_over: Callable[[], bool] = lambda: False,
         patience_s: float = _PATIENCE_S,
         **more: Any,
@@ -161,7 +131,7 @@ class Connection:
         """Give the reply to a request, which is made again as long as a busy server says when."""
         until = time.monotonic() + min(patience_s, _PATIENCE_S)
         while not is_over():
-            content = None if body is None else json.dumps(body())
+            method, content = ("GET", None) if body is None else ("POST", json.dumps(body()))
             with self._reached(), self._client.stream(method, path, content=content, **more) as reply:
                 if reply.is_success:
                     yield reply
@@ -187,13 +157,6 @@ class Connection:
             ) from error
 
 
-def _json(reply: httpx.Response) -> Any:
-    try:
-        return reply.json()
-    except ValueError as error:
-        raise _stranger(reply) from error
-
-
 def _error(reply: httpx.Response) -> CacheBlendError:
     try:
         said = dict(reply.json()["error"])
@@ -209,7 +172,7 @@ def _error(reply: httpx.Response) -> CacheBlendError:
 
 
 def _said(said: dict[str, Any]) -> CacheBlendError:
-    kind = _KINDS.get(said.get("code") or "")
+    kind = KINDS.get(said.get("code") or "")
     if kind is None:
         kind = PromptError if said.get("type") == "invalid_request_error" else BackendError
     return kind(said.get("message", "the server does not say what was wrong"))

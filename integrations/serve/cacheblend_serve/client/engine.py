@@ -43,8 +43,8 @@ __all__ = ["ServedEngine", "served_engine"]
 
 logger = logging.getLogger(__name__)
 
-# Chunks or ids of one request, and about how many characters of chunks.
-_BATCH, _PART_CHARS = 2_000, 1_000_000
+# Ids, and chunks, of one request.
+_BATCH, _CHUNKS = 2_000, 200
 _COUNTS = [field.name for field in fields(AddResult)]
 # Answers that are waited for at once; the server answers them together.
 _AT_ONCE = 16
@@ -85,7 +85,7 @@ class ServedEngine:
     def __init__(self, url: str, key: str | None = None) -> None:
         self._server = Connection(url, os.environ.get(SERVER_KEY_VARIABLE) if key is None else key)
         try:
-            facts = self._server.get("/v1/models")["data"][0]
+            facts = self._server.read("/v1/models")["data"][0]
             self.tokenizer = self._load_tokenizer()
             self.model_name = str(facts["id"])
             self.namespace = str(facts["namespace"])
@@ -168,7 +168,7 @@ class ServedEngine:
         on_refused: Callable[[Chunk, PromptError], None] | None,
     ) -> AddResult:
         counts, begun = Counter[str](), 0
-        for part in _parts(_sendable(chunks, on_refused)):
+        for part in _parts(_sendable(chunks, on_refused), _CHUNKS):
             sent = body | {"chunks": [chunk_item(each) for each in part]}
             for event in self._server.events("/v1/chunks", partial(dict, sent)):
                 if "status" not in event:
@@ -192,16 +192,13 @@ class ServedEngine:
             pass
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
-        raise ConfigError(
-            "an estimate needs an engine in this process; leave it out, or make a BlendEngine of the model"
-        )
+        raise ConfigError("an estimate needs an engine in this process; make a BlendEngine of the model")
 
     def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
         """Forget chunks, and all that is made of `sources`; return how many there were."""
-        bodies = [{"ids": part} for part in _parts(id_list(ids))] + [
-            {"sources": part} for part in _parts(id_list(sources))
-        ]
-        return sum(self._server.post("/v1/chunks/delete", body)["deleted"] for body in bodies)
+        given = {"ids": id_list(ids), "sources": id_list(sources)}
+        bodies = [{name: part} for name, items in given.items() for part in _parts(items, _BATCH)]
+        return sum(self._server.read("/v1/chunks/delete", body)["deleted"] for body in bodies)
 
     def sync(self, present_ids: Iterable[str]) -> int:
         present = set(id_list(present_ids))
@@ -212,7 +209,7 @@ class ServedEngine:
 
     def document(self, document: str) -> list[str]:
         try:
-            return list(self._server.get(f"/v1/documents/{quote(document, safe='')}")["chunks"])
+            return list(self._server.read(f"/v1/documents/{quote(document, safe='')}")["chunks"])
         except UnknownChunkError:
             return []
 
@@ -234,31 +231,31 @@ class ServedEngine:
 
     def changes(self, since: int | None = None) -> NameChanges:
         given = {} if since is None else {"since": since}
-        return _changes.validate_python(self._server.get("/v1/chunks/changes", **given))
+        return _changes.validate_python(self._server.read("/v1/chunks/changes", **given))
 
     def prefetch(self, ids: Iterable[str]) -> None:
         wanted = id_list(ids)
         try:
             if wanted:
-                self._server.post("/v1/prefetch", {"ids": wanted[:_BATCH]})
+                self._server.read("/v1/prefetch", {"ids": wanted[:_BATCH]})
         except CacheBlendError as error:
             logger.debug("chunks are not read ahead: %s", error)
 
     def _found(self, ids: Sequence[str]) -> Iterator[dict[str, Any] | None]:
-        for part in _parts(id_list(ids)):
-            yield from self._server.post("/v1/chunks/records", {"ids": part})["data"]
+        for part in _parts(id_list(ids), _BATCH):
+            yield from self._server.read("/v1/chunks/records", {"ids": part})["data"]
 
     def _listed(self) -> Iterator[dict[str, Any]]:
         after, has_more = "", True
         while has_more:
-            page = self._server.get("/v1/chunks", after=after)
+            page = self._server.read("/v1/chunks", after=after)
             yield from page["data"]
             has_more, after = page["has_more"], page["data"][-1]["id"] if page["data"] else after
 
     # Prompts
 
     def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
-        return _layout.validate_python(self._server.post("/v1/completions/layout", {"prompt": parts_of(prompt)}))
+        return _layout.validate_python(self._server.read("/v1/completions/layout", {"prompt": parts_of(prompt)}))
 
     # Answers
 
@@ -362,7 +359,7 @@ class ServedEngine:
 
     def _load_tokenizer(self) -> Any:
         with tempfile.TemporaryDirectory() as folder:
-            with zipfile.ZipFile(io.BytesIO(self._server.get_reply("/v1/tokenizer").content)) as files:
+            with zipfile.ZipFile(io.BytesIO(self._server.reply("/v1/tokenizer").content)) as files:
                 files.extractall(folder)
             return AutoTokenizer.from_pretrained(folder)
 
@@ -382,12 +379,10 @@ _engines_lock = threading.Lock()
 
 
 class _ServedCollection:
-    """The chunks of a server that a vector store here has: what is deleted through its wrapper is forgotten there.
+    """The chunks of a server that a vector store here has: what is deleted through its wrapper is forgotten there."""
 
-    What the vector store loses in another way is not noticed, since others fill the same tenant's store meanwhile. It is not
-    retrieved any more, and so not used; `ServedEngine.sync` forgets it.
-    """
-
+    # What the vector store loses in another way is not noticed, since others fill the same tenant's store meanwhile. It is not
+    # retrieved any more, and so not used; `ServedEngine.sync` forgets it.
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
 
@@ -412,16 +407,7 @@ def _sendable(chunks: list[Chunk], on_refused: Callable[[Chunk, PromptError], No
     return sendable
 
 
-def _parts(items: Sequence[Any]) -> Iterator[list[Any]]:
+def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     """Yield chunks or ids in requests that are not too large for a server."""
-    part: list[Any] = []
-    total = 0
-    for item in items:
-        size = len(item.text) if isinstance(item, Chunk) else 0
-        if part and (total + size > _PART_CHARS or len(part) >= _BATCH):
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size
-    if part:
-        yield part
+    for start in range(0, len(items), most):
+        yield items[start : start + most]

@@ -51,18 +51,9 @@ def chunk_item(chunk: Chunk) -> dict[str, Any]:
 
 
 def asked_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Deadline | None]:
-    """Return options of an answer as fields of a completion, and its time limit.
+    """Return options of transformers' ``generate`` as fields of a completion, and a time limit.
 
-    Parameters
-    ----------
-    options : Mapping
-        Options of transformers' ``generate``. Of stopping criteria and logits processors those of this package can be said in
-        JSON: stop strings, time limits and grammars.
-
-    Raises
-    ------
-    ConfigError
-        If an option cannot be sent to a server.
+    Of stopping criteria and processors those of this package can be said in JSON: stop strings, time limits, grammars.
     """
     given = {name: value for name, value in options.items() if value is not None}
     stop = given.pop("stop_strings", [])

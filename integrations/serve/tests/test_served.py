@@ -5,7 +5,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
@@ -13,11 +12,14 @@ from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor
 from cacheblend_pml import Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, errors
 from cacheblend_rag.chat.answer import Deadline, Ending
-from cacheblend_rag.chat.grammar import Guide, json_grammar
+from cacheblend_rag.chat.grammar import Guide
 from cacheblend_rag.engine import Engine
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
-from integrations.serve.tests.conftest import engine_of, serving
+from integrations.serve.tests.conftest import Serve, engine_of, serving
+from integrations.serve.tests.test_answers import ask, events
+from tests.thinking import Dictation
 
 PIECE = partial(Chunk, document="mara", source="mara.txt", indexed=True)
 STORY = [
@@ -72,27 +74,9 @@ def test_stop_strings_end_an_answer(engine: BlendEngine, served: ServedEngine) -
 def test_a_grammar_holds_an_answer(served: ServedEngine) -> None:
     guide = Guide(served, 'start: "yes" | "no"')
     assert served.generate(PROMPT_OF_TEXT, 8, logits_processor=[guide]).text in ("yes", "no")
-    # Each part of it has an end, both together have none.
-    endless = {"allOf": [{"type": "object"}, {"properties": {"v": {"$ref": "#"}}, "required": ["v"]}]}
-    with pytest.raises(errors.StructuredOutputError, match="no text can go on"):
-        served.generate(PROMPT_OF_TEXT, 60, logits_processor=[Guide(served, json_grammar(endless))])
 
 
 PROMPT_OF_TEXT = BlendPrompt(segments=["Is it so?"])
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"num_beams": 4}, "num_beams"),
-        ({"logits_processor": [MinNewTokensLengthLogitsProcessor(1, 4, [0])]}, "MinNewTokensLengthLogitsProcessor"),
-        ({"stopping_criteria": [object()]}, "object"),
-    ],
-    ids=["option", "processor", "criterion"],
-)
-def test_what_cannot_be_sent_is_refused(served: ServedEngine, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(errors.ConfigError, match=f"{named} cannot be sent to a server"):
-        served.generate(PROMPT_OF_TEXT, 4, **options)
 
 
 def test_names_are_those_of_the_engine(
@@ -100,6 +84,7 @@ def test_names_are_those_of_the_engine(
 ) -> None:
     # So that both chunks and ids need several requests.
     monkeypatch.setattr("cacheblend_serve.client.engine._BATCH", 2)
+    monkeypatch.setattr("cacheblend_serve.client.engine._CHUNKS", 2)
     steps: list[tuple[int, int]] = []
     result = served.add(STORY, progress=lambda done, total: steps.append((done, total)))
     assert (result.encoded, result.named, result.unchanged) == (3, 3, 0)
@@ -143,31 +128,15 @@ def test_what_is_deleted_is_gone(engine: BlendEngine, served: ServedEngine) -> N
 
 
 def test_chunks_that_cannot_be_served_are_named(engine: BlendEngine, served: ServedEngine) -> None:
-    refused: list[tuple[str | None, str]] = []
-    # Some end a line for some readers of lines.
+    refused: list[str | None] = []
+    # Some end a line for some readers of lines, and half of a character is none in JSON.
     long = Chunk("one\u2028two\u0085three\x0b " + "word " * 3000, "long\u2028\u2029name")
-    result = served.add([*STORY, long], on_refused=lambda chunk, error: refused.append((chunk.id, str(error))))
+    half = Chunk("Half of one: \ud83d", "half")
+    result = served.add([*STORY, long, half], on_refused=lambda chunk, error: refused.append(chunk.id))
     assert result.named == len(engine.ids()) == 3
-    [(id, why)] = refused
-    assert id == long.id and "tokens" in why
+    assert sorted(map(str, refused)) == ["half", long.id]
     with pytest.raises(errors.PromptError, match="tokens"):
         served.add([long])
-
-
-def test_half_a_character_is_refused_where_it_is(engine: BlendEngine, served: ServedEngine) -> None:
-    refused: list[str | None] = []
-    half = Chunk("Half of one: \ud83d", "half")
-    served.add([*STORY, half], on_refused=lambda chunk, error: refused.append(chunk.id))
-    assert (refused, len(engine.ids())) == (["half"], 3)
-    for prompt in (BlendPrompt(segments=[half.text]), BlendPrompt("", [half], "?")):
-        with pytest.raises(errors.PromptError, match="UTF-16"):
-            served.generate(prompt, 4)
-
-
-def test_answers_at_the_same_time_are_decoded_together(served: ServedEngine) -> None:
-    served.add(STORY)
-    prompts = [BlendPrompt(HEAD, ["goat"], f"\nQuestion: {number}?") for number in range(6)]
-    assert max(each.report.batch_size for each in served.generate_many(prompts, 40)) > 1
 
 
 def test_a_busy_server_is_asked_for_as_long_as_the_answer_may_take(engine: BlendEngine) -> None:
@@ -182,9 +151,9 @@ def test_a_busy_server_is_asked_for_as_long_as_the_answer_may_take(engine: Blend
 
 
 def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
-    with pytest.raises(AttributeError, match="attach: that needs an engine in this process"):
+    with pytest.raises(AttributeError, match="attach"):
         served.attach()
-    with pytest.raises(errors.ConfigError, match="engine of this process"):
+    with pytest.raises(errors.ConfigError, match="engine"):
         Schemas(served)
     for refused in (
         partial(served.add, STORY, whole=True),
@@ -194,6 +163,9 @@ def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
         partial(served.generate, BlendPrompt(segments=["a"], skip_unknown=True), 4),
         partial(served.generate, PROMPT_OF_TEXT, 4, wait_s=1),
         partial(served.generate, PROMPT_OF_TEXT, 4, do_sample=True),
+        partial(served.generate, PROMPT_OF_TEXT, 4, num_beams=4),
+        partial(served.generate, PROMPT_OF_TEXT, 4, logits_processor=[MinNewTokensLengthLogitsProcessor(1, 4, [0])]),
+        partial(served.generate, PROMPT_OF_TEXT, 4, stopping_criteria=[object()]),
     ):
         with pytest.raises(errors.ConfigError):
             refused()
@@ -214,11 +186,11 @@ def test_errors_are_the_engines(served: ServedEngine) -> None:
         list(served.stream(BlendPrompt("", ["nobody"], "?"), 4))
     with pytest.raises(errors.PromptTooLongError, match="tokens"):
         served.generate(BlendPrompt(segments=["word " * 3000]), 4)
-
-
-def test_an_answer_that_takes_too_long_is_an_error(served: ServedEngine) -> None:
+    for half in (BlendPrompt(segments=["half \ud83d"]), BlendPrompt("", [Chunk("half \ud83d")], "?")):
+        with pytest.raises(errors.PromptError):
+            served.generate(half, 4)
     ending = Ending((), Deadline(0.05))
-    with pytest.raises(errors.AnswerTimeoutError, match="not finished"):
+    with pytest.raises(errors.AnswerTimeoutError):
         served.generate(PROMPT_OF_TEXT, 500, stopping_criteria=ending.criteria(served.tokenizer))
 
 
@@ -231,11 +203,11 @@ def test_who_closes_a_stream_ends_the_answer(engine: BlendEngine, served: Served
     stream = served.stream(PROMPT_OF_TEXT, 900)
     next(stream)
     stream.close()
-    with pytest.raises(errors.CacheBlendError, match="answer was cut off"):
+    with pytest.raises(errors.CacheBlendError, match="cut off"):
         stream.result()
     unwanted = threading.Event()
     unwanted.set()
-    with pytest.raises(errors.CacheBlendError, match="answer was cut off"):
+    with pytest.raises(errors.CacheBlendError, match="cut off"):
         served.generate_many([PROMPT_OF_TEXT], 900, stop=unwanted)
     # Its turn comes when theirs are over.
     served.generate(PROMPT_OF_TEXT, 1)
@@ -260,9 +232,9 @@ def test_a_key_is_its_tenants(tiny: LlamaForCausalLM, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("url", "kind", "why"),
     [
-        ("http://127.0.0.1:1", errors.BackendError, "cannot be reached"),
-        ("127.0.0.1:8000", errors.ConfigError, "is not a server address"),
-        ("http://user:word@127.0.0.1:8000", errors.ConfigError, "is not a server address"),
+        ("http://127.0.0.1:1", errors.BackendError, "reached"),
+        ("127.0.0.1:8000", errors.ConfigError, "address"),
+        ("http://user:word@127.0.0.1:8000", errors.ConfigError, "address"),
     ],
 )
 def test_an_address_where_nobody_is(url: str, kind: type[errors.CacheBlendError], why: str) -> None:
@@ -270,6 +242,33 @@ def test_an_address_where_nobody_is(url: str, kind: type[errors.CacheBlendError]
         ServedEngine(url)
 
 
-def test_a_server_of_another_kind(address: str) -> None:
-    with pytest.raises(errors.BackendError, match="not a cacheblend-rag server"):
-        ServedEngine(f"{address}/elsewhere")
+SAYS = {
+    "Qwen3": "<think>\nIt rains.\n</think>\n\n",
+    "gpt-oss": "<|channel|>analysis<|message|>It rains.<|end|><|start|>assistant<|channel|>final<|message|>",
+}
+
+
+@pytest.mark.parametrize("name", list(SAYS))
+def test_thoughts_are_apart_from_answers(serve: Serve, name: str) -> None:
+    dictation = Dictation(name)
+    with dictation.engine:
+        client = serve(dictation.engine)
+        wanted = ("It rains.", "It p", "stop")
+        with ServedEngine(str(client.base_url)) as served:
+            text = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+            ending = Ending(("ai",), None, lexer_of(served.tokenizer).thinking([text]))
+            dictation.say(f"{SAYS[name]}It paints.", ends=True)
+            criteria = ending.criteria(served.tokenizer)
+            answer = ending.read(served.generate(BlendPrompt(segments=[text]), 60, stopping_criteria=criteria))
+        assert (answer.thoughts, answer.text, answer.finish_reason) == wanted
+        asked = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 60, "stop": "ai"}
+        dictation.say(f"{SAYS[name]}It paints.", ends=True)
+        whole = ask(client, **asked)
+        [choice] = whole["choices"]
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"], choice["finish_reason"]) == wanted
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        dictation.say(f"{SAYS[name]}It paints.", ends=True)
+        deltas = [event["choices"][0]["delta"] for event in events(client, temperature=0, **asked)]
+        said = ["".join(delta.get(kind, "") for delta in deltas) for kind in ("reasoning_content", "content")]
+        assert said == list(wanted[:2])
