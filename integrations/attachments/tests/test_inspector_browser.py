@@ -89,6 +89,9 @@ def test_markup_and_scripts_show_as_text_and_in_a_notebook_in_a_frame(
     assert page.title() == "cacheblend-rag inspector"
     assert page.locator("article header b").inner_text() == ATTACK
     assert page.evaluate("document.querySelectorAll('img, iframe, script, b b, main style').length") == 0
+    assert page.evaluate("document.querySelector('meta[http-equiv]').content").startswith(
+        "default-src 'none'; style-src 'sha"
+    )
     assert seen == []
     page.set_content(f"<div>{pages[1]._repr_html_()}</div>")
     header = page.frame_locator("iframe").locator("article header b")

@@ -53,13 +53,12 @@ def renderer(template: str) -> Any:
 
 
 def tokens_of(name: str) -> Tokens:
-    bos = tokenize(BOS_TEXT.get(name, ""))
-    return Tokens(tokenize, 0, bos, BOS_TEXT.get(name, ""), renderer(TEMPLATES[name]))
+    text = BOS_TEXT.get(name, "")
+    return Tokens(tokenize, 0, tokenize(text), text, renderer(TEMPLATES[name]))
 
 
 def said(schema: Schema, tokens: Tokens, *parts: Any) -> str:
-    layout = SchemaLayout(schema, tokens)
-    return "".join(map(chr, lay_out(layout, schema.prompt(*parts)).token_ids))
+    return "".join(map(chr, lay_out(SchemaLayout(schema, tokens), schema.prompt(*parts)).token_ids))
 
 
 SCHEMA = Schema.from_text(
@@ -103,26 +102,19 @@ def test_messages_without_messages_in_the_schema() -> None:
     assert text in said(SCHEMA, tokens_of("chatml"), Turn("user", text))
 
 
+REPEATS = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
+MOVES = "{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
+COUNTS = "{% for m in messages %}[{{ messages | length }}]{{ m.content }}{% endfor %}"
+
+
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages[0].content }}",
-        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
-        "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
-        "{{ raise_exception('no') }}",
-        None,
-    ],
+    "template", [None, "{{ messages[0].content }}", REPEATS, MOVES, "{{ raise_exception('no') }}", COUNTS]
 )
 def test_a_template_that_is_missing_or_cannot_be_cut_is_refused(template: str | None) -> None:
+    tokens = Tokens(tokenize, chat=None if template is None else renderer(template))
     with pytest.raises(PMLError) as caught:
-        SchemaLayout(SCHEMA, Tokens(tokenize, chat=None if template is None else renderer(template)))
-    assert caught.value.line is not None
-
-
-def test_a_template_that_words_the_schema_by_its_prompt_is_refused() -> None:
-    counted = "{% for m in messages %}[{{ messages | length }}]{{ m.content }}{% endfor %}"
-    with pytest.raises(PMLError, match=r"\[5\]"):
-        said(SCHEMA, Tokens(tokenize, chat=renderer(counted)), Turn("user", "a"), Turn("assistant", "b"))
+        said(SCHEMA, tokens, Turn("user", "a"), Turn("assistant", "b"))
+    assert template == COUNTS or caught.value.line is not None
 
 
 def test_a_scaffold_of_messages_holds_their_words() -> None:
@@ -130,12 +122,11 @@ def test_a_scaffold_of_messages_holds_their_words() -> None:
         '<schema name="s"><scaffold><system>Be brief.</system><user>Read: <module name="a">AAA</module></user></scaffold>'
         "</schema>"
     )
-    layout = SchemaLayout(schema, tokens_of("chatml"))
-    assert len(layout.parts) == 1 and layout.parts[0].is_contiguous
-    expected = tokens_of("chatml").chat(  # type: ignore[misc]
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Read: AAA\nWhy?"}]
-    )
-    assert said(schema, tokens_of("chatml"), Import("a"), "Why?") == expected
+    tokens = tokens_of("chatml")
+    [part] = SchemaLayout(schema, tokens).parts
+    assert part.is_contiguous
+    expected = tokens.chat([*messages("")[:1], {"role": "user", "content": "Read: AAA\nWhy?"}])  # type: ignore[misc]
+    assert said(schema, tokens, Import("a"), "Why?") == expected
 
 
 def test_a_real_tokenizer_reads_what_its_template_writes() -> None:

@@ -94,16 +94,12 @@ def test_a_scaffold_is_one_part_of_what_is_imported() -> None:
     some = lay_out(layout, schema.prompt(Import("a"), Import("b"), Import("d"), "?"))
     assert [part.name for part in some.parts.values()] == ["#1", "a+b", "d"]
     assert some.parts[2].positions == (5, 6, 7, 8, 9)
-
-
-def test_a_union_in_a_scaffold_waits_for_the_prompt() -> None:
-    schema = Schema.from_text(
-        '<schema name="s"><scaffold>t<union><module name="a">a</module><module name="b">b</module></union></scaffold></schema>'
-    )
-    layout = SchemaLayout(schema, TOKENS)
+    # A union in it waits for the prompt.
+    members = '<union><module name="a">a</module><module name="b">b</module></union>'
+    layout = layout_of(f'<schema name="s"><scaffold>t{members}</scaffold></schema>')
     assert layout.parts == ()
-    assert [part.name for part in lay_out(layout, schema.prompt(Import("b"))).parts.values()] == ["b"]
-    assert [part.name for part in lay_out(layout, schema.prompt("?")).parts.values()] == ["#1"]
+    for asked, part in ((Import("b"), "b"), ("?", "#1")):
+        assert [each.name for each in lay_out(layout, layout.schema.prompt(asked)).parts.values()] == [part]
 
 
 def test_what_does_not_fit_is_refused() -> None:

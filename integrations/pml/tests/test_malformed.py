@@ -1,9 +1,7 @@
-"""Documents that nobody meant to write: each is read, or refused with a place, and no file outside the root is opened."""
+"""Documents that nobody meant to write: each is read, or refused with a place, and no file outside the root is in it."""
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,8 +28,7 @@ SEEDS = [
     """<!DOCTYPE s [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;&b;&b;&b;&b;">]>
 <schema name="laughs"><module name="a">&c;</module></schema>""",
     """<!DOCTYPE s [<!ENTITY file SYSTEM "file:///etc/passwd">]><schema name="file"><module name="a">&file;</module></schema>""",
-    """<?xml version="1.0" encoding="utf-16"?><schema name="bytes"><module name="a" src="../outside.txt"/></schema>""",
-    """<schema name="links"><module name="a" src="link.txt"/><module name="b" src="/etc/passwd"/></schema>""",
+    """<?xml version="1.0" encoding="utf-16"?><schema name="a"><module name="a" src="link.txt"/>../outside.txt</schema>""",
 ]
 PROMPTS = [
     '<prompt schema="travel"><plan days="3"><oslo month="May"/></plan>By train.<user>Tell me more</user></prompt>',
@@ -80,54 +77,25 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_opened: list[str] | None = None
-
-
-def _note(event: str, arguments: tuple) -> None:
-    if event == "open" and _opened is not None and isinstance(arguments[0], str | bytes | os.PathLike):
-        _opened.append(os.path.realpath(os.fsdecode(arguments[0])))
-
-
-sys.addaudithook(_note)
-
-
-@contextmanager
-def watched_opens(root: Path) -> Iterator[None]:
-    """Fail if a file outside of `root` is opened."""
-    global _opened
-    _opened = []
-    try:
-        yield
-    finally:
-        opened, _opened = _opened, None
-    # Python imports some of its codecs when they are first used.
-    opened = [each for each in opened if not each.endswith((".py", ".pyc", ".so"))]
-    assert [each for each in opened if not Path(each).is_relative_to(root.resolve())] == []
-
-
-def texts(nodes: tuple) -> Iterator[str]:
-    for node in nodes:
-        if hasattr(node, "text"):
-            yield node.text
-        yield from texts(getattr(node, "children", None) or getattr(node, "members", ()))
+def said_by(nodes: tuple) -> str:
+    inner = (getattr(node, "children", None) or getattr(node, "members", ()) for node in nodes)
+    return "".join(getattr(node, "text", "") + said_by(within) for node, within in zip(nodes, inner, strict=True))
 
 
 def read(document: str, root: Path) -> Schema | None:
-    refusal = None
-    with watched_opens(root):
-        try:
-            schema = Schema.from_text(document, root=root, source="document")
-        except PMLError as error:
-            refusal = error
-    if refusal is not None:
-        assert refusal.source == "document"
-        assert refusal.line is None or 1 <= refusal.line <= document.count("\n") + document.count("\r") + 2
-        return None
-    files = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    said = "".join(texts(schema.children))
-    assert len(said) <= len(document) + files * (1 + document.count("src"))
-    assert "secret" not in said or "secret" in document
-    return schema
+    try:
+        schema = Schema.from_text(document, root=root, source="document")
+    except PMLError as error:
+        refusal = error
+    else:
+        files = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        said = said_by(schema.children)
+        assert len(said) <= len(document) + files * (1 + document.count("src"))
+        assert not any(word in said and word not in document for word in ("secret", "root:"))
+        return schema
+    assert refusal.source == "document"
+    assert refusal.line is None or 1 <= refusal.line <= document.count("\n") + document.count("\r") + 2
+    return None
 
 
 TOKENS = Tokens(tokenize, 0, (1,), "", lambda said: "".join(f"[{each['role']}]{each['content']}" for each in said))
@@ -168,6 +136,6 @@ ATTACKS += ["<a>" * 100_000, '<schema name="s">' + "<module name='m'>" * 100 + "
 
 
 @pytest.mark.parametrize("document", ATTACKS)
-def test_an_attack_is_refused_and_opens_nothing(root: Path, document: str) -> None:
-    with watched_opens(root), pytest.raises(PMLError):
+def test_an_attack_is_refused(root: Path, document: str) -> None:
+    with pytest.raises(PMLError):
         Schema.from_text(document, root=root, source="document")
