@@ -10,13 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cacheblend_lab.bench.index import make_index
 from cacheblend_lab.bench.real import main as real
 from cacheblend_lab.bench.runner import cell, in_rounds, median_ratio, percentile, shown, spread
 from cacheblend_lab.bench.serve import prompts_of
-from cacheblend_lab.bench.shapes import SHAPES, RandomModel, shape_config
-from cacheblend_rag.chunk import BlendPrompt
-from cacheblend_rag.store import open_store
+from cacheblend_lab.bench.shapes import SHAPES, shape_config
 from integrations.serve.tests.conftest import engine_of, serving
 from tests.cli.conftest import model_folder as model_folder
 from tests.command import read_rows, run
@@ -28,30 +25,23 @@ TOKEN_BYTES = 4 * 2 * 2 * 16 * 4
 
 def test_each_round_begins_with_another_method() -> None:
     order: list[str] = []
-    calls: list[str] = []
 
     def run(method: str) -> int:
         order.append(method)
         return len(order)
 
-    results = in_rounds("abc", run, 2, unmeasured=1, say=calls.append)
+    results = in_rounds("abc", run, 2, unmeasured=1, say=str)
     assert "".join(order) == "abcbcacab"
     # The first round is not among them; the others are in the order in which they were run.
     assert results == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
-    assert len(calls) == 3
 
 
-def test_ratios_are_taken_round_by_round() -> None:
-    # The medians are 2 and 3.
+def test_figures_and_tables() -> None:
+    # Round by round; the medians are 2 and 3.
     assert median_ratio([1, 9, 2], [1, 3, 4]) == 1
-    with pytest.raises(ValueError, match="longer"):
-        median_ratio([1], [1, 2])
     assert spread("ttft", [3.0, 1.0, 8.0]) == {"ttft_s": 3, "ttft_min_s": 1, "ttft_max_s": 8}
     assert [percentile([3.0, 1.0, 2.0], share) for share in (0, 50, 100)] == [1, 2, 3]
     assert [percentile([float(number) for number in range(200)], share) for share in (50, 99)] == [100, 198]
-
-
-def test_tables_show_what_rows_have() -> None:
     assert shown([{"a_s": 1, "a_min_s": 1, "b": None}, {"a_s": 2, "b": None, "c": 0}]) == ["a_s", "c"]
     values = {"a_s": 0.002, "a_per_s": 1234.5, "a_bytes": 1500, "share": 0.12345, "count": 1200, "name": "x"}
     assert [cell(*each) for each in values.items()] == ["2 ms", "1,234", "1.5 KB", "0.123", "1,200", "x"]
@@ -62,24 +52,9 @@ def test_every_shape_is_a_model(name: str) -> None:
     # On no device: the layers are made, their numbers are not.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_config(name))
-    millions = {"smollm2-360m": 362, "qwen2-0.5b": 494, "qwen2.5-7b": 7616}
-    millions |= {"llama-3.2-1b": 1236, "llama-3.2-3b": 3213, "llama-3.1-8b": 8030}
-    if name in millions:
-        assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions[name]
-
-
-def test_random_models_have_the_texts_that_are_asked_for() -> None:
-    made = RandomModel("tiny", "cpu", "")
-    chunks = made.chunks(3, 20)
-    with made.engine() as engine:
-        engine.add(chunks)
-        prompt = BlendPrompt(chunks=[str(chunk.id) for chunk in chunks], suffix=made.text(5))
-        token_ids = engine.prompt_ids(prompt)
-        assert len(token_ids) == 1 + 3 * 20 + 5
-        with torch.no_grad():
-            own = made.model(input_ids=torch.tensor([token_ids])).logits[0, -1]
-        found = engine.prefill(prompt, blend=engine.blend.replace(selector="hkvd", recompute_ratio=0.999))
-    torch.testing.assert_close(found.logits, own, atol=1e-4, rtol=0)
+    millions = {"smollm2-360m": 362, "qwen2-0.5b": 494, "qwen2.5-7b": 7616, "llama-3.2-1b": 1236, "llama-3.1-8b": 8030}
+    counted = round(sum(parameter.numel() for parameter in model.parameters()) / 1e6)
+    assert counted == millions.get(name, counted)
 
 
 def test_first_tokens_are_measured_from_each_tier(tmp_path: Path) -> None:
@@ -139,36 +114,32 @@ def test_an_index(tmp_path: Path) -> None:
     run(f"bench index --entries 500 --json {file}")
     (row,) = read_rows(file)
     assert row["entries"] == 500 and 0 < row["p50_s"] <= row["p99_s"] and row["index_bytes"] > 500 * 64
-    folder = tmp_path / "520"
-    make_index(folder, 520)
-    store = open_store(folder, 0)
-    stats = store.stats()
-    assert (stats.entries, stats.nodes, stats.disk_bytes) == (520, 260, 520 * 64)
-    store.close()
 
 
 def test_prompts_follow_zipfs_law() -> None:
-    def firsts(corpus: int, count: int, exponent: float) -> Counter[int]:
-        drawn = itertools.islice(prompts_of(random.Random(0), corpus, count, exponent), 2000)
-        found = list(drawn)
+    def firsts(corpus: int, count: int, exponent: float) -> list[int]:
+        found = list(itertools.islice(prompts_of(random.Random(0), corpus, count, exponent), 2000))
         assert all(len(set(each)) == count for each in found)
-        return Counter(each[0] for each in found)
+        return [many for _, many in Counter(each[0] for each in found).most_common()]
 
-    counts = [count for _, count in firsts(50, 2, 1.0).most_common()]
+    counts, even = firsts(50, 2, 1.0), firsts(4, 1, 0.0)
     assert counts[0] / counts[9] == pytest.approx(10, rel=0.4)
-    even = firsts(4, 1, 0.0)
-    assert max(even.values()) < 1.3 * min(even.values())
+    assert even[0] < 1.3 * even[-1]
 
 
-@pytest.mark.parametrize("prompts", ["documents", "text"])
-def test_a_server_is_asked_at_each_rate(prompts: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("prompts", "per_minute"), [("documents", None), ("text", None), ("text", 50)])
+def test_a_server_is_asked_at_each_rate(prompts: str, per_minute: int | None, tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     sizes = "--rates 20 --seconds 1 --corpus 12 --chunks 3 --chunk-words 12 --output-tokens 4"
-    with engine_of(tiny_reader(eos_token_id=None), separator="\n\n") as engine, serving(engine) as address:
+    limits = {} if per_minute is None else {"per_minute": per_minute}
+    with engine_of(tiny_reader(eos_token_id=None), separator="\n\n") as engine, serving(engine, **limits) as address:
         run(f"bench serve --url {address} --prompts {prompts} {sizes} --json {file}")
         assert len(engine.ids()) == (12 if prompts == "documents" else 0)
     first, row = read_rows(file)
     assert (first["rate"], row["rate"], row["requests"]) == ("one by one", "20", 20)
+    if per_minute is not None:
+        assert 0 < row["failed"] < 20 and row["goodput"] <= 1 - row["failed"] / 20
+        return
     for each in (first, row):
         assert each["failed"] == 0
         assert 0 < each["ttft_p50_s"] <= each["ttft_p90_s"] <= each["ttft_p99_s"]
@@ -176,17 +147,6 @@ def test_a_server_is_asked_at_each_rate(prompts: str, tmp_path: Path) -> None:
         assert each["tokens_per_s"] > 0 and 0 <= each["goodput"] <= 1
         # Three chunks of 12 words, and the question.
         assert each["prompt_tokens"] > 50
-    assert first["goodput"] == 1
-
-
-def test_what_a_server_refuses_is_counted(tmp_path: Path) -> None:
-    file = tmp_path / "serve.json"
-    sizes = "--prompts text --rates 50 --seconds 1 --corpus 12 --chunks 3 --chunk-words 12 --output-tokens 1"
-    with engine_of(tiny_reader(eos_token_id=None)) as engine, serving(engine, per_minute=50) as address:
-        run(f"bench serve --url {address} {sizes} --json {file}")
-    _, row = read_rows(file)
-    assert 0 < row["failed"] < row["requests"] == 50
-    assert row["goodput"] <= 1 - row["failed"] / 50
 
 
 def test_a_model_is_timed_alone_from_stored_kv_and_by_several_callers(model_folder: Path, tmp_path: Path) -> None:
@@ -194,21 +154,18 @@ def test_a_model_is_timed_alone_from_stored_kv_and_by_several_callers(model_fold
     real(str(model_folder), tokens="500", answer_tokens=3, callers=2, rounds=2, json_file=file)
     first, answer, together, again = read_rows(file)
     assert first["tokens"] == answer["tokens"] == together["tokens"] == again["tokens"] > 500
-    for row in (first, answer, again):
-        assert row["alone_s"] > 0 and row["stored_s"] > 0 and row["speedup"] > 0
+    assert all(row[name] > 0 for row in (first, answer, again) for name in ("alone_s", "stored_s", "speedup"))
     assert min(together[name] for name in ("stored_s", "tokens_per_s", "over_one_by_one", "first_p95_s")) > 0
 
 
 @pytest.mark.parametrize(
     ("command", "word"),
     [
-        ("ttft --shape round", "'round'"),
         ("ttft --shape tiny --device toaster", "'toaster'"),
         ("ttft --shape tiny --dtype int8", "'int8'"),
         ("ttft --shape tiny --tiers ram,tape", "'tape'"),
         ("ttft --shape tiny --ratios 0,some", "'0,some'"),
         ("prefetch --shape tiny --chunks 13", "candidates=12"),
-        ("index --entries 1,many", "'many'"),
         ("index --entries 8", "at least 16"),
         ("serve --chunks 3 --corpus 2", "corpus=2"),
         ("serve --url http://127.0.0.1:9", "127.0.0.1:9"),

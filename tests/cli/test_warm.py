@@ -47,23 +47,19 @@ def names_in(store: Path, tmp_path: Path) -> int:
 
 
 def test_the_second_time_nothing_is_encoded(warm: Any, store: Path, tmp_path: Path) -> None:
-    first = warm()
+    before = os.umask(0o022)
+    try:
+        first = warm()
+    finally:
+        os.umask(before)
     assert (first["files"], first["passages"], first["encoded"]) == (3, 8, 8)
     assert len(passages_in(store)) == names_in(store, tmp_path) == 8
     second = warm()
     assert (second["encoded"], second["unchanged"], second["removed"]) == (0, 8, 0)
     assert second["kv_bytes"] == first["kv_bytes"] > 0
-
-
-def test_other_users_cannot_read_a_store(warm: Any, store: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        warm()
-    finally:
-        os.umask(before)
-    for folder in (store, store / "chroma", store / "kv"):
-        assert folder.stat().st_mode & 0o777 == 0o700
-    assert (store / "library.json").stat().st_mode & 0o077 == 0
+    # Other users cannot read it.
+    for path in (store, store / "chroma", store / "kv", store / "library.json"):
+        assert path.stat().st_mode & 0o077 == 0
 
 
 def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: Path, tmp_path: Path) -> None:
@@ -84,10 +80,10 @@ def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: 
     run("store", "check", "--store", store)
 
 
-def test_one_unreadable_file_fails_no_other(warm: Any, store: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "more"
-    folder.mkdir()
-    latin, good = folder / "latin.txt", folder / "good.txt"
+def test_what_cannot_be_read_and_what_is_of_others_stays(
+    warm: Any, documents: Path, store: Path, tmp_path: Path, model_folder: Path
+) -> None:
+    latin, good = documents / "more" / "latin.txt", documents / "more" / "good.txt"
     latin.write_text("A goat.")
     good.write_text("Another goat.")
     warm(paths=[latin, good])
@@ -97,18 +93,13 @@ def test_one_unreadable_file_fails_no_other(warm: Any, store: Path, tmp_path: Pa
     row = warm(paths=[latin, good], code=1)
     assert (row["encoded"], row["removed"]) == (1, 1)
     assert {text for text, _ in passages_in(store).values()} == {"A goat.", "A third goat."}
-    assert warm(paths=[folder])["removed"] == 1
-
-
-def test_others_stay(warm: Any, documents: Path, store: Path, tmp_path: Path, model_folder: Path) -> None:
-    warm(paths=[documents / "more"])
-    row = warm(paths=[documents / "mara.md", documents / "harbour.txt"])
-    assert row["removed"] == 0
-    assert len(passages_in(store)) == names_in(store, tmp_path) == 8
+    assert warm(paths=[documents / "more"])["removed"] == 1
+    assert warm(paths=[documents / "mara.md", documents / "harbour.txt"])["removed"] == 0
+    assert len(passages_in(store)) == names_in(store, tmp_path) == 9
     with BlendEngine.from_pretrained(model_folder, store=store / "kv") as engine:
         engine.add([Chunk("A rule.", "pml/s/m")])
     warm()
-    assert names_in(store, tmp_path) == 8 + 1
+    assert names_in(store, tmp_path) == 10
 
 
 def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,43 +129,35 @@ def test_only_one_process_changes_a_store(warm: Any, documents: Path, store: Pat
 
 def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Path, tmp_path: Path) -> None:
     warm()
-    options = ["--store", store, "--top-k", "4", "--max-new-tokens", "5"]
-    result = run("ask", "Where was Mara born?", *options, "--compare", "--json", tmp_path / "ask.json")
-    rows = read_rows(tmp_path / "ask.json")
-    assert [row["method"] for row in rows] == ["blend", "full"]
-    blend, full = rows
-    assert blend["hits"] == 4
-    assert blend["misses"] == 0
-    assert blend["charged_ratio"] < 1
-    assert full["selector"] == "full"
-    assert {source["file"].rpartition("/")[2] for source in blend["sources"]} >= {"mara.md"}
+    file = tmp_path / "ask.json"
+    ask = partial(run, "ask", "Where was Mara born?", "--store", store, "--max-new-tokens", "8")
+    said = ask("--top-k", "4", "--compare", "--json", file).stdout
+    blend, full = read_rows(file)
+    assert (blend["method"], full["method"], full["selector"]) == ("blend", "full", "full")
+    assert (blend["hits"], blend["misses"]) == (4, 0) and blend["charged_ratio"] < 1
+    assert any(source["file"].endswith("mara.md") for source in blend["sources"])
     order = [(source["file"], source["position"]) for source in blend["sources"]]
     assert order == sorted(order)
-    assert blend["answer"].split()[0] in result.stdout
-    assert "first token after" in result.stdout
-    assert "full prefill: first token after" in result.stdout
+    assert blend["answer"].split()[0] in said
     # At ratio 1 as full prefill does, and in a stream as at once.
-    ask = partial(run, "ask", "Where was Mara born?", "--store", store, "--max-new-tokens", "8")
-    ask("--compare", "--json", tmp_path / "ask.json", "--ratio", "1")
-    first, second = read_rows(tmp_path / "ask.json")
+    ask("--compare", "--json", file, "--ratio", "1")
+    first, second = read_rows(file)
     assert first["answer"] == second["answer"]
     whole, streamed = (ask(how).stdout.split("first token")[0] for how in ("--no-stream", "--stream"))
     assert streamed == whole
     for option in (("--ratio", "nan"), ("--ratio", "1.5"), ("--selector", "best")):
-        result = ask(*option, code=2)
-        assert result.stderr.startswith("error: ")
-        assert len(result.stderr.splitlines()) == 1
+        assert len(ask(*option, code=2).stderr.splitlines()) == 1
 
 
 def test_check_finds_a_damaged_file_and_repair_mends_it(warm: Any, store: Path, tmp_path: Path) -> None:
     warm()
-    assert "is clean" in run("store", "check", "--store", store).stdout
+    run("store", "check", "--store", store)
     damage(files_of(store / "kv")[0])
-    assert "not clean" in run("store", "check", "--store", store, "--json", tmp_path / "check.json", code=1).stdout
+    run("store", "check", "--store", store, "--json", tmp_path / "check.json", code=1)
     row = read_rows(tmp_path / "check.json")[0]
     assert (row["clean"], row["repaired"], len(row["problems"])) == (False, False, 1)
-    assert "repaired" in run("store", "check", "--store", store, "--repair").stdout
-    assert "is clean" in run("store", "check", "--store", store).stdout
+    for options in (["--repair"], []):
+        run("store", "check", "--store", store, *options)
     assert warm()["encoded"] == 1
 
 
@@ -194,21 +177,18 @@ def test_a_damaged_chroma_and_settings_file_are_errors_of_one_line(warm: Any, do
     warm()
     (store / "chroma" / "chroma.sqlite3").write_bytes(b"no database" * 1000)
     for command in (["ask", "Where?"], ["warm", documents]):
-        result = run(*command, "--store", store, code=1)
-        assert result.stderr.startswith(f"error: Chroma in {store / 'chroma'} failed")
-        assert len(result.stderr.splitlines()) == 1
+        [said] = run(*command, "--store", store, code=1).stderr.splitlines()
+        assert str(store / "chroma") in said
     (store / "library.json").write_text('{"model": 1}')
-    result = run("ask", "Where?", "--store", store, code=2)
-    assert "library.json cannot be read" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    [said] = run("ask", "Where?", "--store", store, code=2).stderr.splitlines()
+    assert "library.json" in said
 
 
 @pytest.mark.parametrize("package", ["chromadb", "sentence_transformers"])
 def test_no_package(warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    result = run("warm", documents, "--store", store, "--model", "reference", code=2)
-    assert f'({package}): pip install "cacheblend-rag[documents]"' in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    [said] = run("warm", documents, "--store", store, "--model", "reference", code=2).stderr.splitlines()
+    assert package in said and "cacheblend-rag[documents]" in said
     assert not store.exists()
     assert warm("--estimate")["chunks"] == 8
 
@@ -226,7 +206,6 @@ def test_the_readmes_commands_answer_the_readmes_question(tmp_path: Path, monkey
     assert "3 encoded" in said[1]
     assert "Sella Borler keeps a black horse." in said[2]
     assert "the same answer" in said[2]
-    assert "open it in a browser" in said[3]
     assert (tmp_path / "inspect.html").is_file()
 
 
@@ -238,13 +217,11 @@ def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
         store.name(f"ns{tenant}", [record(f"n{number}", number)], tenant=tenant)
     store.put(key_of(4), make_kv(4), ttl_s=0.001)
     store.close()
-    out = run("store", "gc", "--store", one, "--unnamed-days", "0", "--json", figures).stdout
-    assert "removed 1 expired chunks, 0 without an id and 0 stray files" in out
+    run("store", "gc", "--store", one, "--unnamed-days", "0", "--json", figures)
     assert read_rows(figures)[0]["expired"] == 1
-    assert "tenant acme" in run("store", "stats", "--store", one, "--json", figures).stdout
+    run("store", "stats", "--store", one, "--json", figures)
     assert read_rows(figures)[0]["tenants"]["acme"]["entries"] == 2
-    out = run("store", "clear", "--store", one, "--tenant", "acme", "--yes").stdout
-    assert "no longer holds anything of tenant acme" in out
+    run("store", "clear", "--store", one, "--tenant", "acme", "--yes")
     assert check_store(one).entries == 1
 
 

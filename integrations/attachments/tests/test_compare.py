@@ -1,6 +1,5 @@
 """Every Nth answer against full prefill: what it counts is what asking twice finds, and it is in nobody's way."""
 
-import logging
 import subprocess
 import sys
 import threading
@@ -14,9 +13,8 @@ import pytest
 from cacheblend_attachments import CompareAnswers
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import ConfigError
 from tests.families import tiny_model, tiny_tokenizer, words
 
 THREAD = "cacheblend-compare"
@@ -57,7 +55,7 @@ def f1_of(one: str, other: str) -> float:
     return 2 * shared / max(len(one.split()) + len(other.split()), 1)
 
 
-def test_it_finds_what_asking_twice_finds(
+def test_it_finds_what_asking_twice_finds_and_logs_no_text(
     engine: BlendEngine, compare: CompareAnswers, caplog: pytest.LogCaptureFixture
 ) -> None:
     pairs = []
@@ -76,36 +74,22 @@ def test_it_finds_what_asking_twice_finds(
     assert (metric(engine, "same"), metric(engine, "different")) == (status.same, status.different)
     total = engine.metrics.registry.get_sample_value("cacheblend_compared_f1_total")
     assert total == pytest.approx(7 * status.f1)
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == different
-    assert not any(word in caplog.text for pair in pairs for word in pair if word)
+    assert caplog.records and not any(word in caplog.text for pair in pairs for word in pair if word)
 
 
-def test_every_third_answer_that_can_be_compared(engine: BlendEngine) -> None:
+def test_every_third_answer_that_can_be_compared_streams_among_them(engine: BlendEngine) -> None:
     compare = engine.attach(CompareAnswers(3))
     for number in range(7):
-        engine.generate(prompt(number), 2)
+        assert "".join(engine.stream(prompt(number), 2))
         # None of these counts.
         engine.generate(prompt(number), 2, do_sample=True)
         engine.generate(prompt(number), 2, blend=BlendConfig(enabled=False))
         engine.generate(prompt(number), 2, logits_processor=[lambda ids, scores: scores])
+        with scheduler_of(engine.model):
+            engine.stream(prompt(1), 4).close()
         assert compare.wait(120)
     status = compare.status()
     assert status.same + status.different == 2
-
-
-def test_streams_are_compared_and_cancelled_ones_are_not(engine: BlendEngine, compare: CompareAnswers) -> None:
-    stream = engine.stream(prompt(), 4)
-    assert "".join(stream) and stream.result()
-    assert compare.wait(120)
-    with scheduler_of(engine.model):
-        cancelled = engine.stream(prompt(1), 4)
-        cancelled.close()
-    with pytest.raises(CacheBlendError):
-        cancelled.result()
-    assert compare.wait(120)
-    status = compare.status()
-    assert status.same + status.different == 1
 
 
 def test_it_takes_part_while_it_is_attached_and_tenants_get_another(engine: BlendEngine) -> None:
@@ -114,31 +98,18 @@ def test_it_takes_part_while_it_is_attached_and_tenants_get_another(engine: Blen
         other.generate(BlendPrompt("", [Chunk(words(8, 1))], words(4, 7)), 2)
         assert metric(other, "same") is not None
     assert compare.status().f1 is None
-    compare.close()
-    compare.close()
+    for _ in range(2):
+        compare.close()
     engine.generate(prompt(), 2)
     assert (metric(engine, "same"), compare.wait(0)) == (None, True)
-    for again, word in ((compare, "before"), (object(), "Attachment")):
-        with pytest.raises(ConfigError, match=word):
+    for again in (compare, object()):
+        with pytest.raises(ConfigError):
             engine.attach(again)  # type: ignore[type-var]
     engine.attach(CompareAnswers())
     assert metric(engine, "same") == 0
 
 
-def test_an_attachment_has_answers_decoded_alone(engine: BlendEngine) -> None:
-    class Alone(Attachment):
-        def alone_reason(self, run: Any) -> str:
-            return "it looks at one answer"
-
-    prompts, alone = [prompt(), prompt(1)], engine.attach(Alone())
-    assert [each.report.alone_reason for each in engine.generate_many(prompts, 2)] == ["it looks at one answer"] * 2
-    alone.close()
-    assert [each.report.batch_size for each in engine.generate_many(prompts, 2)] == [2, 2]
-
-
-def test_one_waits_at_a_time_and_an_answer_whose_chunks_changed_fails(
-    engine: BlendEngine, compare: CompareAnswers
-) -> None:
+def test_one_waits_at_a_time_until_the_engine_is_closed(engine: BlendEngine, compare: CompareAnswers) -> None:
     # Whoever has the model may take it again, and the comparison waits.
     with scheduler_of(engine.model):
         engine.generate_many([prompt(), prompt(1), prompt(2)], 2)
@@ -146,31 +117,13 @@ def test_one_waits_at_a_time_and_an_answer_whose_chunks_changed_fails(
         assert not compare.wait(0)
     assert compare.wait(120)
     status = compare.status()
-    assert status.dropped == 2
     # While it waited for the model, it may have been in tokens already.
-    assert status.same + status.different + status.failed == 1
-
-
-def test_closing_drops_what_waits(engine: BlendEngine, compare: CompareAnswers) -> None:
+    assert (status.dropped, status.same + status.different + status.failed) == (2, 1)
     with scheduler_of(engine.model):
         engine.generate(prompt(), 2)
         engine.close()
     assert compare.wait(120)
-    status = compare.status()
-    assert (status.dropped, status.failed, status.same + status.different) == (1, 0, 0)
-
-
-def test_concurrent_queries_keep_their_answers() -> None:
-    with tiny_engine() as compared, tiny_engine() as plain:
-        compare = compared.attach(CompareAnswers(1))
-        wanted = [plain.generate(prompt(number), 6).token_ids for number in range(16)]
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda number: compared.generate(prompt(number), 6).token_ids, range(16)))
-        assert found == wanted
-        assert compare.wait(120)
-        status = compare.status()
-        assert (status.failed, status.same + status.different + status.dropped) == (0, 16)
-        assert status.same + status.different > 0
+    assert compare.status().dropped == 3
 
 
 def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) -> None:
@@ -199,19 +152,14 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) 
     assert (status.same + status.different, status.dropped) == (1, 0)
 
 
-def test_a_failed_comparison_is_counted(
-    engine: BlendEngine, compare: CompareAnswers, caplog: pytest.LogCaptureFixture
+def test_a_failed_comparison_is_counted_and_quotes_nothing(
+    engine: BlendEngine, compare: CompareAnswers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        if threading.current_thread().name == THREAD:
-            raise RuntimeError("secret words")
-
-    engine.model.model.layers[2].register_forward_pre_hook(fail)
+    monkeypatch.setattr(engine, "generate_aside", lambda *_, **options: 1 / options["secret"])
     engine.generate(prompt(), 2)
     assert compare.wait(120)
     assert compare.status().failed == 1
-    assert "RuntimeError" in caplog.text and "secret" not in caplog.text
-    assert engine.generate(prompt(1), 2).token_ids
+    assert caplog.records and "secret" not in caplog.text
 
 
 def test_an_interpreter_that_ends_does_not_wait_for_comparisons() -> None:

@@ -44,30 +44,16 @@ def engine() -> Iterator[Recorded]:
         yield engine
 
 
-def slow_loading(monkeypatch: pytest.MonkeyPatch, layer_s: float) -> None:
-    own = LayerLoader.fetch_kv
-
-    def fetch_kv(self: LayerLoader, layer: int, piece: int) -> None:
-        time.sleep(layer_s)
-        own(self, layer, piece)
-
-    monkeypatch.setattr(LayerLoader, "fetch_kv", fetch_kv)
-
-
 @pytest.mark.parametrize("layer_s", [0.0, 0.012, 0.1])
 def test_recomputing_takes_as_long_as_loading(
     engine: Recorded, monkeypatch: pytest.MonkeyPatch, layer_s: float
 ) -> None:
-    slow_loading(monkeypatch, layer_s)
+    own = LayerLoader.fetch_kv
+    monkeypatch.setattr(LayerLoader, "fetch_kv", lambda *args: (time.sleep(layer_s), own(*args)))
     found = choose_ratio(engine, [PROMPT, OTHER])
     # The first is a warm-up; each prompt is blended, without recomputing anything, and then prefilled in full.
     _, *reports = engine.__dict__["reports"]
-    assert [(each.selector, each.recomputed_tokens) for each in reports] == [
-        ("none", 0),
-        ("full", 60),
-        ("none", 0),
-        ("full", 30),
-    ]
+    assert [each.recomputed_tokens for each in reports] == [0, 60, 0, 30]
     load_s = compute_s = 0.0
     for blended, full in zip(reports[::2], reports[1::2], strict=True):
         times = blended.trace.layers
@@ -77,19 +63,15 @@ def test_recomputing_takes_as_long_as_loading(
     assert found == pytest.approx(min(max(load_s / compute_s, 0.05), 1))
 
 
-def test_prompts_that_load_nothing_are_refused(engine: BlendEngine) -> None:
+def test_what_loads_nothing_or_cannot_be_blended_is_refused(engine: BlendEngine) -> None:
     for prompts in ([], [BlendPrompt("", [], words(3, 1))], [BlendPrompt("", [Chunk(words(8, 5))], words(3, 1))]):
-        with pytest.raises(ConfigError, match="stored"):
+        with pytest.raises(ConfigError):
             choose_ratio(engine, prompts)
-
-
-def test_a_model_that_cannot_be_blended_is_refused() -> None:
     model = tiny_model("llama")
     # It then depends on more than a row and the KV before it.
     model.model.layers[3].register_forward_hook(lambda layer, args, output: output + output.mean(dim=1, keepdim=True))
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings()) as engine:
-        with pytest.raises(UnsupportedModelError, match="off by"):
-            choose_ratio(engine, [PROMPT])
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings()) as other, pytest.raises(UnsupportedModelError):
+        choose_ratio(other, [PROMPT])
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=8))

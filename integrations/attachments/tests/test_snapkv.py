@@ -37,87 +37,65 @@ def test_room_for_the_whole_context_changes_no_token(family: str, attention: str
     config = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15, self_check=False)
     with BlendEngine(tiny_model(family, attention), tiny_tokenizer(), **config) as engine:
         engine.add(CHUNKS)
-        for enabled in (True, False):
+        for enabled, capacity in ((True, 1.0), (False, CONTEXT)):
             settings = engine.blend.replace(enabled=enabled)
             own = engine.generate(PROMPT, 10, blend=settings, do_sample=False)
-            for capacity in (1.0, CONTEXT, 10_000):
-                with closing(engine.attach(SnapKV(capacity))):
-                    kept = engine.generate(PROMPT, 10, blend=settings, do_sample=False)
-                assert kept.token_ids == own.token_ids
-                assert kept.report.kv_bytes == kept.report.kv_bytes_before == own.report.kv_bytes
+            with closing(engine.attach(SnapKV(capacity))):
+                kept = engine.generate(PROMPT, 10, blend=settings, do_sample=False)
+            assert kept.token_ids == own.token_ids
+            assert kept.report.kv_bytes == kept.report.kv_bytes_before == own.report.kv_bytes
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_report_counts_what_was_evicted(engine: BlendEngine, enabled: bool) -> None:
-    length = len(engine.prompt_ids(PROMPT))
-    own = engine.generate(PROMPT, 8, blend=engine.blend.replace(enabled=enabled)).report
-    assert (own.evicted_tokens, own.kept_reason) == (0, None)
-    assert own.kv_bytes == own.kv_bytes_before == length * TOKEN_BYTES
+def test_the_report_counts_what_was_evicted_after_the_first_token(engine: BlendEngine, enabled: bool) -> None:
+    length, config = len(engine.prompt_ids(PROMPT)), engine.blend.replace(enabled=enabled)
+    own = engine.prefill(PROMPT, blend=config)
+    assert own.report.kv_bytes == own.report.kv_bytes_before == length * TOKEN_BYTES
     for capacity, kept in ((0.25, 16), (10, 10), (1, 1), (0.001, 1)):
-        config = engine.blend.replace(enabled=enabled)
         with closing(engine.attach(SnapKV(capacity))):
-            reports = [engine.generate(PROMPT, 8, blend=config).report, engine.prefill(PROMPT, blend=config).report]
-        for report in reports:
+            first, answer = engine.prefill(PROMPT, blend=config), engine.generate(PROMPT, 8, blend=config)
+        torch.testing.assert_close(first.logits, own.logits, atol=0, rtol=0)
+        for report in (first.report, answer.report):
             assert report.evicted_tokens == CONTEXT - kept
             assert report.kv_bytes == (length - CONTEXT + kept) * TOKEN_BYTES
             assert report.kv_bytes_before == length * TOKEN_BYTES
-            assert (report.context_tokens, report.prompt_tokens) == (62, length)
-            assert report.to_dict()["kv_bytes"] == report.kv_bytes
 
 
-def test_the_first_token_is_that_of_the_whole_context(engine: BlendEngine) -> None:
-    with closing(engine.attach(SnapKV(1))):
-        evicting = engine.prefill(PROMPT).logits
-    torch.testing.assert_close(evicting, engine.prefill(PROMPT).logits, atol=0, rtol=0)
-
-
-def test_time_per_output_token_needs_two_tokens(engine: BlendEngine) -> None:
-    assert engine.generate(PROMPT, 1).report.tpot_s is None
-    assert (engine.generate(PROMPT, 6, min_new_tokens=6).report.tpot_s or 0) > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
+@pytest.mark.parametrize(
+    ("family", "attention", "dtype"), [("llama", "sdpa", torch.float16), ("gemma2", "eager", torch.bfloat16)]
+)
 def test_half_precision(family: str, attention: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, attention).to(dtype)
     with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False)) as engine:
         engine.attach(SnapKV(10))
         engine.add(CHUNKS)
-        for enabled in (True, False):
-            report = engine.generate(PROMPT, 5, blend=engine.blend.replace(enabled=enabled)).report
-            assert report.evicted_tokens == CONTEXT - 10
-            assert report.kv_bytes_before == report.prompt_tokens * TOKEN_BYTES // 2
+        report = engine.generate(PROMPT, 5).report
+        assert report.evicted_tokens == CONTEXT - 10
+        assert report.kv_bytes_before == report.prompt_tokens * TOKEN_BYTES // 2
 
 
-def test_a_stream_is_what_is_generated(engine: BlendEngine) -> None:
+def test_a_stream_and_each_of_many_is_what_is_generated_alone(engine: BlendEngine) -> None:
     engine.attach(SnapKV(0.25))
     wanted = engine.generate(PROMPT, 10, do_sample=False)
     stream = engine.stream(PROMPT, 10, do_sample=False)
     assert "".join(stream) == wanted.text
-    result = stream.result()
-    assert result.token_ids == wanted.token_ids
-    for figure in ("kv_bytes", "evicted_tokens"):
-        assert getattr(result.report, figure) == getattr(wanted.report, figure)
+    many = engine.generate_many([PROMPT, PROMPT], 10, do_sample=False)
+    for result in (stream.result(), *many):
+        assert result.token_ids == wanted.token_ids
+        assert result.report.evicted_tokens == wanted.report.evicted_tokens > 0
+    assert all(result.report.alone_reason for result in many)
 
 
-def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
+@pytest.mark.parametrize("end", [None, "", "  ", ()], ids=repr)
+def test_a_chunk_at_the_end_is_kept(engine: BlendEngine, end: str | tuple[int, ...] | None) -> None:
+    segments = [words(4, 1), ChunkRef("n0"), words(3, 2), ChunkRef("n1"), ChunkRef("n2")]
+    wanted = engine.prefill(BlendPrompt(segments=segments)).logits
     engine.attach(SnapKV(10))
-    prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), words(3, 2), ChunkRef("n1"), ChunkRef("n2")])
-    assert engine.generate(prompt, 4).report.evicted_tokens == 20 + 3 + 22 - 10
-    alone = BlendPrompt(segments=[words(4, 1), ChunkRef("n0")])
-    report = engine.generate(alone, 4).report
+    result = engine.prefill(BlendPrompt(segments=segments if end is None else [*segments, end]))
+    assert result.report.evicted_tokens == 20 + 3 + 22 - 10
+    assert (result.logits - wanted).abs().max() < 1e-4
+    report = engine.generate(BlendPrompt(segments=segments[:2]), 4).report
     assert (report.evicted_tokens, report.kv_bytes) == (0, report.kv_bytes_before)
-
-
-@pytest.mark.parametrize("end", ["", "  ", ()], ids=repr)
-def test_text_without_tokens_is_no_end(engine: BlendEngine, end: str | tuple[int, ...]) -> None:
-    segments = [words(4, 1), ChunkRef("n0"), ChunkRef("n1")]
-    wanted = engine.prefill(BlendPrompt(segments=segments))
-    engine.attach(SnapKV(10))
-    result = engine.prefill(BlendPrompt(segments=[*segments, end]))
-    assert result.report.chunks[-1].reason == "the prompt ends with it, so it is computed like text"
-    assert result.report.evicted_tokens == 20 - 10
-    assert (result.logits - wanted.logits).abs().max() < 1e-4
 
 
 def test_long_answers_outgrow_the_room(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +110,7 @@ def test_layers_with_a_window_are_kept_whole_and_the_report_says_so() -> None:
         engine.attach(SnapKV(10))
         engine.add(CHUNKS)
         report = engine.generate(PROMPT, 4).report
-        assert report.kept_reason == "4 of 6 layers are kept whole: sliding_attention of 16 tokens"
+        assert "4 of 6 layers" in str(report.kept_reason)
         dropped = (CONTEXT - 10) * TOKEN_BYTES * 2 // 6
         assert (report.evicted_tokens, report.kv_bytes) == (CONTEXT - 10, report.kv_bytes_before - dropped)
 
@@ -157,7 +135,7 @@ def test_a_model_whose_attention_is_its_own_is_refused(model_type: str, attachme
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 1}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes, eos_token_id=2, pad_token_id=0)).eval()
     with BlendEngine(model, tiny_tokenizer(), **engine_settings(enabled=False)) as engine:
-        with pytest.raises(UnsupportedModelError, match=r"needs attention weights, which .* does not show"):
+        with pytest.raises(UnsupportedModelError):
             engine.attach(attachment())
         assert engine.attachments == ()
 
@@ -165,26 +143,29 @@ def test_a_model_whose_attention_is_its_own_is_refused(model_type: str, attachme
 def test_what_drops_kv_stands_alone_and_one_of_a_kind(engine: BlendEngine) -> None:
     with closing(engine.attach(SnapKV(5))):
         for attachment in (Repair(0.1), SourceAttention(), SnapKV(0.5)):
-            with pytest.raises(ConfigError, match="cannot be combined with the SnapKV attached"):
+            with pytest.raises(ConfigError):
                 engine.attach(attachment)
         with engine.for_tenant("other") as other:
             assert [each.kv_capacity for each in other.attachments if isinstance(each, SnapKV)] == [5]
     engine.attach(Repair(0.1))
     engine.attach(SourceAttention())
-    with pytest.raises(ConfigError, match="SnapKV cannot be combined with the Repair attached"):
+    with pytest.raises(ConfigError):
         engine.attach(SnapKV(5))
 
 
-_NO_CAPACITY = (0, -3, 0.0, -0.5, 1.5, 512.0, float("nan"), float("inf"), True, "many", "512", None, [4])
+NO_CAPACITY = (0, -3, 0.0, -0.5, 1.5, 512.0, float("nan"), float("inf"), True, "many", "512", None, [4])
 
 
-def test_settings_without_meaning_are_refused() -> None:
-    for make, message in (
-        *((partial(SnapKV, each), r"kv_capacity=.*an integer from 1.* or a share of") for each in _NO_CAPACITY),
-        (partial(SnapKV, 5, pooling_kernel=8), "pooling_kernel=8 must be odd"),
-        (partial(SnapKV, 5, observation_window=0), "observation_window=0 must be a number of tokens"),
-        (partial(Repair, -1), "budget=-1 of a repair must be a number from 0 to 1"),
-        (partial(Repair, 0.1, look_layers=(3, 2)), "look_layers=.*ascending"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            make()
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        *((partial(SnapKV, each), "kv_capacity") for each in NO_CAPACITY),
+        (partial(SnapKV, 5, pooling_kernel=8), "pooling_kernel"),
+        (partial(SnapKV, 5, observation_window=0), "observation_window"),
+        (partial(Repair, -1), "budget"),
+        (partial(Repair, 0.1, look_layers=(3, 2)), "look_layers"),
+    ],
+)
+def test_settings_without_meaning_are_refused(make: Callable[[], Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        make()

@@ -53,13 +53,12 @@ def renderer(template: str) -> Any:
 
 
 def tokens_of(name: str) -> Tokens:
-    bos = tokenize(BOS_TEXT.get(name, ""))
-    return Tokens(tokenize, 0, bos, BOS_TEXT.get(name, ""), renderer(TEMPLATES[name]))
+    text = BOS_TEXT.get(name, "")
+    return Tokens(tokenize, 0, tokenize(text), text, renderer(TEMPLATES[name]))
 
 
 def said(schema: Schema, tokens: Tokens, *parts: Any) -> str:
-    layout = SchemaLayout(schema, tokens)
-    return "".join(map(chr, lay_out(layout, schema.prompt(*parts)).token_ids))
+    return "".join(map(chr, lay_out(SchemaLayout(schema, tokens), schema.prompt(*parts)).token_ids))
 
 
 SCHEMA = Schema.from_text(
@@ -79,19 +78,13 @@ def messages(content: str, *more: Message) -> list[Message]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_prompt_reads_as_the_template_writes_it(name: str) -> None:
     tokens = tokens_of(name)
-    question = {"role": "user", "content": "Why?"}
-    chats = [messages("Read: AAABBB", question)]
+    chat = messages("Read: AAABBB", {"role": "user", "content": "Why?"})
     if name == "gemma":
-        chats = [[{"role": "user", "content": "Be brief.\n\nRead: AAABBB"}, *chats[0][2:]]]
-    expected = tokens.chat(chats[0])  # type: ignore[misc]
-    assert said(SCHEMA, tokens, Import("a"), Import("b"), "Why?") == expected
-    assert said(SCHEMA, tokens, Import("a"), Import("b"), Turn("user", "Why?")) == expected
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_text_goes_on_with_the_users_message_where_that_is_the_last(name: str) -> None:
+        chat = [{"role": "user", "content": "Be brief.\n\nRead: AAABBB"}, *chat[2:]]
+    for question in ("Why?", Turn("user", "Why?")):
+        assert said(SCHEMA, tokens, Import("a"), Import("b"), question) == tokens.chat(chat)  # type: ignore[misc]
+    # Where the schema ends with the user's message, text goes on with it.
     schema = Schema.from_text('<schema name="s"><user>Read: <module name="a">AAA</module></user></schema>')
-    tokens = tokens_of(name)
     expected = tokens.chat([{"role": "user", "content": "Read: AAA\nWhy?"}])  # type: ignore[misc]
     assert said(schema, tokens, Import("a"), "Why?") == expected
     cached = lay_out(SchemaLayout(schema, tokens), schema.prompt(Import("a"), "Why?")).parts
@@ -104,37 +97,24 @@ def test_messages_without_messages_in_the_schema() -> None:
         "<bos>Text. AAA<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n"
     )
     assert said(schema, tokens_of("chatml"), Import("a"), "Why?") == "Text. AAAWhy?"
-
-
-def test_marks_in_a_question_are_text() -> None:
+    # What marks the places of contents may stand in a question.
     text = "\ue0000\ue000 and \ue001"
     assert text in said(SCHEMA, tokens_of("chatml"), Turn("user", text))
 
 
+REPEATS = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
+MOVES = "{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
+COUNTS = "{% for m in messages %}[{{ messages | length }}]{{ m.content }}{% endfor %}"
+
+
 @pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ messages[0].content }}", "drops, repeats or moves the content of this <user>"),
-        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "content of this <system>"),
-        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", "drops, repeats or moves"),
-        ("{{ raise_exception('no') }}", r"refuses messages with the roles .*: no; change their order"),
-    ],
+    "template", [None, "{{ messages[0].content }}", REPEATS, MOVES, "{{ raise_exception('no') }}", COUNTS]
 )
-def test_a_template_that_cannot_be_cut_is_refused(template: str, message: str) -> None:
-    with pytest.raises(PMLError, match=message) as caught:
-        SchemaLayout(SCHEMA, Tokens(tokenize, chat=renderer(template)))
-    assert caught.value.line is not None
-
-
-def test_a_template_that_words_the_schema_by_its_prompt_is_refused() -> None:
-    counted = "{% for m in messages %}[{{ messages | length }}]{{ m.content }}{% endfor %}"
-    with pytest.raises(PMLError, match=r"with the messages of this prompt .* writes '\[5\]' before the <system>"):
-        said(SCHEMA, Tokens(tokenize, chat=renderer(counted)), Turn("user", "a"), Turn("assistant", "b"))
-
-
-def test_messages_need_a_template() -> None:
-    with pytest.raises(PMLError, match=r"line 2: <system>.* are written by .* has none"):
-        SchemaLayout(SCHEMA, Tokens(tokenize))
+def test_a_template_that_is_missing_or_cannot_be_cut_is_refused(template: str | None) -> None:
+    tokens = Tokens(tokenize, chat=None if template is None else renderer(template))
+    with pytest.raises(PMLError) as caught:
+        said(SCHEMA, tokens, Turn("user", "a"), Turn("assistant", "b"))
+    assert template == COUNTS or caught.value.line is not None
 
 
 def test_a_scaffold_of_messages_holds_their_words() -> None:
@@ -142,12 +122,11 @@ def test_a_scaffold_of_messages_holds_their_words() -> None:
         '<schema name="s"><scaffold><system>Be brief.</system><user>Read: <module name="a">AAA</module></user></scaffold>'
         "</schema>"
     )
-    layout = SchemaLayout(schema, tokens_of("chatml"))
-    assert len(layout.parts) == 1 and layout.parts[0].is_contiguous
-    expected = tokens_of("chatml").chat(  # type: ignore[misc]
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Read: AAA\nWhy?"}]
-    )
-    assert said(schema, tokens_of("chatml"), Import("a"), "Why?") == expected
+    tokens = tokens_of("chatml")
+    [part] = SchemaLayout(schema, tokens).parts
+    assert part.is_contiguous
+    expected = tokens.chat([*messages("")[:1], {"role": "user", "content": "Read: AAA\nWhy?"}])  # type: ignore[misc]
+    assert said(schema, tokens, Import("a"), "Why?") == expected
 
 
 def test_a_real_tokenizer_reads_what_its_template_writes() -> None:

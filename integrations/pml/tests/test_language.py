@@ -46,7 +46,10 @@ def test_white_space_around_tags_is_for_people() -> None:
     <module name="a"> kept </module> <module name="b">for <param name="n" len="2"/>
       days</module>
   </union>
-  Last words.
+  <module name="space" xml:space="preserve">
+x
+</module>
+  a &lt; b &amp; c<![CDATA[ <d> ]]>&#233;
 </schema>"""
     ) == [
         (None, "First words.\n\n"),
@@ -56,16 +59,9 @@ def test_white_space_around_tags_is_for_people() -> None:
         ("b", "for "),
         ("b", "<n>"),
         ("b", "\ndays\n"),
-        (None, "Last words.\n"),
+        ("space", "\nx\n"),
+        (None, "a < b & c <d> é\n"),
     ]
-
-
-def test_preserved_space_stays() -> None:
-    assert texts('<schema name="s"><module name="a" xml:space="preserve">\nx\n</module></schema>') == [("a", "\nx\n")]
-
-
-def test_character_references_and_cdata_are_text() -> None:
-    assert texts('<schema name="s">a &lt; b &amp; c<![CDATA[ <d> ]]>&#233;</schema>') == [(None, "a < b & c <d> é")]
 
 
 def test_a_module_may_be_a_file(tmp_path: Path) -> None:
@@ -76,12 +72,9 @@ def test_a_module_may_be_a_file(tmp_path: Path) -> None:
     schema = Schema.from_file(tmp_path / "main.pml")
     assert schema.modules["t"].children == (Text("A tool.\n  It works.\n"),)
     assert Schema.from_text(markup, root=tmp_path) == schema
-
-
-def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "bytes.pml").write_bytes(b"<schema name='s'>\xff</schema>")
     for name in ("none.pml", "bytes.pml"):
-        with pytest.raises(PMLError, match="cannot be read") as caught:
+        with pytest.raises(PMLError) as caught:
             Schema.from_file(tmp_path / name)
         assert caught.value.source == name
 
@@ -91,40 +84,24 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path) -> None:
     [
         ("", None, "empty"),
         ("<module name='a'>x</module>\n<module name='a'>y</module>", 2, "'a'"),
-        ("<module name='a'><module name='a'>y</module></module>", 1, "'a'"),
         ("\n<module name='a'/>", 2, "module 'a'"),
         ("<module name='a'>\n  \n</module>", 1, "module 'a'"),
         ("\n<module>x</module>", 2, 'module name='),
-        ("<module src='x'>x</module>", 1, 'module name='),
-        ("<module name=' '>x</module>", 1, "module name="),
         ("<module name='a' nam='b'>x</module>", 1, "attribute nam"),
         ("<module name='a'>\n<modul name='b'>x</modul></module>", 2, "<module name="),
-        ("<zzz/>", 1, "<module>, <union>"),
-        ("\n<union/>", 2, "at least one <module>"),
         ("\n<union>\n  text</union>", 2, "at least one <module>"),
-        ("<union>\n<union><module name='a'>x</module></union></union>", 2, "at least one <module>"),
-        ("<param name='p' len='3'/>", 1, "element param"),
         ("<scaffold><param name='p' len='3'/></scaffold>", 1, "parameter 'p'"),
-        ("<module name='a'><param len='3'/></module>", 1, "param name="),
         ("<module name='a'>\n<param name='p'/></module>", 2, "len="),
-        ("<module name='a'><param name='p' len='3' length='3'/></module>", 1, "attribute length"),
-        ("<module name='a'><param name='p' len='0'/></module>", 1, "'0'"),
         ("<module name='a'><param name='p' len='100001'/></module>", 1, "'100001'"),
-        ("<module name='a'><param name='p' len='1e3'/></module>", 1, "'1e3'"),
         ("<module name='a'><param name='1p' len='1'/></module>", 1, "'1p'"),
-        ("<module name='a'><param name='p' len='1'>x</param></module>", 1, "element param"),
         ("<module name='a'><param name='p' len='1'/>\n<scaffold><param name='p' len='1'/></scaffold></module>", 2, "'p'"),
         ("<scaffold><module name='a'>\n<scaffold>x</scaffold></module></scaffold>", 2, "scaffold"),
-        ("<scaffold><scaffold>x</scaffold></scaffold>", 1, "scaffold"),
         ("<user>x</user>\n<module name='a'>x</module>", 2, "module 'a'"),
         ("<user>x</user>more", 1, "text 'more'"),
-        ("<module name='a'>\n<user>x</user></module>", 2, "element user"),
         ("<module name='a'><scaffold>\n<user>x</user></scaffold></module>", 2, "'user'"),
-        ("<user><assistant>x</assistant></user>", 1, "element assistant"),
         ("<module name='a' src='x.txt'/>", 1, "root="),
         ("<module name='a' src='x.txt'>x</module>", 1, "src='x.txt'"),
         ("<module name='a' xml:space='no'>x</module>", 1, "attribute space"),
-        ("<module name='a'>\n<union></module>", 2, "union"),
         ("a < b", 1, "&lt;"),
         ("<x:module name='a' xmlns:x='y'/>", 1, "namespace"),
     ],
@@ -150,41 +127,23 @@ TRAVEL = """<schema name="travel">
 @pytest.mark.parametrize(
     ("inside", "line", "named"),
     [
-        ("<plam days='3'/>", 1, "it has plan, "),
         ("\n<zzz/>", 2, "'zzz'"),
         ("<plan/>", 1, "parameter 'days'"),
         ("<plan days='3' city='x'/>", 1, "parameter 'city'"),
         ("<rome/>", 1, "in module 'away'"),
-        ("<plan days='3'>\n<module name='3 tips'/></plan>", 2, "'3 tips' is in no module"),
         ("<plan days='3'><home/>\n<away/></plan>", 2, "module 'away' and module 'home'"),
         ("<plan days='3'/>\n<plan days='3'/>", 2, "at line 1"),
-        ("<user>x</user>\n<plan days='3'/>", 2, "<user> at line 1"),
         ("<user>x</user> more", 1, "<user> at line 1"),
         ("<user>\n<plan days='3'/></user>", 1, "<plan>"),
         ("<plan days='3'>\n<user>x</user></plan>", 2, "Turn"),
-        ("\n<user><plan/></user>", 2, "<plan>"),
         ("<user name='Ada'>x</user>", 1, "'name'"),
         ("<module/>", 1, "name="),
-        ("\n<plan days='3'>", 2, "plan"),
     ],
 )  # fmt: skip
 def test_a_wrong_prompt_says_where_and_what_is_wrong(inside: str, line: int, named: str) -> None:
     with pytest.raises(PMLError, match=re.escape(named)) as caught:
         Schema.from_text(TRAVEL).parse_prompt(f"<prompt schema='travel'>{inside}</prompt>", source="p.pml")
     assert (caught.value.source, caught.value.line) == ("p.pml", line)
-
-
-def test_a_prompt_for_another_schema_and_no_prompt_at_all() -> None:
-    schema = Schema.from_text(TRAVEL)
-    for wrong, named in (
-        ("<prompt schema='other'>x</prompt>", "'travel'"),
-        ("<prompt/>", "None"),
-        (TRAVEL, "<prompt>"),
-    ):
-        with pytest.raises(PMLError, match=named):
-            schema.parse_prompt(wrong)
-    with pytest.raises(PMLError, match="<schema>"):
-        Schema.from_text("<prompt schema='travel'>x</prompt>")
 
 
 def test_python_and_markup_make_the_same_prompt() -> None:
@@ -199,14 +158,12 @@ def test_python_and_markup_make_the_same_prompt() -> None:
         Turn("user", "Now"),
     )
     assert written == made
+    for wrong in ("<prompt schema='other'>x</prompt>", "<prompt/>", TRAVEL):
+        with pytest.raises(PMLError):
+            schema.parse_prompt(wrong)
+    # A string is never markup.
+    assert lay_out(SchemaLayout(schema, Tokens(tokenize)), schema.prompt("<3 &")).token_ids == tokenize("<3 &")
     assert list(made.imports) == ["plan", "away", "oslo", "3 tips"]
-
-
-def test_a_string_is_never_markup() -> None:
-    schema = Schema.from_text(TRAVEL)
-    layout = SchemaLayout(schema, Tokens(tokenize))
-    found = lay_out(layout, schema.prompt("<plan days='3'/> & </prompt>"))
-    assert found.token_ids == tokenize("<plan days='3'/> & </prompt>")
 
 
 def test_python_and_markup_make_the_same_schema() -> None:
@@ -223,23 +180,22 @@ def nested(depth: int) -> Module:
     return Module(f"m{depth}", [nested(depth - 1)] if depth else "a")
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: Schema("s", ()), "empty"),
-        (lambda: Schema("s", [Module("m", "b"), Module("m", "b")]), "'m'"),
-        (lambda: Schema("s", [Module("m", [Param("p", 0)])]), "length 0"),
-        (lambda: Schema("s", [Module(" ", "b")]), "' '"),
-        (lambda: Schema("s", [Role("judge", "b")]), "'judge'"),  # type: ignore[arg-type]
-        (lambda: Schema("s", [Param("p", 1)]), "Param"),
-        (lambda: Union(["text"]), "Module"),  # type: ignore[list-item]
-        (lambda: Module("m", [3]), "int"),  # type: ignore[list-item]
-        (lambda: Schema("s", "a").prompt(3), "int"),  # type: ignore[arg-type]
-        (lambda: Schema("s", "a").prompt(Turn("judge", "b")), "'judge'"),  # type: ignore[arg-type]
-        (lambda: Schema("s", [nested(64)]), "deeper than 64"),
-        (lambda: Schema("s", [Module("m", [Param("p", 1)])]).prompt(Import("m", {"p": 3})), "text"),  # type: ignore[dict-item]
-    ],
-)
-def test_what_is_made_in_python_is_checked_like_any_other(make: Callable[[], object], named: str) -> None:
-    with pytest.raises(PMLError, match=named):
+MADE_WRONG: list[Callable[[], object]] = [
+    lambda: Schema("s", ()),
+    lambda: Schema("s", [Module("m", "b"), Module("m", "b")]),
+    lambda: Schema("s", [Module("m", [Param("p", 0)])]),
+    lambda: Schema("s", [Module(" ", "b")]),
+    lambda: Schema("s", [Role("judge", "b")]),  # type: ignore[arg-type]
+    lambda: Schema("s", [Param("p", 1)]),
+    lambda: Union(["text"]),  # type: ignore[list-item]
+    lambda: Schema("s", "a").prompt(3),  # type: ignore[arg-type]
+    lambda: Schema("s", "a").prompt(Turn("judge", "b")),  # type: ignore[arg-type]
+    lambda: Schema("s", [nested(64)]),
+    lambda: Schema("s", [Module("m", [Param("p", 1)])]).prompt(Import("m", {"p": 3})),  # type: ignore[dict-item]
+]
+
+
+@pytest.mark.parametrize("make", MADE_WRONG)
+def test_what_is_made_in_python_is_checked_like_any_other(make: Callable[[], object]) -> None:
+    with pytest.raises(PMLError):
         make()

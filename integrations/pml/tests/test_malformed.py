@@ -1,9 +1,7 @@
-"""Documents that nobody meant to write: each is read, or refused with a place, and no file outside the root is opened."""
+"""Documents that nobody meant to write: each is read, or refused with a place, and no file outside the root is in it."""
 
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_pml import Import, Schema, SchemaLayout, Tokens, lay_out
-from cacheblend_pml.chat import Message
 from cacheblend_rag.errors import PMLError
 from integrations.pml.tests.naive import tokenize
 
@@ -31,8 +28,7 @@ SEEDS = [
     """<!DOCTYPE s [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;&b;&b;&b;&b;">]>
 <schema name="laughs"><module name="a">&c;</module></schema>""",
     """<!DOCTYPE s [<!ENTITY file SYSTEM "file:///etc/passwd">]><schema name="file"><module name="a">&file;</module></schema>""",
-    """<?xml version="1.0" encoding="utf-16"?><schema name="bytes"><module name="a" src="../outside.txt"/></schema>""",
-    """<schema name="links"><module name="a" src="link.txt"/><module name="b" src="/etc/passwd"/></schema>""",
+    """<?xml version="1.0" encoding="utf-16"?><schema name="a"><module name="a" src="link.txt"/>../outside.txt</schema>""",
 ]
 PROMPTS = [
     '<prompt schema="travel"><plan days="3"><oslo month="May"/></plan>By train.<user>Tell me more</user></prompt>',
@@ -81,92 +77,49 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_opened: list[str] | None = None
-
-
-def _note(event: str, arguments: tuple) -> None:
-    if event == "open" and _opened is not None and isinstance(arguments[0], str | bytes | os.PathLike):
-        _opened.append(os.path.realpath(os.fsdecode(arguments[0])))
-
-
-sys.addaudithook(_note)
-
-
-@contextmanager
-def watched_opens(root: Path) -> Iterator[None]:
-    """Fail if a file outside of `root` is opened."""
-    global _opened
-    _opened = []
-    try:
-        yield
-    finally:
-        opened, _opened = _opened, None
-    # Python imports some of its codecs when they are first used.
-    opened = [each for each in opened if not each.endswith((".py", ".pyc", ".so"))]
-    assert [each for each in opened if not Path(each).is_relative_to(root.resolve())] == []
-
-
-def texts(nodes: tuple) -> Iterator[str]:
-    for node in nodes:
-        if hasattr(node, "text"):
-            yield node.text
-        yield from texts(getattr(node, "children", None) or getattr(node, "members", ()))
+def said_by(nodes: tuple) -> str:
+    inner = (getattr(node, "children", None) or getattr(node, "members", ()) for node in nodes)
+    return "".join(getattr(node, "text", "") + said_by(within) for node, within in zip(nodes, inner, strict=True))
 
 
 def read(document: str, root: Path) -> Schema | None:
-    refusal: PMLError | None = None
-    with watched_opens(root):
-        try:
-            schema = Schema.from_text(document, root=root, source="document")
-        except PMLError as error:
-            refusal = error
-    if refusal is not None:
-        assert refusal.source is not None and str(refusal).startswith(refusal.source)
-        assert refusal.line is None or 1 <= refusal.line <= document.count("\n") + document.count("\r") + 2
-        return None
-    files = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    assert sum(map(len, texts(schema.children))) <= len(document) + files * (1 + document.count("src"))
-    assert "secret" not in "".join(texts(schema.children)) or "secret" in document
-    return schema
+    try:
+        schema = Schema.from_text(document, root=root, source="document")
+    except PMLError as error:
+        refusal = error
+    else:
+        files = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        said = said_by(schema.children)
+        assert len(said) <= len(document) + files * (1 + document.count("src"))
+        assert not any(word in said and word not in document for word in ("secret", "root:"))
+        return schema
+    assert refusal.source == "document"
+    assert refusal.line is None or 1 <= refusal.line <= document.count("\n") + document.count("\r") + 2
+    return None
 
 
-def chat(messages: Sequence[Message]) -> str:
-    return "".join(f"[{each['role']}]{each['content']}" for each in messages)
+TOKENS = Tokens(tokenize, 0, (1,), "", lambda said: "".join(f"[{each['role']}]{each['content']}" for each in said))
 
 
-TOKENS = Tokens(tokenize, 0, (1,), "", chat)
-
-
-def check_document(document: str, root: Path) -> None:
+def check(root: Path, document: str, prompt: str) -> None:
     schema = read(document, root)
-    if schema is None:
-        return
-    name = next(iter(schema.modules), None)
     with suppress(PMLError):
-        layout = SchemaLayout(schema, TOKENS)
-        found = lay_out(layout, schema.prompt("?") if name is None else schema.prompt(Import(name), "?"))
-        assert found.token_ids
-
-
-def check_prompt(document: str) -> None:
-    schema = Schema.from_text(SEEDS[0])
+        if schema is not None:
+            name = next(iter(schema.modules), None)
+            asked = schema.prompt("?") if name is None else schema.prompt(Import(name), "?")
+            assert lay_out(SchemaLayout(schema, TOKENS), asked).token_ids
+    travel = Schema.from_text(SEEDS[0])
     with suppress(PMLError):
-        assert lay_out(SchemaLayout(schema, TOKENS), schema.parse_prompt(document, source="document")).token_ids
+        assert lay_out(SchemaLayout(travel, TOKENS), travel.parse_prompt(prompt, source="document")).token_ids
 
 
 RELAXED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=600, suppress_health_check=RELAXED)
-@given(documents)
-def test_a_malformed_schema_is_read_or_refused(root: Path, document: str) -> None:
-    check_document(document, root)
-
-
-@settings(max_examples=300, suppress_health_check=RELAXED)
-@given(prompts)
-def test_a_malformed_prompt_is_read_or_refused(document: str) -> None:
-    check_prompt(document)
+@settings(max_examples=500, suppress_health_check=RELAXED)
+@given(documents, prompts)
+def test_malformed_documents_are_read_or_refused(root: Path, document: str, prompt: str) -> None:
+    check(root, document, prompt)
 
 
 @pytest.mark.full
@@ -174,25 +127,15 @@ def test_a_malformed_prompt_is_read_or_refused(document: str) -> None:
 @settings(max_examples=10_000, suppress_health_check=RELAXED)
 @given(documents, prompts)
 def test_ten_thousand_malformed_documents(root: Path, document: str, prompt: str) -> None:
-    check_document(document, root)
-    check_prompt(prompt)
+    check(root, document, prompt)
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        (SEEDS[2], "no entity can expand"),
-        (SEEDS[3], "no entity can expand"),
-        ('<schema name="s"><module name="a" src="../outside.txt"/></schema>', "lies outside of the folder 'root'"),
-        ('<schema name="s"><module name="a" src="link.txt"/></schema>', "lies outside of the folder 'root'"),
-        ('<schema name="s"><module name="a" src="/etc/passwd"/></schema>', "lies outside of the folder 'root'"),
-        ('<schema name="s"><module name="a" src="pipe"/></schema>', "is no file there"),
-        ('<schema name="s"><module name="a" src="folder"/></schema>', "is no file there"),
-        ('<schema name="s"><module name="a" src="none.txt"/></schema>', "is no file there"),
-        ("<a>" * 100_000, "depth"),
-        ('<schema name="s">' + "<module name='m'>" * 100 + "</module>" * 100 + "</schema>", "nested deeper than 64"),
-    ],
-)
-def test_an_attack_is_refused_and_opens_nothing(root: Path, document: str, message: str) -> None:
-    with watched_opens(root), pytest.raises(PMLError, match=message):
+SOURCES = ("../outside.txt", "link.txt", "/etc/passwd", "pipe", "folder", "none.txt")
+ATTACKS = [*SEEDS[2:4], *(f'<schema name="s"><module name="a" src="{src}"/></schema>' for src in SOURCES)]
+ATTACKS += ["<a>" * 100_000, '<schema name="s">' + "<module name='m'>" * 100 + "</module>" * 100 + "</schema>"]
+
+
+@pytest.mark.parametrize("document", ATTACKS)
+def test_an_attack_is_refused(root: Path, document: str) -> None:
+    with pytest.raises(PMLError):
         Schema.from_text(document, root=root, source="document")

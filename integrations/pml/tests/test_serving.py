@@ -11,14 +11,13 @@ from cacheblend_pml import Import, Module, Param, Prompt, Scaffold, Schema, Sche
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.core.gapped import own_logits
+from tests.engines import store_of
 from tests.families import tiny_tokenizer, words
 from tests.limits import wait_until
 
 TOLERANCE = 1e-4
 # Behind the BOS alone, which every prompt begins with.
 REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True, preamble="")
-# Rotary, bias by distance, learned positions.
-FAMILIES = ["llama", "bloom", "gpt2"]
 
 
 def make(family: str = "llama", store: Path | None = None, **changes: int | str) -> BlendEngine:
@@ -26,7 +25,8 @@ def make(family: str = "llama", store: Path | None = None, **changes: int | str)
     return BlendEngine(tiny_model(tiny_config(family)), tiny_tokenizer(), store=store, **settings)
 
 
-@pytest.fixture(params=FAMILIES)
+# Rotary, bias by distance, learned positions.
+@pytest.fixture(params=["llama", "bloom", "gpt2"])
 def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
     with make(request.param) as made:
         yield made
@@ -34,12 +34,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
 
 def module(name: str, count: int, *more: object) -> Module:
     return Module(name, (Text(words(count, sum(map(ord, name)))), *more))  # type: ignore[arg-type]
-
-
-def wait_for_ram(engine: BlendEngine, id: str) -> None:
-    [record] = engine.records([id])
-    assert record is not None
-    wait_until(lambda: getattr(engine._store.open(record.key), "tier", None) == "ram")
 
 
 def trip() -> Schema:
@@ -67,8 +61,7 @@ def test_with_all_encoded_together_logits_are_the_models_own(engine: BlendEngine
     layout = engine.prompt_layout(prompt)
     assert len(layout) < layout.end_position, "there are gaps where modules were left out"
     own = own_logits(engine.model, layout.token_ids, layout.positions)
-    first = engine.prefill(prompt)
-    again = engine.prefill(prompt)
+    first, again = engine.prefill(prompt), engine.prefill(prompt)
     assert (first.report.hits, again.report.hits, again.report.recomputed_tokens) == (0, 1, 0)
     for result in (first, again):
         assert (result.logits - own).abs().max() < TOLERANCE * own.abs().max()
@@ -81,15 +74,12 @@ def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it
     prompt = some_prompt(engine, schema)
     layout = engine.prompt_layout(prompt)
     own = own_logits(engine.model, layout.token_ids, layout.positions)
-    size = own.abs().max()
     reuse = engine.prefill(prompt)
-    assert reuse.report.misses == 0 and reuse.report.hits == 5 and reuse.report.recomputed_tokens == 0
-    assert (reuse.logits - own).abs().max() > 10 * TOLERANCE * size
-    full = engine.prefill(prompt, blend=engine.blend.replace(selector="full", recompute_ratio=0.999))
-    assert full.report.hits == 5
-    assert (full.logits - own).abs().max() < TOLERANCE * size
-    off = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
-    assert (off.logits - own).abs().max() < TOLERANCE * size
+    assert (reuse.report.misses, reuse.report.hits, reuse.report.recomputed_tokens) == (0, 5, 0)
+    assert (reuse.logits - own).abs().max() > 10 * TOLERANCE * own.abs().max()
+    for changes in ({"selector": "full", "recompute_ratio": 0.999}, {"enabled": False}):
+        whole = engine.prefill(prompt, blend=engine.blend.replace(**changes))
+        assert (whole.logits - own).abs().max() < TOLERANCE * own.abs().max()
 
 
 def test_changing_one_module_of_twenty_encodes_one() -> None:
@@ -103,24 +93,22 @@ def test_changing_one_module_of_twenty_encodes_one() -> None:
         # The others move by three positions, and keep their KV.
         after = schemas.load(schema(4))
         assert (after.encoded, after.unchanged, after.removed) == (1, 19, 0)
-        fewer = Schema("twenty", schema(4).children[:19])
-        assert schemas.load(fewer).removed == 1
+        assert schemas.load(Schema("twenty", schema(4).children[:19])).removed == 1
         assert sorted(engine.ids()) == sorted(f"pml/twenty/m{n}" for n in range(19))
         assert schemas.unload("twenty") == 19
         assert engine.ids() == []
-        with pytest.raises(ConfigError, match="no schema 'twenty'"):
+        with pytest.raises(ConfigError):
             schemas.unload("twenty")
 
 
 def test_where_positions_are_learned_what_has_moved_is_encoded_again() -> None:
-    def schema(first: int) -> Schema:
-        return Schema("three", (module("a", first), module("b", 6), module("c", 7)))
+    def schema(first: Module) -> Schema:
+        return Schema("three", (first, module("b", 6), module("c", 7)))
 
     with make("gpt2") as engine:
-        assert Schemas(engine).load(schema(5)).encoded == 3
-        assert Schemas(engine).load(schema(8)).encoded == 3
-        same = Schema("three", (Module("a", (Text(words(8, 77)),)), *schema(8).children[1:]))
-        assert Schemas(engine).load(same).encoded == 1
+        assert Schemas(engine).load(schema(module("a", 5))).encoded == 3
+        assert Schemas(engine).load(schema(module("a", 8))).encoded == 3
+        assert Schemas(engine).load(schema(Module("a", (Text(words(8, 77)),)))).encoded == 1
 
 
 def test_a_module_that_is_a_stored_chunk_has_its_kv_already() -> None:
@@ -128,8 +116,7 @@ def test_a_module_that_is_a_stored_chunk_has_its_kv_already() -> None:
     with make() as engine:
         engine.add([Chunk(text, "node")])
         schema = Schema("documents", (module("head", 5), Module("doc", (Text(text),))))
-        report = engine.prefill(prompt_of(engine, schema, Import("doc"), "t4 t5")).report
-        assert [chunk.hit for chunk in report.chunks] == [True]
+        assert engine.prefill(prompt_of(engine, schema, Import("doc"), "t4 t5")).report.hits == 1
         assert Schemas(engine).load(schema).encoded == 1
         # The document keeps its KV when the schema goes.
         Schemas(engine).unload("documents")
@@ -145,34 +132,24 @@ def test_a_prompt_that_ends_with_a_module_computes_its_last_token_alone() -> Non
         assert result.report.prompt_tokens == 14
 
 
-def test_union_members_are_read_into_ram_ahead(tmp_path: Path) -> None:
-    members = tuple(module(f"u{n}", 12 + n) for n in range(4))
-    schema = Schema("ahead", (module("head", 5), Union(members)))
-    with make(store=tmp_path, ram_bytes=1 << 24) as engine:
-        Schemas(engine).load(schema)
-    with make(store=tmp_path, ram_bytes=1 << 24) as engine:
-        assert Schemas(engine).load(schema).encoded == 0
-        wait_for_ram(engine, "pml/ahead/u2")
-        report = engine.prefill(prompt_of(engine, schema, Import("head"), Import("u2"), "t4")).report
-        assert [chunk.tier for chunk in report.chunks] == ["disk", "ram"]
-
-
-def test_members_of_a_union_are_read_ahead_for_the_next_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_loading", [True, False])
+def test_members_of_a_union_are_read_into_ram_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_loading: bool
+) -> None:
     schema = Schema("ahead", (Union(tuple(module(f"u{n}", 12 + n) for n in range(3))),))
     with make(store=tmp_path) as engine:
         Schemas(engine).load(schema)
     with make(store=tmp_path) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "prefetch", list)
-            Schemas(engine).load(schema)
-        assert engine.prefill(prompt_of(engine, schema, Import("u0"), "t4")).report.chunks[0].tier == "disk"
-        wait_for_ram(engine, "pml/ahead/u2")
+            if not by_loading:
+                patch.setattr(engine, "prefetch", list)
+            assert Schemas(engine).load(schema).encoded == 0
+        if not by_loading:
+            assert engine.prefill(prompt_of(engine, schema, Import("u0"), "t4")).report.chunks[0].tier == "disk"
+        [record] = engine.records(["pml/ahead/u2"])
+        assert record is not None
+        wait_until(lambda: getattr(store_of(engine).open(record.key), "tier", None) == "ram")
         assert engine.prefill(prompt_of(engine, schema, Import("u2"), "t4")).report.chunks[0].tier == "ram"
-
-
-def test_models_that_take_no_positions_serve_no_schemas() -> None:
-    with make("bart") as engine, pytest.raises(UnsupportedModelError, match="takes no positions"):
-        Schemas(engine).load(trip())
 
 
 def test_two_schemas_of_one_name_in_two_tenants_do_not_meet(tmp_path: Path) -> None:
@@ -185,35 +162,28 @@ def test_two_schemas_of_one_name_in_two_tenants_do_not_meet(tmp_path: Path) -> N
         assert Schemas(one).load(schema).encoded == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
-def test_many_prompts_are_answered_as_each_alone(family: str) -> None:
+def test_many_prompts_loaded_or_not_are_answered_as_each_alone(engine: BlendEngine) -> None:
     schema = trip()
-    with make(family) as engine:
-        Schemas(engine).load(schema)
-        prompts = [some_prompt(engine, schema, days) for days in ("t5", "t5 t6 t7", "")]
-        alone = [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
-        many = engine.generate_many(prompts, 4, do_sample=False)
-        assert [result.token_ids for result in many] == alone
-        # A batch of a model with ALiBi would count its own columns.
-        assert [result.report.alone_reason is not None for result in many] == [family == "bloom"] * 3
+    prompts = [some_prompt(engine, schema, days) for days in ("t5", "t5 t6 t7", "")]
+    misses = engine.generate_many(prompts, 4, do_sample=False)
+    Schemas(engine).load(schema)
+    prompts = [some_prompt(engine, schema, days) for days in ("t5", "t5 t6 t7", "")]
+    many = engine.generate_many(prompts, 4, do_sample=False)
+    for prompt, *results in zip(prompts, misses, many, strict=True):
+        alone = engine.generate(prompt, 4, do_sample=False).token_ids
+        assert [result.token_ids for result in results] == [alone, alone]
+    # A batch of a model with ALiBi would count its own columns.
+    is_alone = engine.model.config.model_type == "bloom"
+    assert [result.report.alone_reason is not None for result in many] == [is_alone] * 3
 
 
-def test_misses_of_many_prompts_are_encoded_where_they_stand() -> None:
-    schema = trip()
-    with make("gpt2") as engine:
-        prompts = [some_prompt(engine, schema, days) for days in ("t5", "t5 t6 t7")]
-        many = [result.token_ids for result in engine.generate_many(prompts, 4, do_sample=False)]
-    with make("gpt2") as engine:
-        Schemas(engine).load(schema)
-        prompts = [some_prompt(engine, schema, days) for days in ("t5", "t5 t6 t7")]
-        assert many == [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
-
-
-def test_an_engine_says_what_becomes_of_a_schemas_prompt() -> None:
+def test_what_cannot_be_served_is_refused() -> None:
     prompt = Prompt(trip(), (Import("plan", {"days": ""}),))
     with make() as engine:
-        for call in (engine.generate, engine.prompt_layout):
-            with pytest.raises(ConfigError, match=r"a Prompt; .* Schemas\(engine\)\.prompt\(prompt\)"):
+        for call in (engine.generate, engine.prompt_layout, engine.generate_many):
+            with pytest.raises(ConfigError, match="Prompt"):
                 call(prompt)
-        with pytest.raises(ConfigError, match="a single Prompt; give a list"):
-            engine.generate_many(prompt)  # type: ignore[arg-type]
+    with make("bart") as engine, pytest.raises(UnsupportedModelError):
+        Schemas(engine).load(trip())
+    with pytest.raises(ConfigError):
+        Schemas(object())  # type: ignore[arg-type]

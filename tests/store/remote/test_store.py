@@ -4,9 +4,10 @@ import logging
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,9 @@ import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
 from cacheblend_rag.store import KVStore, open_remote
-from cacheblend_rag.store.background import Offsite
-from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
+from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.remote import RemoteTier
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.limits import wait_until
@@ -28,10 +27,8 @@ from tests.store.remote.conftest import RedisServer
 Opener = Callable[[], RemoteTier]
 
 
-def opened(
-    folder: Path | None, tier: RemoteTier | str, disk_bytes: int | None = None, ram_bytes: int = 10**6
-) -> KVStore:
-    return open_store(folder, ram_bytes, disk_bytes, write_back_bytes=10**6, remote=tier)
+def opened(folder: Path | None, tier: RemoteTier) -> KVStore:
+    return open_store(folder, 10**6, write_back_bytes=10**6, remote=tier)
 
 
 def test_two_machines_share(tmp_path: Path, opener: Opener) -> None:
@@ -67,51 +64,37 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
     assert (other.open(key_of(1)), other.stats().ram_bytes) == (None, 0)
 
 
-class Cut:
-    """A remote tier that goes away between the head of a chunk and its layers."""
+def test_what_cannot_be_reached_while_it_is_read_is_not_removed_for_others(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk, found = Chunk(words(20, 0), "n0"), []
+    cut, dropped = opener(), list[str]()
+    look_up = cut.open
 
-    def __init__(self, tier: RemoteTier) -> None:
-        self.tier = tier
-        self.dropped: list[str] = []
+    def open_cut(key: str) -> Any:
+        source = look_up(key)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tier, name)
+        def read_into(view: memoryview, offset: int) -> int:
+            # It goes away between the head of a chunk and its layers.
+            if offset:
+                raise RemoteUnavailableError("the line is cut")
+            return source.read_into(view, offset)
 
-    def open(self, key: str) -> ByteSource | None:
-        source = self.tier.open(key)
-        return source and CutSource(source)
+        return source and SimpleNamespace(tier=source.tier, size=source.size, read_into=read_into)
 
-    def drop(self, keys: Iterable[str]) -> None:
-        self.dropped += keys
-
-
-class CutSource:
-    def __init__(self, source: ByteSource) -> None:
-        self.source, self.tier, self.size = source, source.tier, source.size
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        if offset:
-            raise RemoteUnavailableError("the line is cut")
-        return self.source.read_into(view, offset)
-
-
-def test_what_cannot_be_reached_while_it_is_read_is_not_removed_for_others(opener: Opener) -> None:
-    chunk = Chunk(words(20, 0), "n0")
-    prompt = BlendPrompt("Read this:", [chunk], "What?")
-    store = opened(None, opener())
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
-        engine.add([chunk])
-        engine.flush()
-        expected = engine.prefill(prompt)
-    store.close()
-    cut = Cut(opener())
-    store = opened(None, cut)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as other:
-        found = other.prefill(prompt)
-    store.close()
-    assert [each.reason for each in found.report.chunks] == ["its stored KV could not be read"]
-    torch.testing.assert_close(found.logits, expected.logits)
-    assert cut.dropped == []
+    monkeypatch.setattr(cut, "open", open_cut)
+    monkeypatch.setattr(cut, "drop", dropped.extend)
+    for tier in (opener(), cut):
+        store = opened(None, tier)
+        with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
+            if tier is not cut:
+                engine.add([chunk])
+                engine.flush()
+            found.append(engine.prefill(BlendPrompt("Read this:", [chunk], "What?")))
+        store.close()
+    assert [result.report.misses for result in found] == [0, 1]
+    torch.testing.assert_close(found[1].logits, found[0].logits)
+    assert dropped == []
 
 
 def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:
@@ -132,40 +115,29 @@ def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:
     assert store.open(key_of(3)) is None
 
 
-def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis_server: RedisServer) -> None:
-    tier = open_remote(redis_server.url(), read_timeout_s=0.3)
-    store = opened(tmp_path, tier)
-    add(store, 1)
-    store.flush()
-    redis_server.signal(signal.SIGSTOP)
-    try:
-        store.forget("ns", ["n1"])
-        assert store.open(key_of(1)) is None
-    finally:
-        redis_server.signal(signal.SIGCONT)
-    other = open_remote(redis_server.url())
-    wait_until(lambda: other.holds([key_of(1)]) == [False])
-
-
 def test_a_server_that_does_not_answer_is_asked_no_more_until_it_does(
-    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = opened(None, open_remote(redis_server.url()))
-    store.put(key_of(1), make_kv(1))
+    store = opened(tmp_path, open_remote(redis_server.url()))
+    add(store, 1, 2)
     store.flush()
     store.close()
-    store = opened(None, open_remote(redis_server.url(), read_timeout_s=0.3))
-    assert store.holds([key_of(1)]) == [True]
+    store = opened(tmp_path, open_remote(redis_server.url(), read_timeout_s=0.3))
+    other, keys = opened(None, open_remote(redis_server.url(), read_timeout_s=0.3)), [key_of(1), key_of(2)]
+    assert other.holds(keys) == [True, True]
     redis_server.signal(signal.SIGSTOP)
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
-            assert store.open(key_of(1)) is None
-            assert store.holds([key_of(1)]) == [False]
-            store.discard(key_of(2))
-    assert store.fates([key_of(1)]) == {key_of(1): "unreachable"}
+            assert other.open(key_of(1)) is None
+            assert other.holds(keys) == [False, False]
     assert len(caplog.records) == 1
+    assert other.fates([key_of(1)]) == {key_of(1): "unreachable"}
+    store.forget("ns", ["n2"])
+    assert store.open(key_of(2)) is None
     redis_server.signal(signal.SIGCONT)
-    wait_until(lambda: (reader := store.open(key_of(1))) is not None and same(read(reader), make_kv(1)))
+    wait_until(lambda: (reader := other.open(key_of(1))) is not None and same(read(reader), make_kv(1)))
+    # The deletion that could not reach it is made up for.
+    wait_until(lambda: other.holds(keys) == [True, False])
 
 
 @pytest.mark.parametrize("turns", [6, pytest.param(60, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
@@ -197,49 +169,23 @@ def test_answers_while_redis_is_killed_and_restarted(tmp_path: Path, redis_serve
     assert {"disk", "redis", None} <= tiers
 
 
-class Gate:
-    """Holds the first upload to a tier until it is opened."""
-
-    def __init__(self, tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.opened = threading.Event(), threading.Event()
-        put = tier.put
-
-        def wait_and_put(key: str, chunk: EncodedChunk) -> None:
-            self.begun.set()
-            self.opened.wait()
-            put(key, chunk)
-
-        monkeypatch.setattr(tier, "put", wait_and_put)
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[RemoteTier]:
+def test_what_is_dropped_does_not_arrive_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
-    tier = open_remote(f"file://{tmp_path}/share")
-    yield tier
-    tier.close()
+    begun, go_on = threading.Event(), threading.Event()
+    tier, other = (open_remote(f"file://{tmp_path}/share") for _ in range(2))
+    put = tier.put
 
+    def wait_and_put(key: str, chunk: EncodedChunk) -> None:
+        begun.set()
+        go_on.wait()
+        put(key, chunk)
 
-@pytest.fixture
-def gate(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(tier, monkeypatch)
-
-
-def offsite(tier: RemoteTier, **settings: int) -> Offsite:
-    return Offsite(tier, make_codec("native"), **settings)
-
-
-def put(store: Offsite, *numbers: int) -> None:
-    for number in numbers:
-        store.put(key_of(number), make_kv(number))
-
-
-def test_what_is_dropped_does_not_arrive_later(tier: RemoteTier, gate: Gate) -> None:
-    store = offsite(tier)
-    put(store, 0, 1, 2)
-    gate.begun.wait()
-    store.drop([key_of(1)])
-    threading.Timer(0.02, gate.opened.set).start()
-    store.drop([key_of(0)])
+    monkeypatch.setattr(tier, "put", wait_and_put)
+    store = opened(None, tier)
+    add(store, 0, 1, 2)
+    begun.wait()
+    store.forget("ns", ["n1"])
+    threading.Timer(0.02, go_on.set).start()
+    store.forget("ns", ["n0"])
     store.flush()
-    assert tier.holds([key_of(number) for number in range(3)]) == [False, False, True]
+    assert other.holds([key_of(number) for number in range(3)]) == [False, False, True]

@@ -20,28 +20,30 @@ def test_redis_and_valkey(scheme: str) -> None:
     tier = open_remote(f"{scheme}://user:pass@host:7000/3")
     assert tier.location == f"{scheme}://host:7000/3"
     arguments = tier._client.connection_pool.connection_kwargs  # type: ignore[attr-defined]
-    assert (arguments["host"], arguments["port"], arguments["db"]) == ("host", 7000, 3)
-    assert (arguments["username"], arguments["password"]) == ("user", "pass")
+    assert [arguments[name] for name in ("host", "port", "db", "username", "password")] == [
+        "host",
+        7000,
+        3,
+        "user",
+        "pass",
+    ]
     assert (arguments["socket_connect_timeout"], arguments["socket_timeout"]) == (1.0, 5.0)
-    tier.close()
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("", "not a"),
-        ("/a/folder", "not a"),
-        ("redis:host", "not a"),
-        ("redis://:sec/ret@host", "not a"),
-        ("redis://:sec#ret@host", "not a"),
-        ("redis://:secret@host:port", "not a"),
-        ("redis://[secret@host", "not a"),
-        ("gopher://user:secret@host/x", "gopher://host/x"),
-    ],
-)
-def test_what_is_no_address(url: str, message: str) -> None:
+NO_ADDRESSES = [
+    "",
+    "/a/folder",
+    "redis:host",
+    "redis://:sec/ret@host",
+    "redis://:sec#ret@host",
+    "redis://:secret@host:port",
+]
+
+
+@pytest.mark.parametrize("url", [*NO_ADDRESSES, "redis://[secret@host", "gopher://user:secret@host/x"])
+def test_what_is_no_address(url: str) -> None:
     pytest.importorskip("redis")
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError) as caught:
         open_remote(url)
     assert "sec/ret" not in str(caught.value) and ":secret" not in str(caught.value)
     assert caught.value.__cause__ is None or "secret" not in str(caught.value.__cause__)
@@ -81,18 +83,20 @@ def test_a_filesystem_that_fsspec_has_no_package_for() -> None:
             open_remote("gs://bucket/x")
 
 
-@pytest.mark.parametrize("setting", [{"ttl_s": 0}, {"ttl_s": float("nan")}, {"read_timeout_s": None}])
-def test_settings_without_a_meaning(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        open_remote("redis://host", **setting)
-
-
-def test_settings_that_do_not_fit() -> None:
-    pytest.importorskip("fsspec")
-    with pytest.raises(ConfigError, match="lifecycle"):
-        open_remote("memory://x", ttl_s=5)
-    with pytest.raises(ConfigError, match="storage_options"):
-        open_remote("redis://host", storage_options={"key": "a"})
+@pytest.mark.parametrize(
+    ("url", "setting"),
+    [
+        ("redis://host", {"ttl_s": 0}),
+        ("redis://host", {"ttl_s": float("nan")}),
+        ("redis://host", {"read_timeout_s": None}),
+        ("redis://host", {"storage_options": {"key": "a"}}),
+        ("memory://x", {"ttl_s": 5}),
+    ],
+)
+def test_settings_without_a_meaning(url: str, setting: dict[str, Any]) -> None:
+    pytest.importorskip("fsspec" if url.startswith("memory") else "redis")
+    with pytest.raises(ConfigError):
+        open_remote(url, **setting)
 
 
 def test_shared_names_need_a_package(tmp_path: Path) -> None:

@@ -2,61 +2,33 @@
 
 import json
 import os
-from contextlib import suppress
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_attachments.cli.calibrate import read_questions, write_settings
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
 
-CHANGES = st.fixed_dictionaries(
-    {"recompute_ratio": st.floats(0, 1)},
-    optional={
-        "selector": st.text(max_size=8),
-        "enabled": st.booleans(),
-        "context": st.sampled_from(["none", "document"]),
-    },
-)
-LINES = st.lists(
-    st.sampled_from(
-        [
-            "recompute_ratio: 0.3  # a guess",
-            "selector:   hkvd",
-            "enabled:",
-            "ttl_s: !!float 0.2",
-            "ttl_s: 1\r",
-            "context: 'none'\r",
-            "preamble:\n  - 1\n  - 2  # two",
-            "preamble: |\n  Read this.\n  And this.",
-            "device: 'cpu' # here",
-            "# recompute_ratio: 0.9",
-            "",
-        ]
-    ),
-    max_size=8,
+LINES = (
+    "recompute_ratio: {}  # a guess\nttl_s: 1\r\nselector: {}\npreamble: |\n  Read this.\n  enabled: no.\ndevice: 'cpu'"
 )
 
 
-@settings(max_examples=100)
-@given(LINES, CHANGES)
-def test_comments_and_lines_stay(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], changes: dict[str, Any]
-) -> None:
+@given(ratio=st.floats(0, 1), selector=st.text(max_size=8))
+def test_comments_and_lines_stay(tmp_path_factory: pytest.TempPathFactory, ratio: float, selector: str) -> None:
     path = tmp_path_factory.mktemp("settings") / "blend.yaml"
-    text = "".join(f"{line}\n" for line in lines)
-    path.write_bytes(text.encode())
+    path.write_bytes(LINES.format(0.3, "hkvd").encode())
+    changes = {"recompute_ratio": ratio, "selector": selector, "enabled": True}
     write_settings(path, changes)
     edited = path.read_bytes().decode()
-    assert yaml.safe_load(edited) == (yaml.safe_load(text) or {}) | changes
-    kept = [line for line in text.splitlines() if line.partition(":")[0] not in changes]
-    assert [line for line in edited.splitlines() if line in kept and line] == [line for line in kept if line]
-    assert edited.count("# ") >= text.count("# ")
+    assert yaml.safe_load(edited) == yaml.safe_load(LINES.format(0.3, "hkvd")) | changes
+    pattern = re.escape(LINES).replace(r"\{\}", r"\S.*?")
+    assert re.fullmatch(rf"(?s){pattern}\nenabled: true\n", edited)
 
 
 def test_the_file_is_replaced_and_stays_what_it_was(tmp_path: Path) -> None:
@@ -73,36 +45,18 @@ def test_the_file_is_replaced_and_stays_what_it_was(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["blend.yaml", "real.yaml"]
 
 
-def test_a_file_that_is_not_there_is_made(tmp_path: Path) -> None:
-    write_settings(tmp_path / "new.yaml", {"enabled": False})
-    assert (tmp_path / "new.yaml").read_text() == "enabled: false\n"
-    assert not BlendConfig.from_yaml(tmp_path / "new.yaml").enabled
+NOT_LINES = [b"- 1", b"{ttl_s: 1}", b"  ttl_s: 1\n", b"ttl_s: 1\n...\n", b"recompute_ratio:\n  0.1\n", b"a: [", b"\xff"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"- 1", "write into it yourself: recompute_ratio: 0.05"),
-        (b"{ttl_s: 1}", "write into it yourself"),
-        (b"  ttl_s: 1\n", "write into it yourself"),
-        (b"ttl_s: 1\n...\n", "write into it yourself"),
-        (b"recompute_ratio:\n  0.1\n", "write into it yourself"),
-        (b"a: [", "write into it yourself"),
-        (b"\xff", "cannot be read"),
-    ],
-)
-def test_a_bad_file_is_left_alone(tmp_path: Path, text: bytes, message: str) -> None:
+@pytest.mark.parametrize("text", NOT_LINES)
+def test_a_bad_file_is_left_alone(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "blend.yaml"
     path.write_bytes(text)
-    with pytest.raises(ConfigError, match=message):
-        write_settings(path, {"recompute_ratio": 0.05})
+    for each in (path, tmp_path / "none" / "blend.yaml"):
+        with pytest.raises(ConfigError):
+            write_settings(each, {"recompute_ratio": 0.05})
     assert path.read_bytes() == text
     assert os.listdir(tmp_path) == ["blend.yaml"]
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"blend\.yaml cannot be written"):
-        write_settings(tmp_path / "none" / "blend.yaml", {"recompute_ratio": 0.05})
 
 
 # Surrogates cannot be written; the others end a line of text, or are white space at its ends.
@@ -123,36 +77,17 @@ def test_questions_are_read_back(
     lines = [json.dumps(q if form == "string" else {form: q, "answer": 1}, ensure_ascii=False) for q in questions]
     between = "\n\n" if gap else "\n"
     (folder / "q.jsonl").write_text(between.join(lines), encoding=encoding)
-    assert list(read_questions(folder / "q.jsonl")) == wanted
+    answer = None if form == "string" else "1"
+    assert read_questions(folder / "q.jsonl") == dict.fromkeys(wanted, answer)
     if not questions[0].startswith("\ufeff"):
         (folder / "q.txt").write_text(between.join(questions) + "\n", encoding=encoding)
         assert list(read_questions(folder / "q.txt")) == wanted
 
 
-@given(content=st.binary(max_size=60))
-def test_any_bytes_give_questions_or_one_clear_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.mktemp("questions") / "q.jsonl"
-    path.write_bytes(content)
-    with suppress(ConfigError):
-        assert all(question.strip() for question in read_questions(path))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("q.txt", " \n\n", "holds no question"),
-        ("q.jsonl", '"a"\n{"text": "b"}', "line 2 of .* holds no question"),
-        ("q.jsonl", "[1", "line 1 of .* is not JSON"),
-        ("q.jsonl", '{"question": 3}', "line 1 of .* holds no question"),
-        ("q.jsonl", "[" * 100_000, "line 1 of .* is not JSON"),
-    ],
-)
-def test_bad_questions(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_questions(tmp_path / name)
-
-
-def test_no_questions_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.txt cannot be read"):
-        read_questions(tmp_path / "none.txt")
+@pytest.mark.parametrize("text", [None, " \n\n", '"a"\n{"text": "b"}', "[1", '{"question": 3}', "[" * 100_000, "\xff"])
+def test_bad_questions(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "q.jsonl"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match="jsonl"):
+        read_questions(path)
