@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet, ref
 
+from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.codec import PackedKV
+from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.protocol import Library, Present
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import BackendError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import Member
+from cacheblend_rag.report import AddResult
 from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
 
-__all__ = ["AnsweringStore", "ChunkCollection", "TenantStore"]
+__all__ = ["AnsweringStore", "ChunkCollection", "TenantStore", "add_or_forget"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +132,19 @@ class TenantStore:
         self._store.clear(self._tenant)
 
 
+def add_or_forget(library: Library, chunks: Sequence[Chunk], **options: Any) -> AddResult | AddJob:
+    """Add chunks that a vector store has, or is given; if that fails, no id of theirs stands for an earlier text any more."""
+    try:
+        return library.add(chunks, **options)
+    except BaseException:
+        # Who is out of reach, or cannot write, keeps them: the first error says why.
+        with suppress(BackendError, StoreError):
+            records = library.records([chunk.id for chunk in chunks if chunk.id])
+            hashes = {chunk.id: text_hash(chunk.text) for chunk in chunks}
+            library.delete([each.id for each in records if each is not None and each.text_hash != hashes[each.id]])
+        raise
+
+
 class ChunkCollection:
     """The chunks of a library that a vector store has."""
 
@@ -140,11 +156,13 @@ class ChunkCollection:
         self._living.add(self)
 
     def forget(self, ids: Sequence[str], sources: Sequence[str] = ()) -> None:
-        """Forget chunks, and all that was made of whole sources and that no other vector store has."""
-        made = self._library.indexed(sources) if sources else []
-        others = [each for each in self._family() if each is not self]
-        kept = set().union(*(each._present(made) or () for each in others)) if made else set()
-        self._library.delete([*ids, *(id for id in made if id not in kept)], sources=sources)
+        """Forget chunks; with sources, what was made of those as well, but nothing then that another vector store has."""
+        if sources:
+            made = list(dict.fromkeys([*ids, *self._library.indexed(sources)]))
+            others = [each for each in self._family() if each is not self]
+            kept = set().union(*(each._present(made) or () for each in others))
+            ids = [id for id in made if id not in kept]
+        self._library.delete(ids, sources=sources)
 
     def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
         """Forget what no vector store has any more, all or of some sources, but for the `spared` ids; return how many."""

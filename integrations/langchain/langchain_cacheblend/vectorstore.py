@@ -13,8 +13,8 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag import Chunk
-from cacheblend_rag.chunk import document_name, text_hash
-from cacheblend_rag.engine import AddJob, AddResult, Engine
+from cacheblend_rag.chunk import document_name
+from cacheblend_rag.engine import AddJob, AddResult, Engine, add_or_forget
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.calls import chosen_engine
 from langchain_cacheblend.inventory import Inventory
@@ -195,17 +195,7 @@ class BlendVectorStore(SearchesInner):
         self._collection.sync({source for source in sources if source is not None}, ids)
         if blank := set(ids).difference(chunk.id for chunk in chunks):
             self.engine.delete(blank)
-        try:
-            return self.engine.add(chunks, progress=progress, on_refused=_warn_of, background=self.background)
-        except BaseException:
-            # Rather no chunk under an id than the text that the store has just replaced.
-            records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
-            self.engine.delete(
-                record.id
-                for chunk, record in zip(chunks, records, strict=True)
-                if record is not None and record.text_hash != text_hash(chunk.text)
-            )
-            raise
+        return add_or_forget(self.engine, chunks, progress=progress, on_refused=_warn_of, background=self.background)
 
     def _chunks(
         self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]] | None

@@ -13,7 +13,7 @@ from llama_index.core.vector_stores.types import MetadataFilters
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.chunk import Chunk, document_name
-from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate
+from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate, add_or_forget
 from cacheblend_rag.errors import ConfigError, PromptError
 
 __all__ = [
@@ -196,7 +196,7 @@ class NodeEncoder:
                 bar.update(max(0, len(nodes) - total + finished) - bar.n)
 
             progress = None if hidden else show
-            done = self.engine.add(chunks, progress=progress, on_refused=refuse, background=background)
+            done = add_or_forget(self.engine, chunks, progress=progress, on_refused=refuse, background=background)
         return done, without_text, failed
 
     def estimate(self, nodes: Sequence[BaseNode]) -> WarmEstimate:

@@ -14,6 +14,7 @@ from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.simple import SimpleVectorStore, SimpleVectorStoreData
 from llama_index.core.vector_stores.types import (
     BasePydanticVectorStore,
+    MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
     VectorStoreQueryResult,
@@ -77,6 +78,11 @@ def _in_simple_store(
     passes = build_metadata_filter_fn(lambda node_id: data.metadata_dict.get(node_id, {}), filters)
     ids = data.embedding_dict if node_ids is None else node_ids
     return [id for id in ids if id in data.embedding_dict and passes(id)]
+
+
+def _of_document(ref_doc_id: str) -> MetadataFilters:
+    # LlamaIndex writes the id of a node's document under this key into every store's metadata.
+    return MetadataFilters(filters=[MetadataFilter(key="document_id", value=ref_doc_id)])
 
 
 def _queries(
@@ -222,13 +228,16 @@ class BlendVectorStore(BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete the nodes of a document, and forget all KV that was made of it."""
+        # Prompts may have brought nodes of it that were not added here, and do not say what they are made of.
+        found = listed_ids(self._inner, filters=_of_document(ref_doc_id))
         self._inner.delete(ref_doc_id, **delete_kwargs)
-        self._collection.forget([], [ref_doc_id])
+        self._collection.forget(found or [], [ref_doc_id])
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document asynchronously; see `delete`."""
+        found = await _alisted_ids(self._inner, filters=_of_document(ref_doc_id))
         await self._inner.adelete(ref_doc_id, **delete_kwargs)
-        await asyncio.to_thread(self._collection.forget, [], [ref_doc_id])
+        await asyncio.to_thread(self._collection.forget, found or [], [ref_doc_id])
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any

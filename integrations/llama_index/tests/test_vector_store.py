@@ -1,5 +1,6 @@
 """The vector store that has KV encoded, over Chroma, Qdrant and LlamaIndex's own: whatever is done to it, nodes and KV agree."""
 
+import asyncio
 import logging
 import time
 import uuid
@@ -18,7 +19,15 @@ from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, QueryBundle, RelatedNodeInfo, TextNode
+from llama_index.core.schema import (
+    BaseNode,
+    MetadataMode,
+    NodeRelationship,
+    NodeWithScore,
+    QueryBundle,
+    RelatedNodeInfo,
+    TextNode,
+)
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore, VectorStoreQuery
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryResult
@@ -114,6 +123,17 @@ def test_kv_that_finds_no_room_keeps_no_node_out(
         nodes = index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
         answer = BlendSynthesizer(BlendLLM(engine=engine, max_new_tokens=8)).synthesize(QUESTION, nodes)
         assert answer.metadata["blend"]["misses"] == 3
+
+
+def test_a_text_that_finds_no_room_leaves_nothing_of_the_one_it_replaces(
+    chroma: ChromaVectorStore, embedding: WordEmbedding, model: Any, tokenizer: Any
+) -> None:
+    with BlendEngine(model, tokenizer, **engine_settings(ram_bytes=100_000, self_check=False)) as engine:
+        store = BlendVectorStore(chroma, engine=engine)
+        store.add(some_nodes(embedding, ["Short.", "Brief."]))
+        assert known(engine) == {"n0", "n1"}
+        store.add(some_nodes(embedding, ["word " * 300]))
+        assert (held(store), engine.ids()) == ({"n0", "n1"}, ["n1"])
 
 
 def test_arguments(
@@ -302,6 +322,25 @@ async def test_additions_and_deletions(
     if kind != "simple":
         nodes = await store.aget_nodes([IDS[0]]) if asynchronous else store.get_nodes([IDS[0]])
         assert [node.get_content() for node in nodes] == ["Another text."]
+
+
+async def test_what_prompts_brought_goes_with_its_document(
+    store: BlendVectorStore,
+    kind: str,
+    call: Callable[..., Any],
+    asynchronous: bool,
+    llm: BlendLLM,
+    embedding: WordEmbedding,
+) -> None:
+    nodes = uuid_nodes(embedding)
+    await call(store.inner, "add", nodes)
+    await asyncio.to_thread(BlendSynthesizer(llm).synthesize, QUESTION, [NodeWithScore(node=node) for node in nodes])
+    llm.engine.flush()
+    brought = set(llm.engine.ids())
+    # A store with an asynchronous client only cannot be asked whether it has them, so that nothing is kept.
+    assert brought == ({*IDS} if kind != "qdrant" or not asynchronous else set())
+    await call(store, "delete", "d1")
+    assert set(llm.engine.ids()) == brought - {IDS[1], IDS[3]}
 
 
 @pytest.mark.parametrize("strategy", list(DocstoreStrategy))

@@ -54,6 +54,8 @@ def warm_ray(
             relpath(file, path if path.is_dir() else path.parent): text for file, text in texts.items() if text.strip()
         }
         rows += [{"document": Path(name).as_posix(), "text": text} for name, text in named.items()]
+    if not rows:
+        raise typer.BadParameter("there is no text in these paths; give files, or folders of .txt, .md and .rst files")
     make_quiet()
     summary = warm(
         rows, model=model, store=store, config=config, chunk_tokens=chunk_tokens, actors=actors, num_gpus=gpus

@@ -157,3 +157,4 @@ def test_the_command_warms_a_folder(
     failed = CliRunner().invoke(app, command)
     assert failed.exit_code == 1
     assert "long.md" in failed.output
+    assert CliRunner().invoke(app, ["warm-ray", str(folder / "bad.md"), "--model", model]).exit_code == 2
