@@ -1,12 +1,10 @@
-"""Every input of a batch is a run of its own, and is answered as it is alone."""
+"""Every input of a batch is answered as it is alone."""
 
 import asyncio
-import uuid
 from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
@@ -48,45 +46,17 @@ def test_prompts_of_one_call_are_decoded_together(engine: BlendEngine, prompts: 
         assert {generations[0].generation_info["blend"]["batch_size"] for generations in result.generations} == {5}
 
 
-class Runs(BaseCallbackHandler):
-    """Notes the runs it is told of."""
-
-    def __init__(self) -> None:
-        self.begun: dict[uuid.UUID, list[str]] = {}
-        self.ended: set[uuid.UUID] = set()
-        self.failed: set[uuid.UUID] = set()
-
-    def on_llm_start(self, serialized: Any, prompts: Any, *, run_id: uuid.UUID, **kwargs: Any) -> None:
-        self.begun[run_id] = kwargs.get("tags") or []
-
-    on_chat_model_start = on_llm_start
-
-    def on_llm_end(self, response: Any, *, run_id: uuid.UUID, **kwargs: Any) -> None:
-        self.ended.add(run_id)
-
-    def on_llm_error(self, error: BaseException, *, run_id: uuid.UUID, **kwargs: Any) -> None:
-        self.failed.add(run_id)
-
-
 @KINDS
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_inputs_are_runs_and_fail_alone(
-    kind: Kind, asynchronous: bool, engine: BlendEngine, prompts: list[str]
-) -> None:
+def test_inputs_fail_alone(kind: Kind, asynchronous: bool, engine: BlendEngine, prompts: list[str]) -> None:
     llm = kind(engine=engine, max_tokens=TOKENS)
-    handler, ids = Runs(), [uuid.uuid4() for _ in prompts]
-    configs = [{"callbacks": [handler], "run_id": id, "tags": [f"input {number}"]} for number, id in enumerate(ids)]
     inputs = [*prompts[:2], "far too long " * 2000, *prompts[3:]]
 
     def answer(**options: Any) -> list[Any]:
-        if asynchronous:
-            return asyncio.run(llm.abatch(inputs, configs, **options))
-        return llm.batch(inputs, configs, **options)
+        return asyncio.run(llm.abatch(inputs, **options)) if asynchronous else llm.batch(inputs, **options)
 
     answers = answer(return_exceptions=True)
     assert isinstance(answers.pop(2), PromptTooLongError)
     assert [text_of(each) for each in answers] == [text_of(llm.invoke(each)) for each in (*prompts[:2], *prompts[3:])]
-    assert handler.begun == {id: [f"input {number}"] for number, id in enumerate(ids)}
-    assert (handler.failed, handler.ended) == ({ids[2]}, {*ids} - {ids[2]})
     with pytest.raises(PromptTooLongError):
         answer()

@@ -94,17 +94,6 @@ def test_at_ratio_one_the_answer_is_the_models_own(kind: Kind, form: str, store:
         assert create_stuff_documents_chain(looking.bind(**unblended), prompt, **options).invoke(inputs) == own
 
 
-def test_documents_that_no_store_has_are_hits_the_next_time_and_leave_no_name(store: BlendVectorStore) -> None:
-    llm = ChatBlend(engine=store.engine, max_tokens=2)
-    chain = create_blend_documents_chain(llm, PROMPTS["chat"])
-    documents = [Document("One.", id="one"), Document("Two texts, no name."), Document(""), Document("One.", id="one")]
-    reports = Reports()
-    for _ in range(2):
-        chain.invoke({"context": documents, "input": QUESTION}, {"callbacks": [reports]})
-    assert [(report["hits"], report["misses"]) for report in reports.reports] == [(0, 3), (3, 0)]
-    assert not store.engine.contains("one")
-
-
 def test_a_prompt_without_a_place_for_documents_is_refused(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match="document_variable_name"):
         create_blend_documents_chain(ChatBlend(engine=engine), ChatPromptTemplate.from_template("{input}"))
@@ -140,3 +129,17 @@ def test_a_template_that_knows_documents_shows_them_in_its_own_place(store: Blen
         assert chunk_ids(prompt) == ["s", "b"]
     finally:
         tokenizer.chat_template = own
+
+
+def test_what_is_asked_is_text_though_it_is_stored_too(engine: BlendEngine, chunks: dict[str, str]) -> None:
+    question = "Where does the goat live?"
+    texts = [chunks["goat"], chunks["house"], question]
+    engine.add(Chunk(text, f"n{number}") for number, text in enumerate(texts))
+    llm = ChatBlend(engine=engine)
+    context = f"Read this:\n\n{chunks['goat']}\n\n{chunks['house']}"
+    assert chunk_ids(llm.blend_prompt([("system", context), ("human", question)])) == ["n0", "n1"]
+    # What is behind other chunks, or before other words, is a passage like them.
+    assert chunk_ids(llm.blend_prompt(f"{question}\n\nBy this:\n\n{context}")) == ["n2", "n0", "n1"]
+    # As a client of the string model writes it.
+    prompt = BlendLLM(engine=engine).blend_prompt(f"{context}\n\nQuestion: {question}")
+    assert chunk_ids(prompt) == ["n0", "n1"] and prompt.segments[-1] == f"\n\nQuestion: {question}"

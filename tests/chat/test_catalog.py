@@ -4,18 +4,29 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
+from cacheblend_lab.reference import load_tokenizer
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chat.catalog import ChunkCatalog
 from cacheblend_rag.chunk import Segment, text_hash
-from integrations.langchain.tests.asking import chunk_ids
-from langchain_cacheblend import BlendLLM, ChatBlend
+from tests.families import tiny_reader
 
 SETTINGS = engine_settings(self_check=False)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LlamaForCausalLM:
+    return tiny_reader()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer()
 
 
 def split(catalog: ChunkCatalog, engine: BlendEngine, text: str) -> list[Segment]:
@@ -29,31 +40,19 @@ def ids_in(catalog: ChunkCatalog, engine: BlendEngine, text: str) -> list[str | 
     return [part.id for part in segments if isinstance(part, Chunk)]
 
 
-def test_what_is_asked_is_text_though_it_is_stored_too(engine: BlendEngine, chunks: dict[str, str]) -> None:
-    question = "Where does the goat live?"
-    texts = [chunks["goat"], chunks["house"], question]
-    engine.add(Chunk(text, f"n{number}") for number, text in enumerate(texts))
-    llm = ChatBlend(engine=engine)
-    context = f"Read this:\n\n{chunks['goat']}\n\n{chunks['house']}"
-    assert chunk_ids(llm.blend_prompt([("system", context), ("human", question)])) == ["n0", "n1"]
-    # What is behind other chunks, or before other words, is a passage like them.
-    assert chunk_ids(llm.blend_prompt(f"{question}\n\nBy this:\n\n{context}")) == ["n2", "n0", "n1"]
-    # As a client of the string model writes it.
-    prompt = BlendLLM(engine=engine).blend_prompt(f"{context}\n\nQuestion: {question}")
-    assert chunk_ids(prompt) == ["n0", "n1"] and prompt.segments[-1] == f"\n\nQuestion: {question}"
-
-
-def test_an_earlier_process(tiny: LlamaForCausalLM, tokenizer: Any, chunks: dict[str, str], tmp_path: Path) -> None:
+def test_an_earlier_process(tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Path) -> None:
+    chunks = dict(zip("abc", TEXTS[1:3] + TEXTS[4:], strict=True))
     with BlendEngine(tiny, tokenizer, store=tmp_path, **SETTINGS) as engine:
         engine.add(Chunk(text, id) for id, text in chunks.items())
     with BlendEngine(tiny, tokenizer, store=tmp_path, **SETTINGS) as engine:
         catalog = ChunkCatalog()
         assert ids_in(catalog, engine, "\n".join(chunks.values())) == list(chunks)
         with BlendEngine(tiny, tokenizer, store=tmp_path, **SETTINGS) as other:
-            other.delete(["goat"])
+            other.delete(["c"])
             other.add([Chunk("Somebody else wrote this line.", "else")])
         assert ids_in(catalog, engine, "\n".join([*chunks.values(), "Somebody else wrote this line."])) == [
-            *list(chunks)[:3],
+            "a",
+            "b",
             "else",
         ]
 
