@@ -1,5 +1,6 @@
 """Chat templates of models that think, in our words, and a tiny model whose answers begin with what a test dictates."""
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -44,9 +45,33 @@ GPT_OSS = (
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+# Tools in the form of Qwen and Hermes, with the roles that the reference model knows.
+TOOL_TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>
+You may call these tools:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Write each call as JSON with a name and arguments between <tool_call></tool_call> tags.
+{% endif %}{% for message in messages %}{% if message.role == 'tool' %}<|user|>
+<tool_response>
+{{ message.content }}
+</tool_response>
+{% else %}<|{{ message.role }}|>
+{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
 TEMPLATES = {"Qwen3": QWEN3, "DeepSeek-R1": R1, "gpt-oss": GPT_OSS}
 
 _SPECIAL = "<|im_start|> <|im_end|> <|user|> <|Assistant|> <|start|> <|end|> <|channel|> <|message|> <|call|> <|return|>".split()
+
+
+def knows_tags(tokenizer: Any) -> Any:
+    """A copy of a tokenizer with the template of Qwen, for whose tags it has tokens that are not special."""
+    known = copy.deepcopy(tokenizer)
+    known.add_tokens([AddedToken(tag, normalized=False) for tag in ("<tool_call>", "</tool_call>")])
+    known.chat_template = TOOL_TEMPLATE
+    return known
 
 
 def tokenizer_of(name: str) -> Any:

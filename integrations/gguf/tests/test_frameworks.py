@@ -13,7 +13,6 @@ from cacheblend_gguf.llama import Llama
 from cacheblend_rag import EngineConfig
 from cacheblend_rag.chunk import BLANK_LINE
 from integrations.gguf.tests.kit import smollm
-from integrations.langchain.tests.asking import TOOL_TEMPLATE
 from integrations.langchain.tests.test_standard import (  # noqa: F401  # run here as well
     TestChatBlendIntegration,
     TestChatBlendIntegrationWithTools,
@@ -26,6 +25,7 @@ from integrations.serve.tests.test_clients import (  # noqa: F401
     test_a_llama_index_query_engine_is_served_from_stored_chunks,
     test_openai_is_answered,
 )
+from tests.thinking import TOOL_TEMPLATE
 
 
 @pytest.fixture(scope="module")

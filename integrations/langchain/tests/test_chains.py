@@ -117,20 +117,6 @@ def test_documents_beside_the_conversation(kind: Kind, store: BlendVectorStore) 
     assert "".join(p if isinstance(p, str) else p.text for p in llm.stream(QUESTION, documents=documents))
 
 
-def test_a_template_that_knows_documents_shows_them_in_its_own_place(store: BlendVectorStore, tokenizer: Any) -> None:
-    llm = ChatBlend(engine=store.engine, max_tokens=2)
-    own = tokenizer.chat_template
-    tokenizer.chat_template = "{% for d in documents or [] %}<{{ d.title }}>\n{{ d.text }}\n{% endfor %}" + own
-    try:
-        documents = [Document("A grey stone.", id="s", metadata={"title": "Stones"}), Document("A bell.", id="b")]
-        prompt = llm.blend_prompt(QUESTION, documents=documents)
-        texts = [s if isinstance(s, str) else s.text for s in prompt.segments if isinstance(s, str | Chunk)]
-        assert "".join(texts).startswith("<Stones>\nA grey stone.\n<>\nA bell.\n<s>")
-        assert chunk_ids(prompt) == ["s", "b"]
-    finally:
-        tokenizer.chat_template = own
-
-
 def test_what_is_asked_is_text_though_it_is_stored_too(engine: BlendEngine, chunks: dict[str, str]) -> None:
     question = "Where does the goat live?"
     texts = [chunks["goat"], chunks["house"], question]

@@ -49,17 +49,6 @@ def report_of(answer: Any) -> dict[str, Any]:
     return answer.response_metadata["blend"]
 
 
-def test_variables_are_text_and_never_markup() -> None:
-    template = PMLPromptTemplate.from_markup(SCHEMA, MARKUP)
-    assert template.input_variables == ["count", "question"]
-    evil = '<formal/> & "{count}"'
-    prompt = template.pml_prompt(count="ten", question=evil)
-    assert list(prompt.imports) == ["rules", "plain", "notes"]
-    assert prompt.imports["rules"].arguments == {"count": "ten"}
-    text = template.format(count="ten", question=evil)
-    assert text.endswith(f"Question: {evil}") and "Answer in ten words" in text and "letter" not in text
-
-
 @KINDS
 def test_retrieved_documents_are_modules_whose_kv_is_there(kind: Kind, store: BlendVectorStore) -> None:
     llm = kind(engine=store.engine, max_tokens=6, blend_config=REUSE, temperature=0)
@@ -77,7 +66,9 @@ def test_retrieved_documents_are_modules_whose_kv_is_there(kind: Kind, store: Bl
         assert first.content == second.content
     else:
         assert first == second
-    # The text that LangChain shows holds the documents as well.
+    # Variables are text and never markup, and the text that LangChain shows holds the documents as well.
+    evil = '<formal/> & "{count}"'
+    assert template.format(count="ten", question=evil, notes=[]).endswith(f"Question: {evil}")
     value = template.invoke(asked | {"notes": store.similarity_search(asked["question"], k=3)})
     assert all(text in value.to_string() for text in [d.page_content for d in store.similarity_search("goat", k=1)])
 

@@ -30,9 +30,9 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from cacheblend_lab.settings import settings_of
 from cacheblend_rag import BlendEngine, Chunk
-from integrations.langchain.tests.asking import TOOL_TEMPLATE
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
+from tests.thinking import TOOL_TEMPLATE
 
 loading: Any = importlib.import_module("langchain_core.load.load")
 
@@ -120,18 +120,6 @@ class TestChatBlendUnit(_Shipped, ChatModelUnitTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return {"model": "reference", "store": "kv", "engine_config": {"strict": True}}
-
-
-class TestChatBlendUnitWithTools(_Chat, ChatModelUnitTests):
-    only_about: ClassVar[tuple[str, ...]] = ("tool", "structured")
-
-    @pytest.fixture(autouse=True)
-    def _use(self, tool_engine: BlendEngine) -> None:
-        self.params = {"engine": tool_engine}
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return self.params
 
 
 class TestChatBlendIntegration(_Shipped, ChatModelIntegrationTests):

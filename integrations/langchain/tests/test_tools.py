@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError, StructuredOutputError
-from integrations.langchain.tests.asking import knows_tags
 from langchain_cacheblend import BlendLLM, ChatBlend
 from langchain_cacheblend.forms import as_functions
 from tests.families import tiny_reader
+from tests.thinking import knows_tags
 
 
 @pytest.fixture
@@ -134,12 +134,9 @@ async def test_an_answer_is_read_as_the_request_allows(
         assert (said.content, len(said.tool_calls), said.invalid_tool_calls) == (text, calls, [])
 
 
-def raw_call(arguments: Any) -> dict[str, Any]:
-    return {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-
-
 OSLO = '{"city": "Oslo"}'
 CALLED = {"name": "weather", "args": {"city": "Oslo"}, "id": "1", "type": "tool_call"}
+RAW = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": OSLO}}
 RAIN, SO = ToolMessage("rain", tool_call_id="1"), HumanMessage("So?")
 # The same conversation, as the classes for several providers write it.
 HISTORIES: dict[str, list[Any]] = {
@@ -157,7 +154,7 @@ HISTORIES: dict[str, list[Any]] = {
             [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "rain"}]}, "So?"]
         ),
     ],
-    "OpenAI, chat": [AIMessage("I look.", additional_kwargs={"tool_calls": [raw_call(OSLO)]}), RAIN, SO],
+    "OpenAI, chat": [AIMessage("I look.", additional_kwargs={"tool_calls": [RAW]}), RAIN, SO],
     "OpenAI, functions": [
         AIMessage("I look.", additional_kwargs={"function_call": {"name": "weather", "arguments": OSLO}}),
         FunctionMessage("rain", name="weather"),
@@ -231,24 +228,19 @@ def test_documents_in_anthropics_form_are_chunks(engine: BlendEngine) -> None:
 
 
 async def test_a_call_that_max_tokens_cut_is_invalid_in_every_way_of_asking(tool_engine: BlendEngine) -> None:
-    for tokens in (1, 3, 8):
-        llm = ChatBlend(engine=tool_engine, temperature=0, max_tokens=tokens).bind_tools([weather], tool_choice="any")
-        streamed = None
-        async for chunk in llm.astream("Will it rain?"):
-            streamed = chunk if streamed is None else streamed + chunk
-        assert streamed is not None
-        for answer in (llm.invoke("Will it rain?"), streamed):
-            assert (answer.content, answer.tool_calls) == ("", [])
-            assert len(answer.invalid_tool_calls) == 1
-            assert answer.response_metadata["finish_reason"] == "length"
-        assert "raise max_tokens" in str(llm.invoke("Will it rain?").invalid_tool_calls[0]["error"])
-        asked = ChatBlend(engine=tool_engine, temperature=0, max_tokens=tokens)
-        structured = asked.with_structured_output(Age, method="function_calling")
-        with pytest.raises(StructuredOutputError, match="raise max_tokens") as raised:
-            structured.invoke("Sure?")
+    llm = ChatBlend(engine=tool_engine, temperature=0, max_tokens=3)
+    bound, streamed = llm.bind_tools([weather], tool_choice="any"), None
+    async for chunk in bound.astream("Will it rain?"):
+        streamed = chunk if streamed is None else streamed + chunk
+    for answer in (bound.invoke("Will it rain?"), streamed):
+        assert (answer.content, answer.tool_calls) == ("", [])
+        assert len(answer.invalid_tool_calls) == 1
+        assert answer.response_metadata["finish_reason"] == "length"
+    structured = llm.with_structured_output(Age, method="function_calling")
+    for ask in (structured.invoke, lambda question: list(structured.stream(question))):
+        with pytest.raises(StructuredOutputError, match="max_tokens") as raised:
+            ask("Sure?")
         assert isinstance(raised.value, OutputParserException)
-        with pytest.raises(OutputParserException, match="raise max_tokens"):
-            list(structured.stream("Sure?"))
 
 
 class Person(BaseModel):

@@ -17,11 +17,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, EngineConfig
 from cacheblend_rag.errors import ConfigError, PromptError
-from integrations.langchain.tests.asking import TOOL_TEMPLATE
 from integrations.llama_index.tests.conftest import MakeLLM, own_answer
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer
 from llama_index_cacheblend.messages import render_messages
-from tests.thinking import Dictation
+from tests.thinking import TOOL_TEMPLATE, Dictation
 
 MESSAGES = [ChatMessage("Be brief.", role="system"), ChatMessage("Where was Mara born?")]
 TEXT = "Mara was born in"

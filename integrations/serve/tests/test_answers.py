@@ -17,9 +17,9 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.render import render_chat
 from cacheblend_serve.wire import ChatRequest, CompletionRequest
-from integrations.langchain.tests.asking import TOOL_TEMPLATE, knows_tags
 from integrations.serve.tests.conftest import CHUNKS, Serve
 from tests.families import tiny_reader
+from tests.thinking import TOOL_TEMPLATE, knows_tags
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/serve.md"
 QUESTION = [{"role": "user", "content": "Where was Mara born?"}]
