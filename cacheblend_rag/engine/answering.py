@@ -135,7 +135,8 @@ class TenantStore:
 def add_or_forget(library: Library, chunks: Sequence[Chunk], **options: Any) -> AddResult | AddJob:
     """Add chunks that a vector store has, or is given; if that fails, no id of theirs stands for an earlier text any more."""
     try:
-        return library.add(chunks, **options)
+        done: AddResult | AddJob = library.add(chunks, **options)
+        return done
     except BaseException:
         # Who is out of reach, or cannot write, keeps them: the first error says why.
         with suppress(BackendError, StoreError):

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -19,14 +18,13 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from cacheblend_attachments import SourceAttention
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from integrations.llama_index.tests.conftest import FACTS, FORMS, EventLog, MakeLLM, Nodes, add, ask, own_answer
+from integrations.llama_index.tests.conftest import FACTS, FORMS, EventLog, MakeLLM, Nodes, ask, own_answer
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
     BlendContextChatEngine,
     BlendLLM,
     BlendRetriever,
 )
-from tests.families import tiny_reader
 
 ENGINES = {
     "context": (BlendContextChatEngine, ContextChatEngine),
@@ -72,22 +70,6 @@ async def test_all_forms_say_what_generate_says_and_what_llama_index_says(
         assert shown(response.source_nodes) == shown(wanted.source_nodes)
         assert response.metadata["blend"]["hits"] + response.metadata["blend"]["misses"] == 3
     assert [each.content for each in chat.chat_history] == [each.content for each in unblended.chat_history]
-
-
-@pytest.mark.parametrize("kind", ENGINES)
-def test_a_turn_pays_for_what_is_new(kind: str, make_llm: MakeLLM, nodes: Nodes, events: EventLog) -> None:
-    llm = make_llm(0.0, model=tiny_reader(max_position_embeddings=4096, eos_token_id=None), prefix_bytes=2**28)
-    add(llm, nodes)
-    chat = ENGINES[kind][0].from_defaults(Same(nodes), llm=llm)
-    held: list[int] = []
-    before = 0
-    for question in QUESTIONS:
-        report = chat.chat(question).metadata["blend"]
-        ids = llm.engine.prompt_ids(events.of(LLMChatStartEvent)[-1].additional_kwargs["blend_prompt"])
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids[:-1], strict=False)))
-        assert report["prefix_tokens"] == same >= before
-        held = [*ids, *events.of(LLMChatEndEvent)[-1].response.raw["token_ids"][:-1]]
-        before = report["prompt_tokens"]
     # What stands before the context may be a conversation's, so it is never kept as a fixed head.
     assert llm.engine.heads() == []
 

@@ -15,7 +15,6 @@ from llama_index.core.node_parser import (
     HierarchicalNodeParser,
     SentenceSplitter,
     SentenceWindowNodeParser,
-    TokenTextSplitter,
     get_leaf_nodes,
 )
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
@@ -64,21 +63,6 @@ def make_engine(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[MakeEngi
 
 
 # Where a node stands.
-
-
-@pytest.mark.parametrize("splitter", [SentenceSplitter, TokenTextSplitter])
-@pytest.mark.parametrize("overlap", [0, 10])
-@pytest.mark.parametrize("metadata", [{}, {"by": "Ada", "about": "Mara was at work on day 1 of the year."}])
-def test_a_split_document_says_where_each_node_begins(splitter: Any, overlap: int, metadata: dict[str, str]) -> None:
-    text = text_of("Mara")
-    nodes = splitter(chunk_size=64, chunk_overlap=overlap)([Document(text=text, id_="d", metadata=metadata)])
-    assert len(nodes) > 3
-    for chunk, node in zip(node_chunks(nodes), nodes, strict=True):
-        chunk = placed(chunk, node, Boundary())
-        assert chunk.body is not None and chunk.start is not None
-        body = chunk.text[slice(*chunk.body)]
-        assert (chunk.document, body, chunk.body[1]) == ("d", node.get_content().strip(), len(chunk.text))
-        assert text.startswith(body, chunk.start)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,6 @@ def test_without_a_chat_template_text_is_sent(model: LlamaForCausalLM, tokenizer
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     llm = BlendLLM(model, tokenizer=plain, max_new_tokens=4, system_prompt="Be brief.")
-    assert not llm.metadata.is_chat_model
     text, messages = llm.render(PromptTemplate("Where was {name} born?"), name="Mara")
     assert (text, messages) == ("Be brief.\n\nWhere was Mara born?", None)
     assert llm.chat(MESSAGES).raw["usage"]["completion_tokens"] == 4
@@ -226,10 +225,9 @@ def test_answers_and_objects_are_without_thoughts(dictation: Dictation) -> None:
     dictation.say(THINKS + '{"sure": true}', ends=True)
     assert llm.structured_predict(Sure, PromptTemplate("Is it so?")) == Sure(sure=True)
     nodes = [NodeWithScore(node=TextNode(text="Mara was born in Oslo."))]
-    dictation.say(THINKS + "In Oslo.", ends=True)
-    assert str(BlendSynthesizer(llm).synthesize("Where?", nodes)) == "In Oslo."
-    dictation.say(THINKS + "In Oslo.", ends=True)
-    assert "".join(BlendSynthesizer(llm, streaming=True).synthesize("Where?", nodes).response_gen) == "In Oslo."
+    for streaming in (False, True):
+        dictation.say(THINKS + "In Oslo.", ends=True)
+        assert str(BlendSynthesizer(llm, streaming=streaming).synthesize("Where?", nodes)) == "In Oslo."
     dictation.say(THINKS + "It is so.", ends=True)
     assert llm.chat([ChatMessage("So?")], stop="is so").message.content == "It "
 

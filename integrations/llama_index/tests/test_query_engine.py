@@ -7,7 +7,7 @@ from typing import Any
 
 import llama_index.core
 import pytest
-from llama_index.core import PromptHelper, SimpleKeywordTableIndex, SummaryIndex, TreeIndex, VectorStoreIndex
+from llama_index.core import PromptHelper, VectorStoreIndex
 from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
 from llama_index.core.llms import MockLLM
@@ -182,26 +182,6 @@ def test_a_chat_over_a_query_engine(index: VectorStoreIndex, llm: BlendLLM) -> N
     assert source.raw_output.metadata["blend"]["hits"] == 2
     engine = RetrieverQueryEngine.from_args(index.as_retriever(), llm=llm, response_mode="blend")
     assert engine.query(QUESTION).metadata["blend"]["hits"] == 2
-
-
-@pytest.mark.parametrize("kind", ["summary", "keyword", "tree", "tree leaves"])
-def test_indices_without_vectors_blend_what_they_retrieve(llm: BlendLLM, nodes: Nodes, kind: str) -> None:
-    install()
-    plain = [each.node for each in nodes]
-    index = {
-        "summary": lambda: SummaryIndex(plain),
-        "keyword": lambda: SimpleKeywordTableIndex(plain, llm=llm),
-        "tree": lambda: TreeIndex(plain, llm=llm),
-        "tree leaves": lambda: TreeIndex(plain, llm=llm),
-    }[kind]()
-    options: Any = {"tree": {"retriever_mode": "root"}, "tree leaves": {"retriever_mode": "all_leaf"}}.get(kind, {})
-    compact = index.as_query_engine(llm=llm, **options).query(QUESTION)
-    engine = index.as_query_engine(llm=llm, response_mode="blend", **options)
-    first, second = engine.query(QUESTION), engine.query(QUESTION)
-    assert str(first) == str(second) == str(compact)
-    count = len(compact.source_nodes)
-    assert count > 0
-    assert (first.metadata["blend"]["misses"], second.metadata["blend"]["hits"]) == (count, count)
 
 
 def test_a_report_is_printed_written_and_drawn(index: VectorStoreIndex, llm: BlendLLM) -> None:

@@ -88,25 +88,6 @@ def test_compact(make_llm: MakeLLM, nodes: Nodes, events: EventLog, name: str, c
     assert (again["head_tokens"] > 0) == (name in FIXED)
 
 
-@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
-@pytest.mark.parametrize("form", FORMS)
-async def test_all_four_forms_answer_alike(make_llm: MakeLLM, nodes: Nodes, form: str, chat: bool) -> None:
-    llm = make_llm(recompute_ratio=0.3, is_chat_model=chat)
-    add(llm, nodes)
-    expected = str(BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes))
-    synthesizer = BlendSynthesizer(llm=llm, streaming="stream" in form, empty_response="Nobody knows.")
-
-    text, response = await ask(synthesizer, form, QUESTION, nodes)
-    assert text == expected
-    report = response.metadata["blend"]
-    assert (report["hits"], report["output_tokens"]) == (len(nodes), 12)
-    assert 0 < report["charged_ratio"] < 1
-    assert [chunk["id"] for chunk in report["chunks"]] == [each.node_id for each in nodes]
-    assert response.source_nodes == nodes
-    text, response = await ask(synthesizer, form, QUESTION, [])
-    assert (text, response.metadata) == ("Nobody knows.", {"blend": None})
-
-
 async def test_events_are_compacts(llm: BlendLLM, nodes: Nodes, events: EventLog) -> None:
     seen: list[list[str]] = []
     for kind in (CompactAndRefine, BlendSynthesizer):
