@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 
 from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend import ChatBlend
@@ -26,14 +26,30 @@ def dictation() -> Iterator[Dictation]:
         yield made
 
 
+def as_messages(turns: list[dict[str, Any]]) -> list[BaseMessage]:
+    kinds = {"user": HumanMessage, "assistant": AIMessage}
+    return [
+        kinds[turn["role"]](turn["content"], additional_kwargs={"reasoning_content": turn.get("reasoning_content")})
+        for turn in turns
+    ]
+
+
 @pytest.mark.parametrize("streams", [False, True])
-def test_thoughts_are_blocks_of_their_own(streams: bool, dictation: Dictation) -> None:
+def test_a_chat_pays_for_what_the_template_changes_and_for_what_is_new(streams: bool, dictation: Dictation) -> None:
     llm = ChatBlend(engine=dictation.engine)
-    dictation.say(THINKS + "Yes.", ends=True)
-    pieces: list[Any] = list(llm.stream("Is it?")) if streams else [llm.invoke("Is it?")]
-    answer = sum(pieces[1:], pieces[0])
-    assert answer.content_blocks == [{"type": "reasoning", "reasoning": "It rains."}, {"type": "text", "text": "Yes."}]
-    assert answer.usage_metadata["output_token_details"]["reasoning"] > 0
+
+    def ask(turns: list[dict[str, Any]], tokens: int) -> tuple[str, str, int]:
+        if streams:
+            pieces = list(llm.stream(as_messages(turns), max_tokens=tokens))
+            answer = sum(pieces[1:], pieces[0])
+        else:
+            answer = llm.invoke(as_messages(turns), max_tokens=tokens)
+        [thought, *_] = answer.content_blocks
+        assert thought["type"] == "reasoning"
+        assert answer.usage_metadata["output_token_details"]["reasoning"] > 0
+        return thought["reasoning"], answer.content, answer.response_metadata["blend"]["prefix_tokens"]
+
+    dictation.holds_six_turns(ask)
 
 
 async def test_thoughts_are_no_calls_and_are_kept_while_calls_go_on(dictation: Dictation) -> None:
