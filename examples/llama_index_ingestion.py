@@ -17,7 +17,7 @@ from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import llama_index_cacheblend
-from cacheblend_lab.reference import demo_documents, demo_questions
+from cacheblend_lab.demo.manual import QUESTIONS, pages
 from llama_index_cacheblend import BlendLLM, BlendVectorStore, warm_index
 
 
@@ -34,10 +34,7 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
         docstore=SimpleDocumentStore(),
         docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,  # deletes documents that are no longer given
     )
-    documents = [
-        Document(text="\n".join(each.chunks), id_=each.title, excluded_llm_metadata_keys=["title"])
-        for each in demo_documents()
-    ]
+    documents = [Document(text=text, id_=name) for name, text in pages().items()]
 
     def ingest(what: str) -> None:
         nodes = pipeline.run(documents=documents)
@@ -54,14 +51,14 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
 
     # Another program writes to the collection: answers get slower, never wrong. Warming fixes that.
     node_id = collection.get(limit=1)["ids"][0]
-    text = "The harbour is closed in winter."
+    text = "Nobody maintains this page."
     collection.update(ids=[node_id], documents=[text], embeddings=[embedding.get_text_embedding(text)])
     index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
     done = warm_index(index)
     print(f"warming: {done.encoded} of {done.nodes} chunks were encoded, {done.unchanged} were there")
 
     query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=4)
-    response = query_engine.query(demo_questions()[0].text)
+    response = query_engine.query(QUESTIONS[1].text)
     blend = response.metadata["blend"]
     print(f"{blend['hits']} of {len(response.source_nodes)} chunks hit: {str(response).strip()}")
 

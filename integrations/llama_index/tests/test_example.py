@@ -40,25 +40,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("name", "lines"),
+    ("name", "line", "count"),
     [
-        ("query_engine", {r"^  (12) of (12) chunks hit": 4, r"^  (.*)  \(expected: (.*)\)$": 4}),
-        ("structured", {r"^  Work\(trade='[a-z ]+'\), (4) of (4) chunks hit$": 2}),
+        ("query_engine", r"^  (5) of (5) chunks hit", 4),
+        ("structured", r"^  Work\(trade='[a-z ]+'\), (4) of (4) chunks hit$", 2),
     ],
 )
-def test_what_was_found_is_what_was_expected(run: Callable[[str], str], name: str, lines: dict[str, int]) -> None:
-    out = run(f"llama_index_{name}.py")
-    for line, count in lines.items():
-        found = re.findall(line, out, re.MULTILINE)
-        assert len(found) == count and all(one == other for one, other in found)
+def test_all_that_was_found_is_stored(run: Callable[[str], str], name: str, line: str, count: int) -> None:
+    assert len(re.findall(line, run(f"llama_index_{name}.py"), re.MULTILINE)) == count
 
 
-def test_a_chat_engine_answers_and_turns_reuse(run: Callable[[str], str]) -> None:
-    out = run("llama_index_chat.py")
-    answers = re.findall(r"^  (.*)  \(expected: (.*)\)$", out, re.MULTILINE)
-    assert len(answers) == 4 and sum(one == other for one, other in answers) >= 3
-    reused = re.findall(r"of 12 stored chunks, (\d+) that an earlier prompt", out)
-    assert reused[0] == "0" and all(int(tokens) > 0 for tokens in reused[1:])
+def test_turns_of_a_chat_reuse_what_came_before(run: Callable[[str], str]) -> None:
+    reused = re.findall(r"of 5 stored chunks, (\d+) that an earlier prompt", run("llama_index_chat.py"))
+    assert reused[0] == "0" and len(reused) == 4 and all(int(tokens) > 0 for tokens in reused[1:])
 
 
 @pytest.mark.parametrize("readme", READMES, ids=["project", "package"])
