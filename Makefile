@@ -131,7 +131,6 @@ check: lint  ## lint, and the tests of the core in two processes, sampled where 
 .PHONY: check-others
 check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachments, prompt markup, the server, the cluster and hybrid models (ARGS=integrations/langchain/tests for one of them)
 	$(PYTEST) $(or $(ARGS),$(addsuffix /tests,$(OTHERS)))
-	$(if $(ARGS),,$(NBMAKE) $(wildcard examples/*quick_start.ipynb))
 
 .PHONY: check-vllm
 check-vllm: $(VLLM_STAMP) $(STAMP)  ## the tests that need vLLM, in a virtual environment of its own, and clients' that ask it from this one
