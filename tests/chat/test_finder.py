@@ -1,9 +1,7 @@
 """The finder, against the naive way of looking for every text at every place."""
 
-import random
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,29 +55,3 @@ def test_finds_all_that_can_be_found_and_nothing_else(data: st.DataObject, least
     assert all(a.stop <= b.start for a, b in pairwise(matches))
     covered = sum(match.stop - match.start for match in matches)
     assert (covered, -len(matches)) == naive_cover(prompt, {text for text in live.values() if len(text) >= least})
-
-
-def test_nothing_is_found_where_nothing_is_known() -> None:
-    finder = ChunkFinder()
-    assert finder.find("x" * 40) == []
-    finder.add([("n", "y" * HEAD_CHARS)])
-    assert finder.find("y") == []
-
-
-@pytest.mark.parametrize("heading", ["", "# The same heading over every chunk\n\n"])
-@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.full)])
-def test_all_are_found_among_many_texts(count: int, heading: str) -> None:
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(3000)]
-
-    def text(length: int) -> str:
-        return " ".join(rng.choices(words, k=length // 5 + 2))[:length]
-
-    texts = {f"n{number}": heading + text(rng.randint(200, 1500)) for number in range(count)}
-    finder = ChunkFinder()
-    finder.add(texts.items())
-    for _ in range(50):
-        ids = [f"n{rng.randrange(count)}" for _ in range(rng.randint(0, 16))]
-        parts = [part for id in ids for part in (text(200), texts[id])]
-        prompt = (heading * 3).join([*parts, text(max(0, 36_000 - sum(map(len, parts))))])
-        assert [match.ids[0] for match in finder.find(prompt)] == ids

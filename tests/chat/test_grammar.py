@@ -46,17 +46,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"a": true, "next": {"a": true}}'],
         ['{"a": true, "next": {}}', '{"a": true, "x": 1}'],
     ),
-    "required, but not described": (
-        {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a", "b"]},
-        ['{"a": true, "b": 1}'],
-        ['{"a": true}', '{"a": true, "b": 1, "c": 2}'],
-    ),
     "parts without names": ({"allOf": [{"type": "object"}, {"description": "Any."}]}, ["{}", '{"x": 1}'], ["1"]),
-    "names that are keywords": (
-        {"type": "object", "properties": {"properties": flag("a"), "allOf": {"type": "integer"}}},
-        ['{"properties": {"a": true}, "allOf": 1}'],
-        ['{"properties": {}}'],
-    ),
 }
 
 
@@ -127,13 +117,10 @@ def one(**value: Any) -> dict[str, Any]:
 OWN, OTHER = {"$ref": "#/$defs/Own"}, {"$ref": "#/$defs/Other"}
 NEVER: dict[str, dict[str, Any]] = {
     "its own kind": own_kind(**one(**OWN)),
-    "its own kind after another property": own_kind(**flag("v", properties={"v": {}, "n": OWN}, required=["v", "n"])),
     "its own kind by way of another": own_kind(**one(**OTHER)),
     "its own kind either way": own_kind(**one(anyOf=[OWN, OTHER])),
     "its own kind in a list": own_kind(**one(type="array", items=OWN, minItems=1)),
-    "its own kind at a place of a list": own_kind(type="array", prefixItems=[OWN], minItems=1),
     "its own kind under any name": own_kind(type="object", required=["x"], additionalProperties=OWN),
-    "itself": own_kind(**OWN),
     "the whole": one(**{"$ref": "#"}),
     # What llguidance finds.
     "lengths": one(type="string", minLength=5, maxLength=2),
@@ -159,30 +146,17 @@ def test_a_value_that_may_hold_another_of_its_own_kind_has_an_end(held: dict[str
     assert json_grammar(own_kind(type="object", properties={"next": OWN}))
 
 
-def write(engine: BlendEngine, guide: Guide, begun: str) -> None:
-    """Write sixty tokens, after a beginning whatever is allowed, which is never the end."""
-    ids, written = [1], engine.tokenizer(begun, add_special_tokens=False)["input_ids"]
-    for number in range(60):
-        scores = guide(torch.tensor([ids]), torch.zeros(1, len(engine.tokenizer)))
-        assert scores[0, engine.end_ids[0]] == -torch.inf
-        ids.append(written[number] if number < len(written) else int(scores.argmax()))
-        assert scores[0, ids[-1]] == 0
-
-
-CLOSED = {"additionalProperties": False, "patternProperties": {"^a$": {"type": "boolean"}}}
-ENDLESS = {"Own": one(**OWN)}
-
-
-@pytest.mark.parametrize(
-    ("schema", "begun"),
-    [
-        (flag("a", **CLOSED), '{"a": true, '),
-        ({"type": "object", "properties": {"b": OWN}, "$defs": ENDLESS}, '{"b": '),
-        ({"anyOf": [{"type": "boolean"}, OWN], "$defs": ENDLESS}, '{"a": {'),
-    ],
-)
-def test_an_answer_that_cannot_be_finished_is_no_whole_one(schema: dict[str, Any], begun: str) -> None:
+def test_an_answer_that_cannot_be_finished_is_no_whole_one() -> None:
+    schema = {"type": "object", "properties": {"b": OWN}, "$defs": {"Own": one(**OWN)}}
     with BlendEngine.from_pretrained("reference") as engine:
         guide = Guide(engine, json_grammar(schema))
+        ids, begun = [1], engine.tokenizer('{"b": ', add_special_tokens=False)["input_ids"]
+
+        def write(number: int) -> None:
+            scores = guide(torch.tensor([ids]), torch.zeros(1, len(engine.tokenizer)))
+            assert scores[0, engine.end_ids[0]] == -torch.inf
+            ids.append(begun[number] if number < len(begun) else int(scores.argmax()))
+            assert scores[0, ids[-1]] == 0
+
         with pytest.raises(StructuredOutputError):
-            write(engine, guide, begun)
+            list(map(write, range(60)))

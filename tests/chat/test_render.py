@@ -18,14 +18,6 @@ from tests.thinking import QWEN3
 TEMPLATES = {
     "reference": load_tokenizer().chat_template,
     "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
-    "Llama 3.1": (
-        "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}"
-        "{% else %}{% set system = '' %}{% endif %}<|system|>{{ system }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
-        "{% for m in messages %}{% if not (m.role == 'tool' or 'tool_calls' in m) %}<|{{ m.role }}|>{{ m.content | trim }}"
-        "{% elif 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}"
-        '{% set c = m.tool_calls[0].function %}<|assistant|>{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
-        "{% else %}<|ipython|>{{ m.content | tojson }}{% endif %}{% endfor %}<|assistant|>"
-    ),
     "Mistral": (
         "{% set given = messages[1:] if messages[0].role == 'system' else messages %}{% set n = namespace(turn=0) %}"
         "{% for m in given %}{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (n.turn % 2 == 0) %}"
@@ -125,15 +117,7 @@ def test_calls_and_results_are_shown_as_the_template_does_or_as_words(name: str)
     text = apply_template(tokenizer_of(name), [HELLO, CALL, RESULT])
     places = [text.index(each) for each in ("Hello.", "I look.", "look", "sea", "A ship.")]
     assert places[:2] == sorted(places[:2]) and places[1] < places[3] < places[4]
-    shown = {"Llama 3.1": '{"name": "look", "parameters": {"at": "sea"}}', "Qwen3": "<tool_call>"}
-    assert shown.get(name, "") in text
-
-
-@pytest.mark.parametrize(("given", "shown"), [(None, {}), ({"a": 1}, {"a": 1}), ("[1]", [1])])
-def test_arguments_of_past_calls_need_not_be_text(given: Any, shown: Any) -> None:
-    answer = {"role": "assistant", "content": "", "tool_calls": [past_call("look", given)]}
-    text = apply_template(tokenizer_of("Qwen3"), [HELLO, answer])
-    assert f'"arguments": {json.dumps(shown)}' in text
+    assert name != "Qwen3" or "<tool_call>" in text
 
 
 SHOWS = "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}"

@@ -68,7 +68,6 @@ def test_thoughts_are_the_same_in_every_split(case: str, data: st.DataObject) ->
     [
         ("{{ m.content.split('</think>')[-1] }}", ("<think>", "</think>")),
         ("[THINK]{{ t }}[/THINK]", ("[THINK]", "[/THINK]")),
-        ("<seed:think></seed:think>", ("<seed:think>", "</seed:think>")),
         ("{{ m.content }} I think.", None),
     ],
 )
@@ -132,7 +131,6 @@ def test_answers_of_an_engine_are_told_apart(name: str) -> None:
     [
         ("DeepSeek-R1", 'It may be {"sure": 0}\n</think>', {}, 'It may be {"sure": 0}'),
         ("Qwen3", '<think>\nIt may be {"sure": 0}\n</think>\n\n', {}, 'It may be {"sure": 0}'),
-        ("Qwen3", "<think>\n", {"enable_thinking": False}, ""),
         ("gpt-oss", CHANNELS.format('It may be {"sure": 0}', ""), {}, 'It may be {"sure": 0}'),
     ],
 )
@@ -150,8 +148,8 @@ def test_a_form_comes_after_thoughts(name: str, says: str, variables: dict[str, 
     dictation.engine.close()
 
 
-def test_past_thoughts_are_not_searched_for_chunks_and_answers_are_computed_again_without_theirs() -> None:
-    dictation = Dictation("Qwen3", prefix_bytes=1 << 28)
+def test_past_thoughts_are_not_searched_for_chunks() -> None:
+    dictation = Dictation("Qwen3")
     text = "Mara Lind was born in Oslo and moved north when she was nine."
     chunk = Chunk(text, "mara")
     with dictation.engine as engine:
@@ -164,13 +162,3 @@ def test_past_thoughts_are_not_searched_for_chunks_and_answers_are_computed_agai
         prompt = ChunkCatalog().prompt(engine, render_chat(dictation.tokenizer, turns))
         assert [each.id for each in prompt.segments if isinstance(each, Chunk)] == ["mara"]
         assert text in str(prompt.segments[0]) and "<tool_response>" in str(prompt.segments[0])
-
-        asked: list[dict[str, Any]] = [{"role": "user", "content": [chunk, "\n\nWhere was Mara born?"]}]
-        words = "She was born in Oslo, and moved north when she was nine years old."
-        dictation.say(f"<think>\nOslo, it says.\n</think>\n\n{words}", ends=True)
-        first = engine.generate(BlendPrompt(segments=render_chat(dictation.tokenizer, asked)), 90)
-        told = {"role": "assistant", "content": words, "reasoning_content": "Oslo, it says."}
-        later = render_chat(dictation.tokenizer, [*asked, told, {"role": "user", "content": "And then?"}])
-        dictation.say("")
-        again = engine.generate(BlendPrompt(segments=later), 12)
-        assert again.report.prefix_tokens == len(first.prompt_ids)

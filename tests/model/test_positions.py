@@ -10,7 +10,6 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.model import inspect_model
-from cacheblend_rag.rope import Rotation
 from tests.engines import MakeEngine
 from tests.families import tiny_tokenizer, words
 
@@ -88,18 +87,6 @@ def test_a_model_that_takes_no_positions_is_not_taken_for_one_without_any() -> N
     # The decoder of BART counts the tokens in its cache; told positions, it swallows them.
     assert not inspect_model(tiny_model(tiny_config("bart"))).is_movable
     assert inspect_model(tiny_model(tiny_config("bloom"))).is_movable
-
-
-def test_what_is_turned_and_what_is_stored() -> None:
-    def rotations(family: str) -> list[Rotation | None]:
-        return list(inspect_model(tiny_model(tiny_config(family))).rotations)
-
-    # Each kind of layer has its own base.
-    assert len({tuple(each.inv_freq.tolist()) for each in rotations("gemma3_text") if each is not None}) == 2
-    # Latent attention turns what it stores as values.
-    assert {each.part for each in rotations("deepseek_v3") if each is not None} == {"values"}
-    # Two of six layers attend to KV of earlier ones, and store none.
-    assert len(rotations("gemma3n_text")) == 4
 
 
 def test_a_prompt_cannot_place_its_segments_on_a_model_that_counts_for_itself(make_engine: MakeEngine) -> None:

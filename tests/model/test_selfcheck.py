@@ -81,9 +81,14 @@ def with_the_next(states: torch.Tensor) -> torch.Tensor:
     return states + 0.5 * states.roll(-1, dims=1)
 
 
+def fails(states: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("a layer of the user's own")
+
+
 BREAKS: dict[str, Callable[[Decoder], AbstractContextManager[None]]] = {
     "positions": elsewhere,
     "sees what follows": partial(layer_hook, with_the_next),
+    "fails": partial(layer_hook, fails),
     "not a number": partial(layer_hook, lambda states: states * torch.nan),
 }
 
