@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,13 +65,6 @@ def evict(engine: BlendEngine, *ids: str) -> None:
     for record in engine.records(list(ids)):
         for key in () if record is None else record.keys:
             store_of(engine).discard(key)
-
-
-def damage(file: Path) -> None:
-    """Change a bit of a chunk file's last bytes, which are those of its last layer."""
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 0x10
-    file.write_bytes(content)
 
 
 @pytest.fixture

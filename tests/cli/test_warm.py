@@ -14,8 +14,7 @@ from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.store import check_store, open_store
 from tests.cli.conftest import passages_of
 from tests.command import read_rows, run
-from tests.engines import damage
-from tests.store.kit import files_of, key_of, make_kv, record
+from tests.store.kit import damage, files_of, key_of, make_kv, record
 
 
 @pytest.fixture
@@ -223,18 +222,3 @@ def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
     assert read_rows(figures)[0]["tenants"]["acme"]["entries"] == 2
     run("store", "clear", "--store", one, "--tenant", "acme", "--yes")
     assert check_store(one).entries == 1
-
-
-def test_clear_of_an_engine_s_store_makes_no_library_of_its_folder(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "kv", 0)
-    store.put(key_of(1), make_kv(1))
-    store.close()
-    run("store", "clear", "--store", tmp_path, "--yes")
-    assert check_store(tmp_path / "kv").entries == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(documents: Path, model_folder: Path, store: Path) -> None:
-    store.symlink_to(store.parent / "gone")
-    result = run("warm", documents, "--store", store, "--model", model_folder, code=2)
-    assert result.stderr.startswith(f"error: folder {store}")

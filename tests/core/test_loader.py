@@ -24,8 +24,9 @@ from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
 from cacheblend_rag.store.memory import RamReader
-from tests.engines import MakeEngine, damage
+from tests.engines import MakeEngine
 from tests.families import tiny_model, words
+from tests.store.kit import damage
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store.chunkfile import ChunkFile
-from tests.engines import MakeEngine, damage
+from tests.engines import MakeEngine
 from tests.families import words
+from tests.store.kit import damage
 
 CHUNKS = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
 NAMES = [str(chunk.id) for chunk in CHUNKS]

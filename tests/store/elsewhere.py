@@ -11,7 +11,7 @@ from typing import Any
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import KVStore, open_store
-from tests.store.kit import PROCESSES
+from tests.store.kit import PROCESSES, read
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,12 @@ class LocalStore:
     def read(self, key: str, layers: int) -> ChunkKV | int | None:
         """Read all layers, or the first few; return the KV, how many were read, or None if it is not held or damaged."""
         reader = self._store.open(key)
-        if reader is None:
-            return None
-        if layers < reader.num_layers:
-            for layer in range(layers):
-                reader.layer(layer)
-            return layers
         try:
-            kv = ChunkKV(
-                reader.token_ids, reader.start, list(map(reader.layer, range(reader.num_layers))), reader.context
-            )
+            if reader is None or layers >= reader.num_layers:
+                return reader and read(reader)
         except ChunkReadError:
             return None
-        # As the loader does where the first layer is computed in full.
-        for number in range(1, reader.num_layers):
-            reader.keep(number, kv.layers[number])
-        reader.finish()
-        return kv
+        return len([reader.layer(layer) for layer in range(layers)])
 
     def end(self) -> None:
         self._store.close()

@@ -1,9 +1,7 @@
 """What every store promises beyond what the machine draws: odd names, readers, threads, processes, privacy."""
 
 import shutil
-import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ from tests.store import workers
 from tests.store.kit import (
     add,
     files_of,
-    held,
-    is_held,
     key_of,
     make_kv,
     open_store,
@@ -116,9 +112,9 @@ def test_opening_twice_here_and_closing_elsewhere(tmp_path: Path) -> None:
     """Closing any file handle on the index would release this process's locks on it."""
     store, again = open_store(tmp_path, 0), open_store(tmp_path, 0)
     again.close()
-    run(workers.put, tmp_path, 1)
+    run(workers.write_some, tmp_path, [1])
     store.put(key_of(2), make_kv(2))
-    run(workers.put, tmp_path, 3)
+    run(workers.write_some, tmp_path, [3])
     assert store.holds([key_of(number) for number in (1, 2, 3)]) == [True] * 3
 
 
@@ -152,32 +148,6 @@ def test_who_asks_for_changes_too_late_gets_all(tmp_path: Path) -> None:
     assert changes.whole and len(changes.names) == 10_002
     # A mark of another index, which was further on.
     assert store.names.changes("ns", changes.mark + 5).whole
-
-
-def test_more_deletions_than_are_remembered(tmp_path: Path) -> None:
-    store, other = open_store(tmp_path, 10**6), open_store(tmp_path, 0)
-    put(store, *range(8))
-    assert is_held(store, 7)
-    for number in range(6):
-        other.discard(key_of(number))
-    with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as index:
-        index.execute("DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - 2")
-    assert store.stats().ram_bytes == make_kv(6).nbytes + make_kv(7).nbytes
-
-
-@pytest.mark.parametrize("in_folder", [True, False])
-def test_the_longest_life_asked_for_counts(tmp_path: Path, in_folder: bool) -> None:
-    now = [1.8e9]
-    store = open_store(tmp_path if in_folder else None, 10**6, clock=lambda: now[0])
-    for number in range(1, 5):
-        store.put(key_of(number), make_kv(number), ttl_s=100)
-    store.prolong([key_of(1)], 10)
-    store.prolong([key_of(2)], 200)
-    store.prolong([key_of(3), key_of(9)], None)
-    store.put(key_of(4), make_kv(4))
-    for left in ([2, 3, 4], [3, 4]):
-        now[0] += 100
-        assert held(store, range(10)) == [number for number in range(10) if store.open(key_of(number))] == left
 
 
 @pytest.mark.parametrize("part", ["kv", "tmp"])

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreFullError
-from cacheblend_rag.store import KVStore, check_store
+from cacheblend_rag.store import check_store
 from cacheblend_rag.store.folder import StoreFolder
-from tests.engines import MakeEngine
-from tests.families import words
 from tests.store import workers
-from tests.store.kit import files_of, held, is_held, key_of, make_kv, open_store, record, run
+from tests.store.kit import files_of, held, is_held, key_of, make_kv, open_store, put_miss, record, run
 
 ROOM = 10**6
 
@@ -34,14 +31,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def later(store: KVStore, number: int, node: str = "") -> bool:
-    return store.put_later(key_of(number), make_kv(number), "ns", [record(node or f"n{number}", number)])
-
-
 def test_what_waits_is_as_good_as_written(tmp_path: Path, gate: threading.Event) -> None:
     store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
     seen = store.names.revision()
-    assert all(later(store, number) for number in (1, 2, 3))
+    assert all(put_miss(store, number) for number in (1, 2, 3))
     assert store.names.revision() > seen
     assert files_of(tmp_path) == []
     keys = [key_of(number) for number in (1, 2, 3)]
@@ -61,7 +54,7 @@ def test_what_waits_is_as_good_as_written(tmp_path: Path, gate: threading.Event)
 def test_deleted_while_it_waits(tmp_path: Path, gate: threading.Event) -> None:
     store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
     for number in range(1, 7):
-        later(store, number)
+        put_miss(store, number)
     store.put_later(key_of(7), make_kv(7), "ns", [record("one", 7), record("two", 7)])
     # A miss goes with what it was made of, too.
     store.name("ns", [replace(record("n8", 8), source="d", indexed=True)])
@@ -76,7 +69,7 @@ def test_deleted_while_it_waits(tmp_path: Path, gate: threading.Event) -> None:
         store.flush()
     assert len(files_of(tmp_path)) == 4
     gate.clear()
-    later(store, 8)
+    put_miss(store, 8)
     store.clear()
     gate.set()
     store.flush()
@@ -85,11 +78,11 @@ def test_deleted_while_it_waits(tmp_path: Path, gate: threading.Event) -> None:
 
 def test_a_name_with_another_text_wins_over_what_waits(tmp_path: Path, gate: threading.Event) -> None:
     store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
-    later(store, 1, "a")
+    put_miss(store, 1, "a")
     other = open_store(tmp_path, 0)
     other.name("ns", [record("a", 2)])
     # A miss of a text that was computed before that is not stored under its name either.
-    later(store, 3, "a")
+    put_miss(store, 3, "a")
     gate.set()
     store.flush()
     assert store.names.lookup("ns", ["a"]) == [record("a", 2)]
@@ -98,12 +91,12 @@ def test_a_name_with_another_text_wins_over_what_waits(tmp_path: Path, gate: thr
 
 def test_a_queue_has_an_end(tmp_path: Path, gate: threading.Event) -> None:
     store = open_store(tmp_path, 10**6, write_back_bytes=2 * make_kv(1).nbytes)
-    assert [later(store, number) for number in (1, 3, 5, 7)] == [True, True, False, False]
+    assert [put_miss(store, number) for number in (1, 3, 5, 7)] == [True, True, False, False]
     assert store.stats().unwritten == 2
     assert store.open(key_of(5)) is None
     gate.set()
     store.flush()
-    assert later(store, 5)
+    assert put_miss(store, 5)
     store.flush()
     assert len(files_of(tmp_path)) == 3
 
@@ -111,7 +104,7 @@ def test_a_queue_has_an_end(tmp_path: Path, gate: threading.Event) -> None:
 def test_the_first_error_is_raised_by_flush_once(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10**6, disk_bytes=2 * 2600, write_back_bytes=ROOM)
     store.put_later(key_of(1), make_kv(1, tokens=100), "ns", [record("n1", 1)])
-    later(store, 2)
+    put_miss(store, 2)
     with pytest.raises(StoreFullError):
         store.flush()
     store.flush()
@@ -126,18 +119,3 @@ def test_a_process_that_ends_writes_what_waits(tmp_path: Path) -> None:
     run(workers.end_without_closing, tmp_path)
     report = check_store(tmp_path)
     assert (report.entries, report.problems) == (8, [])
-
-
-def test_an_addition_is_durable_whatever_waits(make_engine: MakeEngine, tmp_path: Path, gate: threading.Event) -> None:
-    chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
-    engine = make_engine(tmp_path)
-    assert engine.prefill(BlendPrompt("t1", chunks, "t2")).report.misses == 2
-    assert sorted(engine.ids()) == ["a", "b"]
-    # The answer did not wait, and the next one hits.
-    assert files_of(tmp_path) == []
-    assert engine.prefill(BlendPrompt("t1", chunks, "t2")).report.hits == 2
-    assert engine.delete(["b"]) == 1
-    threading.Timer(0.05, gate.set).start()
-    # Of "a", the KV that serves it behind others is new.
-    assert engine.add(chunks).encoded == 2
-    assert len(files_of(tmp_path)) == 4

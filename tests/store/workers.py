@@ -61,13 +61,6 @@ def work_together(folder: Path, seed: int, steps: int, disk_bytes: int | None) -
     store.close()
 
 
-def put(folder: Path, number: int) -> None:
-    """Put one chunk."""
-    store = open_store(folder, 0)
-    store.put(key_of(number), make_kv(number))
-    store.close()
-
-
 def use_after_fork(folder: Path | None) -> None:
     """Use a store in a forked child, which is refused, and end it there in the usual way; the parent goes on with it."""
     store = open_store(folder, 10**6, write_back_bytes=10**6)
@@ -86,11 +79,10 @@ def use_after_fork(folder: Path | None) -> None:
     store.close()
 
 
-def write_some(folder: Path, numbers: Sequence[int], gone: Sequence[str]) -> None:
+def write_some(folder: Path, numbers: Sequence[int], gone: Sequence[str] = ()) -> None:
     """Store chunks, and forget names."""
     store = open_store(folder, 0)
-    for number in numbers:
-        add(store, number)
+    add(store, *numbers)
     store.forget("ns", gone)
     store.close()
 

@@ -1,7 +1,6 @@
 """What each head keeps, and decoding on it, against naive references on every family."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +13,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cacheblend_attachments.snapkv import Eviction, SnapKV, choose_tokens
 from cacheblend_rag.engine.attachment import RunningForward
-from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import AttentionCall, inspect_model, watch_attention
+from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import RecordingCache
 from tests.families import CASES, tiny_model
@@ -210,35 +208,6 @@ def test_the_memory_of_what_is_evicted_is_given_back() -> None:
             assert tensor.shape == (1, 2, kept, 8)
             assert tensor.untyped_storage().nbytes() == 2 * (kept + 3) * 8 * 4
         assert held.nbytes == 2 * 2 * kept * 8 * 4
-
-
-def test_attention_that_cannot_be_watched_is_refused_before_the_first_token() -> None:
-    # It computes its attention where nobody sees it.
-    model = tiny_model("bloom", "eager")
-    cache = BlendCache(6)
-    with pytest.raises(UnsupportedModelError):
-        with torch.no_grad(), _eviction(model, cache)():
-            model(input_ids=torch.tensor([_ids(5)]), past_key_values=cache, use_cache=True)
-    assert not model._forward_hooks
-
-
-def test_attention_is_watched_in_this_thread_and_this_block_only() -> None:
-    original, model = AttentionInterface.get_interface, tiny_model("llama")
-    seen: list[AttentionCall] = []
-
-    def run() -> None:
-        model(input_ids=torch.tensor([[3, 4, 5]]))
-
-    with watch_attention(seen.append):
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(run).result()
-        assert not seen
-        with watch_attention(lambda call: None):
-            run()
-    with pytest.raises(IndexError), watch_attention(lambda call: [][0]):
-        run()
-    assert AttentionInterface.get_interface is original
-    assert len(seen) == 6
 
 
 @settings(max_examples=150)

@@ -1,6 +1,8 @@
 """The inspector's page: what it says of every token, and that no text can be more than text."""
 
+import base64
 import copy
+import hashlib
 import pickle
 from collections import Counter
 from collections.abc import Iterator
@@ -229,6 +231,11 @@ def test_no_text_is_more_than_text(texts: list[str], id: str, reason: str) -> No
     [header] = found.all("header")
     assert header.text.startswith(f"{id} of {id}")
     assert f"{reason}." in header.text and f": {id}, {texts[0]}." in header.text
+    # Only the page's own style is let in: no script, no other style and no image.
+    [policy] = [str(each.attributes["content"]) for each in found.all("meta", -1) if "http-equiv" in each.attributes]
+    [style] = found.all("style", -1)
+    digest = base64.b64encode(hashlib.sha256(style.text.encode()).digest()).decode()
+    assert policy.split("; ")[:2] == ["default-src 'none'", f"style-src 'sha256-{digest}'"]
     frame = page._repr_html_()
     assert frame.count("<") == 2 and frame.count(">") == 2
     assert 'sandbox=""' in frame

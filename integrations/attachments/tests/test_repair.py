@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cacheblend_attachments import Repair
 from cacheblend_attachments.repair import Repairing
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
@@ -104,14 +103,3 @@ def test_without_a_budget_nothing_is_watched_and_a_spent_one_costs_nothing_more(
         engine.add([Chunk(words(20, 0), "n0"), Chunk(words(30, 3), "n1")])
         report = engine.generate(BlendPrompt(words(4, 1), ["n0", "n1"], words(5, 2)), 60, min_new_tokens=60).report
         assert report.charged_ratio <= budget
-
-
-def test_a_model_of_one_layer_is_not_asked_for_layers_that_repair_would_watch() -> None:
-    config = CONFIG_MAPPING["llama"](vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    model = AutoModelForCausalLM.from_config(config)
-    prompt = BlendPrompt(words(4, 1), ["n0"], words(5, 2))
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(selector="none")) as engine:
-        engine.add([Chunk(words(20, 0), "n0")])
-        assert engine.generate(prompt, 3).report.selector == "none"
-        with pytest.raises(ConfigError):
-            engine.attach(Repair(0.1))

@@ -14,9 +14,8 @@ from cacheblend_attachments import Repair, SnapKV, SourceAttention
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from tests.engines import damage
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of
+from tests.store.kit import damage, files_of
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))]
 PROMPT = BlendPrompt(words(4, 50), ["n0", "n1", "n2"], words(6, 51), words(2, 52))
@@ -61,19 +60,6 @@ def test_the_report_counts_what_was_evicted_after_the_first_token(engine: BlendE
             assert report.kv_bytes_before == length * TOKEN_BYTES
 
 
-@pytest.mark.parametrize(
-    ("family", "attention", "dtype"), [("llama", "sdpa", torch.float16), ("gemma2", "eager", torch.bfloat16)]
-)
-def test_half_precision(family: str, attention: str, dtype: torch.dtype) -> None:
-    model = tiny_model(family, attention).to(dtype)
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False)) as engine:
-        engine.attach(SnapKV(10))
-        engine.add(CHUNKS)
-        report = engine.generate(PROMPT, 5).report
-        assert report.evicted_tokens == CONTEXT - 10
-        assert report.kv_bytes_before == report.prompt_tokens * TOKEN_BYTES // 2
-
-
 def test_a_stream_and_each_of_many_is_what_is_generated_alone(engine: BlendEngine) -> None:
     engine.attach(SnapKV(0.25))
     wanted = engine.generate(PROMPT, 10, do_sample=False)
@@ -96,23 +82,6 @@ def test_a_chunk_at_the_end_is_kept(engine: BlendEngine, end: str | tuple[int, .
     assert (result.logits - wanted).abs().max() < 1e-4
     report = engine.generate(BlendPrompt(segments=segments[:2]), 4).report
     assert (report.evicted_tokens, report.kv_bytes) == (0, report.kv_bytes_before)
-
-
-def test_long_answers_outgrow_the_room(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.attach(SnapKV(0.25))
-    wanted = engine.generate(PROMPT, 40, do_sample=False, min_new_tokens=40).token_ids
-    monkeypatch.setattr("cacheblend_rag.engine.runner.ROOM_FOR_OUTPUT", 2)
-    assert engine.generate(PROMPT, 40, do_sample=False, min_new_tokens=40).token_ids == wanted
-
-
-def test_layers_with_a_window_are_kept_whole_and_the_report_says_so() -> None:
-    with BlendEngine(tiny_model("gemma3"), tiny_tokenizer(), **engine_settings()) as engine:
-        engine.attach(SnapKV(10))
-        engine.add(CHUNKS)
-        report = engine.generate(PROMPT, 4).report
-        assert "4 of 6 layers" in str(report.kept_reason)
-        dropped = (CONTEXT - 10) * TOKEN_BYTES * 2 // 6
-        assert (report.evicted_tokens, report.kv_bytes) == (CONTEXT - 10, report.kv_bytes_before - dropped)
 
 
 def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) -> None:

@@ -42,15 +42,3 @@ def test_the_shares_are_those_of_the_models_own_matrices(selector: str, ratio: f
         assert shares == pytest.approx(wanted, abs=1e-4)
         attached.close()
         assert engine.generate(PROMPT, 7, eos_token_id=None).token_ids == result.token_ids
-
-
-def test_chunks_of_an_earlier_prompt_have_shares_too() -> None:
-    settings = engine_settings(strict=True, self_check=False, selector="hkvd", prefix_bytes=2**26)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
-        engine.attach(SourceAttention())
-        engine.generate(PROMPT, 4)
-        longer = BlendPrompt(segments=[*PROMPT.segments, words(9, 60)])
-        chunks = engine.generate(longer, 4).report.chunks
-    assert [chunk.tier for chunk in chunks] == ["prefix"] * 3
-    assert all(chunk.attention for chunk in chunks)
-    assert sum(chunk.attention or 0 for chunk in chunks) < 1

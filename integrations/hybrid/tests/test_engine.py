@@ -11,8 +11,8 @@ from cacheblend_hybrid import HybridEngine
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig, FixedText
 from cacheblend_rag.errors import UnsupportedModelError
 from integrations.hybrid.tests.conftest import HEAD, PIECES, MakeHybrid, ask, hybrid, own_answer, own_logits
-from tests.engines import damage
 from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import damage
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -16,9 +16,9 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, UnknownChunkError
 from cacheblend_rag.store import open_store
-from tests.engines import MakeEngine, damage, store_of
+from tests.engines import MakeEngine, store_of
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of
+from tests.store.kit import damage, files_of
 
 TOLERANCE = 1e-4
 HEAD = words(20, 70)

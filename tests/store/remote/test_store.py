@@ -7,15 +7,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
+from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.store import KVStore, open_remote
 from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.remote import RemoteTier
@@ -62,39 +60,6 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
         reader.layer(2)
     reader.finish()
     assert (other.open(key_of(1)), other.stats().ram_bytes) == (None, 0)
-
-
-def test_what_cannot_be_reached_while_it_is_read_is_not_removed_for_others(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunk, found = Chunk(words(20, 0), "n0"), []
-    cut, dropped = opener(), list[str]()
-    look_up = cut.open
-
-    def open_cut(key: str) -> Any:
-        source = look_up(key)
-
-        def read_into(view: memoryview, offset: int) -> int:
-            # It goes away between the head of a chunk and its layers.
-            if offset:
-                raise RemoteUnavailableError("the line is cut")
-            return source.read_into(view, offset)
-
-        return source and SimpleNamespace(tier=source.tier, size=source.size, read_into=read_into)
-
-    monkeypatch.setattr(cut, "open", open_cut)
-    monkeypatch.setattr(cut, "drop", dropped.extend)
-    for tier in (opener(), cut):
-        store = opened(None, tier)
-        with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
-            if tier is not cut:
-                engine.add([chunk])
-                engine.flush()
-            found.append(engine.prefill(BlendPrompt("Read this:", [chunk], "What?")))
-        store.close()
-    assert [result.report.misses for result in found] == [0, 1]
-    torch.testing.assert_close(found[1].logits, found[0].logits)
-    assert dropped == []
 
 
 def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:

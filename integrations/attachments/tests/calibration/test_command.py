@@ -62,15 +62,3 @@ def test_without_questions_passages_are_asked_how_they_go_on(run: Command, tmp_p
     short = tmp_path / "short.txt"
     short.write_text("Too few words.")
     assert "--questions" in run("calibrate", short, "--model", "reference", "--config", config, code=2).output
-
-
-def test_mistakes(calibrate: Any, tmp_path: Path) -> None:
-    for arguments, word in (
-        (["--store", tmp_path / "none"], "nothing was warmed"),
-        ([tmp_path / "none"], "does not exist"),
-        (["--ratios", "0,x"], "'0,x'"),
-        (["--chunk-tokens", "4"], "--chunk-tokens"),
-        ([tmp_path], "--model"),
-        (["--config", tmp_path / "none" / "blend.yaml"], "does not exist"),
-    ):
-        assert word in calibrate(*arguments, code=2)[0]
