@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
 from cacheblend_lab.reference import WEIGHTS_DIR
 from cacheblend_rag.documents.library import open_chroma
 from tests.command import read_rows as read_rows
 from tests.command import run as run_command
+from tests.families import tiny_reader
 from tests.limits import one_thread as one_thread
 
 Command = Callable[..., Result]
@@ -29,20 +29,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=text, bos_token="<s>", eos_token="</s>", model_max_length=8192)
     tokenizer.chat_template = (WEIGHTS_DIR / "chat_template.jinja").read_text()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    tiny_reader(vocab_size=len(words), max_position_embeddings=8192, **ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -47,18 +47,14 @@ def test_a_command_of_another_package_names_it(command: str, package: str, monke
     [
         ("ask why --store missing", "missing"),
         ("store stats --store missing", "missing"),
-        ("store clear --yes --store missing", "missing"),
         ("bench index --entries 1,many", "'many'"),
         ("warm empty --store new", "empty"),
         ("warm . --model missing/model --store new", "'missing/model'"),
-        ("demo --model ./missing", "./missing"),
-        ("bench ttft --shape round", "'round'"),
         ("bench ttft --shape tiny --ratios 0,nan", "'0,nan'"),
         # These also show help.
         ("warm missing.txt", "'missing.txt' does not exist"),
         ("warm", "PATH"),
         ("ask ' '", "the question is empty"),
-        ("bench ttft --chunks 0", "--chunks"),
         ("bench ttft --json no/such/folder/x.json", "does not exist"),
         ("bake", "bake"),
     ],
