@@ -137,15 +137,6 @@ def test_a_schema_that_nothing_fits_is_refused_before_anything_is_generated(name
         call_grammar([tool], load_tokenizer())
 
 
-@pytest.mark.parametrize(
-    "held",
-    [{"anyOf": [OWN, {"type": "null"}]}, {"type": "array", "items": OWN}, one(**OWN) | {"type": ["object", "null"]}],
-)
-def test_a_value_that_may_hold_another_of_its_own_kind_has_an_end(held: dict[str, Any]) -> None:
-    assert json_grammar(own_kind(**one(**held)))
-    assert json_grammar(own_kind(type="object", properties={"next": OWN}))
-
-
 def test_an_answer_that_cannot_be_finished_is_no_whole_one() -> None:
     schema = {"type": "object", "properties": {"b": OWN}, "$defs": {"Own": one(**OWN)}}
     with BlendEngine.from_pretrained("reference") as engine:

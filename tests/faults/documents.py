@@ -57,12 +57,6 @@ def chunk(document: str, number: int, version: int) -> Chunk:
     return Chunk(" ".join(text[begin : begin + SIZE]), f"{document}-{number}", document=document, start=4 * begin)
 
 
-def moving(document: str) -> Chunk:
-    """Return a chunk that is now in one document, now in the other, where no other begins."""
-    begin = {"d0": 41, "d1": 97}[document]
-    return Chunk("t91 t92 t93 t94", "moving", document=document, start=begin)
-
-
 def open_engine(scene: Scene) -> BlendEngine:
     settings = engine_settings(
         ram_bytes=20_000,
@@ -84,7 +78,7 @@ def flaws(engine: BlendEngine, rows: Rows) -> list[str]:
     for id, document in zip(ids, engine.places(ids), strict=True):
         if id not in records or document is None:
             return [f"{id} is damaged"]
-        start = (moving(document) if id == "moving" else chunk(document, int(id[3:]), 0)).start
+        start = chunk(document, int(id[3:]), 0).start
         text = " ".join(f"t{token}" for token in records[id].token_ids)
         library.add([Chunk(text, id, document=document, start=start)], float("inf"))
     for document in DOCUMENTS:
@@ -105,14 +99,14 @@ def flaws(engine: BlendEngine, rows: Rows) -> list[str]:
 
 
 def use_until_killed(scene: Scene, worker: int, turn: int) -> None:
-    """Add, replace, move, delete, evict and read without end."""
+    """Add, replace, delete, evict and read without end."""
     chance = random.Random(f"{worker}:{turn}")
     engine = open_engine(scene)
     while True:
         document, version = chance.choice(DOCUMENTS), chance.randrange(3)
         number = chance.choice((*SHARED, *OWN[worker]))
         id = f"{document}-{number}"
-        deed = chance.choice(["add", "add", "several", "later", "delete", "document", "move", "ask", "ask", "evict"])
+        deed = chance.choice(["add", "add", "several", "later", "delete", "document", "ask", "ask", "evict"])
         if deed == "add":
             say(scene, worker, [id], f"add {version}", partial(engine.add, [chunk(document, number, version)]))
         elif deed == "several":
@@ -128,8 +122,6 @@ def use_until_killed(scene: Scene, worker: int, turn: int) -> None:
             # The other's own are left, so that they are as it says.
             gone = [each for each in engine.document(document) if whose(each) in (None, worker)]
             say(scene, worker, gone, "delete", partial(engine.delete, gone))
-        elif deed == "move":
-            engine.add([moving(document)])
         elif deed == "ask":
             known = [each for each in engine.document(document) if chance.random() < 0.5]
             known = [record.id for record in engine.records(known) if record is not None]

@@ -109,11 +109,9 @@ def test_how_a_model_is_quantised_is_in_the_key() -> None:
         None,
         *(transformers.AwqConfig(group_size=size) for size in (64, 128)),
         *(transformers.GPTQConfig(bits=bits) for bits in (4, 8)),
-        *({"quant_method": "hqq", "nbits": bits} for bits in (2, 4)),
         *(BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold) for threshold in (0.0, 6.0)),
         *({"quant_method": "compressed-tensors", "format": form} for form in ("int-quantized", "float-quantized")),
         transformers.FineGrainedFP8Config(),
-        transformers.Mxfp4Config(),
     ]
     model, seen = tiny_model(), set()
     for config in configs:

@@ -81,19 +81,8 @@ def test_closed(store: KVStore) -> None:
 
 
 def test_many_threads(store: KVStore) -> None:
-    def work(thread: int) -> None:
-        for turn in range(20):
-            number = (thread * 7 + turn) % 5
-            store.put(key_of(number), make_kv(number))
-            reader = store.open(key_of(number))
-            assert reader is None or same(read(reader), make_kv(number))
-            store.name("ns", [record(f"n{thread}", number)])
-            if turn % 5 == 0:
-                store.forget("ns", [f"n{thread}"])
-                store.discard(key_of(number))
-
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
+        list(pool.map(lambda seed: workers.work(store, seed, 40), range(4)))
 
 
 @pytest.mark.parametrize("disk_bytes", [None, 15_000])

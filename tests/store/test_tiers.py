@@ -15,13 +15,10 @@ KV_BYTES = make_kv(0).nbytes
 ROOM = 10 * KV_BYTES
 
 
-def raise_up(store: KVStore, number: int, first_layer: int = 0) -> KVReader:
-    """Read a chunk as the loader does, from that layer on; return the reader."""
+def raise_up(store: KVStore, number: int) -> KVReader:
+    """Read a chunk as the loader does; return the reader."""
     reader = opened(store, key_of(number))
-    for layer in range(first_layer, reader.num_layers):
-        if reader.promotes_to_device:
-            reader.keep(layer, reader.layer(layer))
-    reader.finish()
+    read(reader)
     return reader
 
 
@@ -156,8 +153,7 @@ def test_what_was_used_is_used_on_the_device_the_next_time(tmp_path: Path, ram_b
     kv = read(opened(with_kv, key_of(1)))
     with_kv.close()
     store = open_store(tmp_path, ram_bytes, device_bytes=ROOM)
-    # The first layer was computed in full, and never asked for.
-    assert raise_up(store, 1, first_layer=1).tier == "disk"
+    assert raise_up(store, 1).tier == "disk"
     for path in files_of(tmp_path):
         path.write_bytes(b"")
     reader = opened(store, key_of(1))
@@ -179,25 +175,6 @@ def test_what_is_deleted_on_its_way_up_does_not_arrive(folder: Path | None) -> N
         reader.keep(layer, reader.layer(layer))
     store.forget("ns", ["n1"])
     reader.finish()
-    assert (tier_of(store, 1), store.stats().device_bytes) == (None, 0)
-
-
-def test_what_the_slower_tier_drops_for_room_goes(folder: Path | None) -> None:
-    store = filled(folder, 1)
-    size = store.stats().disk_bytes
-    store.close()
-    if folder is None:
-        store = filled(None, 1, 2, ram_bytes=2 * KV_BYTES)
-    else:
-        store = open_store(folder, 10**6, 2 * size, device_bytes=ROOM)
-        raise_up(store, 1)
-        put(store, 2)
-    # What is used on the device is used in the slower tier, too.
-    assert tier_of(store, 1) == "device"
-    put(store, 0)
-    assert [tier_of(store, number) for number in (1, 2)] == ["device", None]
-    store.put(key_of(3), make_kv(0))
-    store.put(key_of(4), make_kv(0))
     assert (tier_of(store, 1), store.stats().device_bytes) == (None, 0)
 
 
@@ -232,7 +209,7 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", full)
         raise_up(store, 0)
-        raise_up(store, 3, first_layer=1)
+        raise_up(store, 3)
     assert (tier_of(store, 0), store.stats().device_bytes) == ("ram", 0)
     # Nothing of the room is lost.
     gc.collect()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError
-from cacheblend_rag.store import check_store, open_store
+from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.store.kit import add, is_held, key_of, make_kv, piece, read, record, same
 
 
@@ -41,9 +41,15 @@ def name_until_killed(connection: Connection, folder: Path, names: str, worker: 
 
 
 def work_together(folder: Path, seed: int, steps: int, disk_bytes: int | None) -> None:
-    """Do anything to a few keys that other processes use too; whatever is read must be right."""
-    chance = random.Random(seed)
+    """Do anything to a few keys that other processes use too."""
     store = open_store(folder, 6_000, disk_bytes)
+    work(store, seed, steps)
+    store.close()
+
+
+def work(store: KVStore, seed: int, steps: int) -> None:
+    """Do anything to a few keys that others use too; whatever is read must be right."""
+    chance = random.Random(seed)
     for _ in range(steps):
         number = chance.randrange(12)
         deed = chance.choice(["put", "put", "open", "open", "open", "name", "forget", "discard"])
@@ -58,7 +64,6 @@ def work_together(folder: Path, seed: int, steps: int, disk_bytes: int | None) -
             store.forget("ns", [f"n{chance.randrange(6)}"])
         else:
             store.discard(key_of(number))
-    store.close()
 
 
 def use_after_fork(folder: Path | None) -> None:

@@ -19,7 +19,6 @@ from cacheblend_serve.app import make_app
 from cacheblend_serve.client.engine import ServedEngine
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
-from integrations.serve.tests.process import ServerProcess
 from tests.families import tiny_reader
 
 CHUNKS = {
@@ -37,13 +36,6 @@ def tiny() -> LlamaForCausalLM:
 
 def engine_of(model: LlamaForCausalLM, store: Path | None = None, **settings: Any) -> BlendEngine:
     return BlendEngine(model, load_tokenizer(), store=store, **engine_settings(self_check=False, **settings))
-
-
-def process_of(model: LlamaForCausalLM, folder: Path) -> ServerProcess:
-    """Return a server, not yet started, of a model over a store, both of which are in a folder from then on."""
-    model.save_pretrained(folder / "model")
-    load_tokenizer().save_pretrained(folder / "model")
-    return ServerProcess(folder / "log", "--model", str(folder / "model"), "--store", str(folder / "kv"))
 
 
 @contextmanager

@@ -2,24 +2,19 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from openai.types import Completion, ErrorObject, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.render import render_chat
 from cacheblend_serve.wire import ChatRequest, CompletionRequest
 from integrations.serve.tests.conftest import CHUNKS, Serve
-from tests.families import tiny_reader
-from tests.thinking import TOOL_TEMPLATE, knows_tags
+from tests.thinking import TOOL_TEMPLATE, Dictation
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/serve.md"
 QUESTION = [{"role": "user", "content": "Where was Mara born?"}]
@@ -143,10 +138,13 @@ def test_how_tokens_are_drawn(engine: BlendEngine, serve: Serve, monkeypatch: py
     assert drawn(temperature=1e-300, seed=None) == drawn(temperature=1e-300) == likeliest
     assert drawn(min_p=1.0) == drawn(min_p=1.0, seed=None) == drawn(top_p=1e-9) == likeliest
     assert drawn() == drawn(min_p=0, top_k=0, top_p=1, repetition_penalty=1) != likeliest
-    monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
-    assert drawn(temperature=0) != drawn(temperature=0, repetition_penalty=1) == likeliest
+    # A seed repeats a draw in any company.
+    prompt = engine.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    body = {"prompt": [prompt] * 3, "temperature": 1.0, "seed": 7, "max_tokens": 16}
+    together = client.post("/v1/completions", json=body).json()
+    assert [choice["text"] for choice in together["choices"]] == [drawn(seed=7)] * 3
+    assert len({drawn(seed=seed) for seed in range(4)}) == 4
     # What the model draws with where it is not said holds with a seed too.
-    monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", None)
     monkeypatch.setattr(engine.model.generation_config, "top_k", 1)
     assert drawn() == likeliest != drawn(top_k=0)
 
@@ -226,37 +224,9 @@ def test_an_answer_may_go_on_after_its_end(engine: BlendEngine, serve: Serve, mo
     assert refused.status_code == 400
 
 
-def test_a_seed_repeats_a_draw_in_any_company(engine: BlendEngine, serve: Serve) -> None:
+def test_answers_of_a_schema_and_calls_of_tools(engine: BlendEngine, serve: Serve) -> None:
+    engine.tokenizer.chat_template = TOOL_TEMPLATE
     client = serve(engine)
-
-    def drawn(seed: int, **more: Any) -> str:
-        reply = ask(client, temperature=1.0, seed=seed, max_tokens=20, **more)
-        return str(reply["choices"][0]["message"]["content"])
-
-    first = drawn(7)
-    assert first == drawn(7)
-    assert len({drawn(seed) for seed in range(4)}) == 4
-    assert drawn(7, top_k=1) == ask(client, max_tokens=20)["choices"][0]["message"]["content"]
-    prompt = engine.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
-    body = {"prompt": [prompt] * 3, "temperature": 1.0, "seed": 7, "max_tokens": 20}
-    together = client.post("/v1/completions", json=body).json()
-    assert [choice["text"] for choice in together["choices"]] == [first] * 3
-
-
-@pytest.fixture(params=["tags as text", "tags as tokens"])
-def tool_engine(request: pytest.FixtureRequest, engine: BlendEngine) -> Iterator[BlendEngine]:
-    if request.param == "tags as text":
-        engine.tokenizer.chat_template = TOOL_TEMPLATE
-        yield engine
-        return
-    shows = knows_tags(engine.tokenizer)
-    model = tiny_reader(eos_token_id=None, vocab_size=len(shows))
-    with BlendEngine(model, shows, **engine_settings(self_check=False)) as engine:
-        yield engine
-
-
-def test_answers_of_a_schema_and_calls_of_tools(tool_engine: BlendEngine, serve: Serve) -> None:
-    client = serve(tool_engine)
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -285,54 +255,26 @@ def test_answers_of_a_schema_and_calls_of_tools(tool_engine: BlendEngine, serve:
     assert ask(client, tools=[tool], tool_choice="none")["choices"][0]["finish_reason"] == "length"
 
 
-def test_openais_types_parse_every_reply(engine: BlendEngine, serve: Serve) -> None:
-    engine.tokenizer.chat_template = TOOL_TEMPLATE
-    client = serve(engine)
-    [model] = client.get("/v1/models").json()["data"]
-    assert Model.model_validate(model) == Model.model_validate(client.get(f"/v1/models/{model['id']}").json())
-    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-    # As many clients say that they say nothing.
-    nothing = dict.fromkeys(("tools", "n", "guided_json", "ignore_eos"))
-    for more in (nothing, {"report": True}, {"tools": [tool], "tool_choice": "required", "max_tokens": 60}):
-        reply = ChatCompletion.model_validate(ask(client, **more))
-        body = {"messages": QUESTION, **GREEDY, **more, "stream_options": {"include_usage": True}}
-        *pieces, end, usage = [ChatCompletionChunk.model_validate(event) for event in events(client, **body)]
-        assert usage.usage == reply.usage
-        assert end.choices[0].finish_reason == reply.choices[0].finish_reason
-        calls = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or []]
-        assert [call.function and call.function.name for call in calls] == ["weather"] * bool(more.get("tools"))
-    body = {"prompt": ["Who?", "Where?"], **GREEDY}
-    whole = Completion.model_validate(client.post("/v1/completions", json=body).json())
-    ends = [event for event in events(client, "/v1/completions", **body) if event["choices"][0]["finish_reason"]]
-    assert [Completion.model_validate(each).choices[0].index for each in ends] == [each.index for each in whole.choices]
-    wrong = {"chat/completions": {"n": 0}, "completions": {"prompt": [-1]}, "models": {}, "chunks": {}}
-    for path, body in wrong.items():
-        error = ErrorObject.model_validate(client.post(f"/v1/{path}", json=body).json()["error"])
-        assert error.message and error.type == "invalid_request_error"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_cannot_get_its_form_is_an_error_with_a_name(
-    tool_engine: BlendEngine, serve: Serve, stream: bool
+    engine: BlendEngine, serve: Serve, stream: bool
 ) -> None:
-    client = serve(tool_engine)
-    flag = {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]}
-    endless = flag | {"properties": {"v": {"$ref": "#"}}}
-    # Each part of it has an end, both together have none.
-    stuck = {"allOf": [{"type": "object"}, {"properties": {"v": {"$ref": "#"}}, "required": ["v"]}]}
+    engine.tokenizer.chat_template = TOOL_TEMPLATE
+    client = serve(engine)
 
-    def asked(schema: dict[str, Any], **more: Any) -> httpx.Response:
+    def asked(value: dict[str, Any], **more: Any) -> httpx.Response:
+        schema = {"type": "object", "properties": {"v": value}, "required": ["v"]}
         tool = {"type": "function", "function": {"name": "v", "parameters": schema}}
         body = {"messages": QUESTION, "temperature": 0, "stream": stream, "tools": [tool], "tool_choice": "required"}
         return client.post("/v1/chat/completions", json=body | more)
 
-    assert (asked(endless).status_code, asked(endless).json()["error"]["code"]) == (400, "invalid_option")
-    # A stream that has begun ends with it; so does a call with a stop string in its middle.
-    for reply in (asked(stuck), asked(flag, stop="name")):
-        assert reply.status_code == (200 if stream else 422)
-        assert "unfinished_answer" in reply.text and '"stop"' not in reply.text
+    # Nothing is of that form.
+    assert asked({"$ref": "#"}).json()["error"]["code"] == "invalid_option"
+    # A stream that has begun ends with it.
+    cut = asked({"type": "boolean"}, stop="name")
+    assert cut.status_code == (200 if stream else 422) and "unfinished_answer" in cut.text
     # What max_tokens cuts says so, as OpenAI's does.
-    assert '"finish_reason":"length"' in asked(flag, max_tokens=4).text.replace(" ", "")
+    assert '"finish_reason":"length"' in asked({"type": "boolean"}, max_tokens=4).text.replace(" ", "")
 
 
 ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
@@ -349,25 +291,16 @@ ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
     ],
 )
 def test_an_answer_is_read_as_the_request_allows(
-    engine: BlendEngine, serve: Serve, says: str, body: dict[str, Any], text: str | None, calls: int
+    serve: Serve, says: str, body: dict[str, Any], text: str | None, calls: int
 ) -> None:
-    engine.tokenizer.chat_template = TOOL_TEMPLATE
-    client = serve(engine)
-    ids = engine.tokenizer(says, add_special_tokens=False)["input_ids"]
-    left: list[int] = []
-
-    def write(module: Any, given: Any, scores: Any) -> Any:
-        scores[..., -1, :] = -1e9
-        scores[..., -1, left.pop(0)] = 0.0
-        return scores
-
-    body = {"tools": [{"type": "function", "function": {"name": "weather"}}], "max_tokens": len(ids)} | body
-    hook = engine.model.get_output_embeddings().register_forward_hook(write)
-    left[:] = ids
-    message = ask(client, **body)["choices"][0]["message"]
-    left[:] = ids
-    deltas = [event["choices"][0]["delta"] for event in events(client, messages=QUESTION, temperature=0, **body)]
-    hook.remove()
+    dictation = Dictation("Qwen3")
+    dictation.tokenizer.chat_template = TOOL_TEMPLATE
+    with dictation.engine as engine:
+        client, size = serve(engine), dictation.say(says)
+        body = {"tools": [{"type": "function", "function": {"name": "weather"}}], "max_tokens": size} | body
+        message = ask(client, **body)["choices"][0]["message"]
+        dictation.say(says)
+        deltas = [event["choices"][0]["delta"] for event in events(client, messages=QUESTION, temperature=0, **body)]
     assert (message["content"], len(message.get("tool_calls", []))) == (text, calls)
     assert "".join(delta.get("content") or "" for delta in deltas) == (text or "")
     assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == calls

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -12,7 +11,7 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary
-from cacheblend_rag.errors import BackendError, StoreError
+from cacheblend_rag.errors import BackendError
 from cacheblend_serve.app import make_app
 from cacheblend_serve.backend import Asked, Wanted
 from cacheblend_serve.inprocess import EngineBackend, open_backend
@@ -27,12 +26,6 @@ def test_a_backend_that_is_not_installed_is_refused_with_those_that_are() -> Non
     assert "engine" in said.stderr
 
 
-def test_the_engine_takes_nothing_that_is_for_vllm() -> None:
-    said = CliRunner().invoke(app, ["serve", "--model", "reference", "--backend", "engine", "--", "--enforce-eager"])
-    assert said.exit_code == 2
-    assert "vLLM" in said.stderr
-
-
 def test_the_engine_is_opened_with_the_settings_that_are_wanted(tmp_path: Path) -> None:
     config, blend = EngineConfig(tenant="mara", separator="\n"), BlendConfig(recompute_ratio=0.25)
     with open_backend(Wanted("reference", tmp_path / "kv", config, blend)) as backend:
@@ -43,12 +36,6 @@ def test_the_engine_is_opened_with_the_settings_that_are_wanted(tmp_path: Path) 
         other = backend.library("dorla")
         assert other is backend.library("dorla")
         assert other.config.tenant == "dorla"
-
-
-def test_a_wanted_folder_is_not_memory(engine: BlendEngine, tmp_path: Path) -> None:
-    with pytest.raises(StoreError):
-        Wanted("reference", tmp_path / "kv", EngineConfig(), BlendConfig()).check_store(engine)
-    Wanted("reference", None, EngineConfig(), BlendConfig()).check_store(engine)
 
 
 def test_what_is_attached_where_settings_say_so(engine: BlendEngine) -> None:

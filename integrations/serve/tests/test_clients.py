@@ -1,10 +1,9 @@
-"""What talks to OpenAI talks to the server as it is, whatever computes behind it: clients of three packages.
+"""What talks to OpenAI talks to the server as it is, whatever computes behind it.
 
 vLLM has an environment of its own; ``VLLM_PYTHON``, which ``make check-vllm`` sets, is that environment's Python.
 """
 
 import asyncio
-import gc
 import http.client
 import json
 import os
@@ -17,18 +16,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from langchain_core.documents import Document
-from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import RunnablePassthrough
-from langchain_openai import ChatOpenAI
-from llama_index.core import VectorStoreIndex
-from llama_index.core.schema import TextNode
-from llama_index.llms.openai_like import OpenAILike
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
-from integrations.llama_index.tests.conftest import WordEmbedding
 from integrations.serve.tests.conftest import serving
 from integrations.serve.tests.process import LEAST, VLLM, ServerProcess
 
@@ -39,19 +29,6 @@ CHUNKS = [
 ]
 QUESTION = "Where was Mara Lindell born?"
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
-
-
-def unkept() -> dict[str, Any]:
-    """Return HTTP clients that keep no connection open, for nobody would close those of ChatOpenAI's own."""
-    limits = httpx.Limits(max_keepalive_connections=0)
-    return {"http_client": httpx.Client(limits=limits), "http_async_client": httpx.AsyncClient(limits=limits)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_open() -> Iterator[None]:
-    yield
-    # A connection that is still open is told of here, and not in somebody else's test.
-    gc.collect()
 
 
 @contextmanager
@@ -158,33 +135,3 @@ def test_what_one_caller_sends_hurts_no_other(address: str, count: int) -> None:
             wrong = [n for n, got in enumerate(done) if got != (alone[n % len(asked)] if n % 8 else True)]
         assert wrong == []
         assert client.get("/readyz").status_code == 200
-
-
-def test_a_langchain_chain_is_served_from_stored_chunks(address: str) -> None:
-    own: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": "none", "max_tokens": 16, **unkept()}
-    llm = ChatOpenAI(model="reference", temperature=0, **own)
-    prompt = ChatPromptTemplate.from_template("Answer from the context only.\n\n{context}\n\nQuestion: {question}")
-    found = "\n\n".join(Document(text).page_content for text in CHUNKS)
-    chain = {"context": lambda _: found, "question": RunnablePassthrough()} | prompt
-    message = llm.invoke(chain.invoke(QUESTION))
-    # As it is, since the chunks are found where they stand in the message.
-    assert message.usage_metadata["input_token_details"]["cache_read"] > 40
-    whole = (chain | llm | StrOutputParser()).invoke(QUESTION)
-    pieces = list((chain | llm | StrOutputParser()).stream(QUESTION))
-    assert "".join(pieces) == whole == message.content
-    assert len(pieces) > 3
-    beside = llm.invoke(QUESTION, extra_body={"documents": ["c0", "c1"]})
-    assert beside.usage_metadata["input_token_details"]["cache_read"] > 25
-
-
-def test_a_llama_index_query_engine_is_served_from_stored_chunks(address: str) -> None:
-    own = {"api_base": f"{address}/v1", "api_key": "none", "http_client": unkept()["http_client"]}
-    sizes = {"context_window": 4096, "max_tokens": 16}
-    llm = OpenAILike(model="reference", is_chat_model=True, temperature=0, **sizes, **own)
-    nodes = [TextNode(id_=f"n{number}", text=text) for number, text in enumerate(CHUNKS)]
-    index = VectorStoreIndex(nodes, embed_model=WordEmbedding(model_name="words"))
-    whole = index.as_query_engine(llm=llm, similarity_top_k=2).query(QUESTION)
-    stream = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True).query(QUESTION)
-    assert "".join(stream.response_gen) == str(whole) != ""
-    raw = llm.complete("\n\n".join([*CHUNKS, QUESTION])).raw
-    assert raw.usage.prompt_tokens_details.cached_tokens > 40

@@ -1,11 +1,7 @@
 """Chunks and documents over HTTP: stored, replaced, listed, deleted, and known to the answers that follow."""
 
-import asyncio
 import json
-import signal
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, FixedText
 from cacheblend_rag.engine.scheduler import scheduler_of
-from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, process_of, serving
+from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, serving
 from tests.limits import wait_until
 
 TEXT = "\n\n".join(CHUNKS.values())
@@ -147,44 +143,3 @@ def test_progress_is_told_while_it_is_stored(serve: Serve) -> None:
     assert lines.pop() == "[DONE]"
     *steps, last = map(json.loads, lines)
     assert steps[-1] == {"done": 3, "total": 3} and last["status"] == "stored"
-
-
-async def test_encoding_is_in_nobodys_way(engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = serve(engine, requests=1).base_url
-    is_over = threading.Event()
-    monkeypatch.setattr(engine, "flush", is_over.wait)
-
-    async def flush(client: httpx.AsyncClient) -> str:
-        return (await client.post("/v1/chunks/flush")).text
-
-    async with httpx.AsyncClient(base_url=address, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
-        waiting = [asyncio.create_task(flush(client)) for _ in range(60)]
-        await asyncio.sleep(0.5)
-        # More than there are threads of all.
-        assert (await client.get("/readyz")).status_code == 200
-        assert (await client.get("/v1/documents")).status_code == 200
-        is_over.set()
-        assert all("stored" in text for text in await asyncio.gather(*waiting))
-
-
-def test_in_the_background(engine: BlendEngine, serve: Serve) -> None:
-    client = serve(engine)
-    put = client.put("/v1/documents/mara", json={"text": TEXT, "background": True}).json()
-    assert put["status"] == "named" and engine.document("mara") == put["ids"]
-    engine.flush()
-    assert hits(client, *put["ids"]) == (len(put["ids"]), 0)
-
-
-def test_the_command_serves_and_what_was_acknowledged_is_kept(tiny: Any, tmp_path: Path) -> None:
-    server = process_of(tiny, tmp_path)
-    for ending in (signal.SIGTERM, signal.SIGKILL):
-        with server, httpx.Client(base_url=server.url, timeout=60) as client:
-            # The address is told once somebody listens there.
-            assert client.get("/readyz").status_code == 200
-            put = client.put(f"/v1/documents/{ending.name}", json={"text": TEXT, "chunk_tokens": 20})
-            assert put.json()["status"] == "stored"
-            server.stop(ending)
-            assert server.process.returncode == -ending
-    with engine_of(tiny, store=tmp_path / "kv") as engine:
-        assert len(engine.ids()) == 6
-        assert engine.store.holds(engine.ids()) == [True] * 6

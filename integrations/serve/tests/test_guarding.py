@@ -1,14 +1,10 @@
 """What a server lets in, what it says to the rest, and that nobody sees what is another's."""
 
-import asyncio
 import hashlib
 import http.client
 import json
 import re
-import signal
-import socket
 import threading
-from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -23,10 +19,9 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
 from cacheblend_serve.auth import KeyFile, Owner
-from cacheblend_serve.responses import event_stream
 from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import AddRequest, ChatRequest, CompletionRequest
-from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, process_of, serving
+from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, serving
 from tests.limits import wait_until
 from tests.poison import BEYOND, spare_token
 
@@ -61,18 +56,11 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [{"type": "document", "text": "half of \ud83d"}]}]}, 400, "text"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "tokens"),
         (SHORT | {"documents": [{"id": "d", "text": f"Who is {BEYOND}?"}]}, 400, BEYOND),
-        (SHORT | {"max_tokens": "3"}, 400, "max_tokens"),
-        (SHORT | {"documents": [{}]}, 400, "id"),
         (SHORT | {"documents": ["nobody"]}, 404, "nobody"),
         (SHORT | {"model": "other"}, 404, "other"),
-        (SHORT | {"stop": [""]}, 400, "stop"),
-        (SHORT | {"chat_template_kwargs": {"messages": []}}, 400, "messages"),
-        (SHORT | {"reasoning_effort": "none"}, 400, "reasoning_effort"),
         (SHORT | {"tool_choice": "required"}, 400, "tools"),
         (FORCED | {"tool_choice": "gcc"}, 400, "gcc"),
         (FORCED | {"response_format": {"type": "json_object"}}, 400, "response_format"),
-        (SHORT | {"response_format": {"type": "json_schema"}}, 400, "json_schema"),
-        (SHORT | {"continue_final_message": True, "add_generation_prompt": True}, 400, "add_generation_prompt"),
     ],
 )
 def test_what_cannot_be_answered_is_said(tiny_client: httpx.Client, body: Any, status: int, named: str) -> None:
@@ -87,10 +75,7 @@ def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
     error(tiny_client.get("/v1/documents/nobody"), 404)
     error(tiny_client.get(CHAT), 405)
     assert "limit" in error(tiny_client.get("/v1/chunks?limt=3"), 400)["message"]
-    error(tiny_client.post(CHAT, json=SHORT | {"stream_options": {}}), 400)
     assert error(tiny_client.post("/v1/completions", json={"prompt": "x", "best_of": 2}), 400)["param"] == "best_of"
-    for prompt in ({"prompt": ["x"] * 65}, {"prompt": [{"type": "document"}]}, {"prompt": "x", "grammar": "start: ("}):
-        error(tiny_client.post("/v1/completions", json=prompt), 400)
     deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     for content in (b"{not json", deep):
         error(tiny_client.post(CHAT, content=content, headers=JSON), 400)
@@ -103,11 +88,8 @@ def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (CompletionRequest, {"prompt": [[]] * MANY}),
         (CompletionRequest, {"prompt": "x", "documents": [5] * MANY, "stop": [5] * MANY, "bad_words": [5] * MANY}),
-        (ChatRequest, {"messages": [5] * MANY}),
         (ChatRequest, {"messages": [{"role": "user", "content": [5] * MANY}]}),
-        (ChatRequest, {"messages": MESSAGES, "tools": [{}] * MANY, "modalities": [5] * MANY}),
         (ChatRequest, {"messages": MESSAGES} | dict.fromkeys(map(str, range(MANY)), 5)),
         (AddRequest, {"chunks": [{}] * MANY}),
         (CompletionRequest, {"prompt": [{"type": "document"}, {"type": "text"}, {}] * 7_000}),
@@ -129,8 +111,6 @@ def tiny_client(tiny: Any) -> Any:
 
 def test_large_bodies_are_refused_before_they_are_read(serve: Serve) -> None:
     client = serve(body_bytes=2000)
-    large = {"messages": [{"role": "user", "content": "x" * 3000}]}
-    error(client.post(CHAT, json=large), 413)
 
     def pieces() -> Any:
         # Without a length in its headers.
@@ -169,22 +149,6 @@ def test_without_keys_it_answers_by_the_names_of_this_machine_only(serve: Serve,
     key = KeyFile(tmp_path / "keys.json").add(Owner("acme", "mine"))
     client = serve(keys=tmp_path / "keys.json", key=key)
     assert client.get("/v1/models", headers={"Host": "rag.example"}).status_code == 200
-
-
-async def test_who_reads_nothing_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_serve.responses._LIFE_S", 0.05)
-    left = threading.Event()
-
-    async def events() -> AsyncGenerator[dict[str, int], None]:
-        yield {"answer": 42}
-
-    async def wait_for_ever(*_: Any) -> Any:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr("cacheblend_serve.responses._READER_S", 0.05)
-    response = await event_stream(events(), left.set)
-    await asyncio.wait_for(response({"type": "http", "method": "POST"}, wait_for_ever, wait_for_ever), 20)
-    assert left.is_set()
 
 
 def test_keys_and_tenants(engine: BlendEngine, serve: Serve, tmp_path: Path) -> None:
@@ -317,30 +281,6 @@ def test_an_answer_that_takes_too_long(serve: Serve) -> None:
     assert error(client.post(CHAT, json=LONG), 504)["code"] == "timeout"
     with client.stream("POST", CHAT, json=LONG | {"stream": True}) as reply:
         assert '"code":"timeout"' in "".join(reply.iter_text()).replace(" ", "")
-
-
-def test_a_second_signal_ends_it_at_once(tiny: Any, tmp_path: Path) -> None:
-    with process_of(tiny, tmp_path) as server:
-        process, url = server.process, httpx.URL(server.url)
-        address = url.host, url.port or 0
-        # A request that never arrives would be waited for.
-        with socket.create_connection(address) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
-            # Once this is answered, that request has begun, and signals are heard.
-            assert httpx.get(url.join("/healthz")).is_success
-            process.send_signal(signal.SIGTERM)
-            wait_until(lambda: not _is_listened_at(address))
-            assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(15) == -signal.SIGTERM
-
-
-def _is_listened_at(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address).close()
-    except ConnectionRefusedError:
-        return False
-    return True
 
 
 def test_what_goes_wrong_inside_is_told_to_the_log_only(

@@ -29,6 +29,7 @@ STORY = [
 ]
 HEAD = FixedText("Answer the question from the context only.\n\n")
 PROMPT = BlendPrompt(HEAD, ["works", "goat", Chunk("Nobody else is there.\n")], "\nQuestion: Who works?")
+PROMPT_OF_TEXT = BlendPrompt(segments=["Is it so?"])
 TOKENS = 12
 
 
@@ -61,7 +62,7 @@ def test_settings_of_a_call_reach_the_engine(engine: BlendEngine, served: Served
     assert served.generate(PROMPT, TOKENS, **greedy).text == engine.generate(PROMPT, TOKENS).text
 
 
-def test_stop_strings_end_an_answer(engine: BlendEngine, served: ServedEngine) -> None:
+def test_stop_strings_and_a_grammar_hold_an_answer(engine: BlendEngine, served: ServedEngine) -> None:
     served.add(STORY)
     whole = engine.generate(PROMPT, 24).text
     stop = whole[len(whole) // 2 :][:3]
@@ -69,14 +70,8 @@ def test_stop_strings_end_an_answer(engine: BlendEngine, served: ServedEngine) -
     answer = ending.read(served.generate(PROMPT, 24, stopping_criteria=ending.criteria(served.tokenizer)))
     assert (answer.text, answer.finish_reason) == (whole[: whole.index(stop)], "stop")
     assert served.generate(PROMPT, 24, stop_strings=[stop]).text == answer.text
-
-
-def test_a_grammar_holds_an_answer(served: ServedEngine) -> None:
     guide = Guide(served, 'start: "yes" | "no"')
     assert served.generate(PROMPT_OF_TEXT, 8, logits_processor=[guide]).text in ("yes", "no")
-
-
-PROMPT_OF_TEXT = BlendPrompt(segments=["Is it so?"])
 
 
 def test_names_are_those_of_the_engine(
@@ -115,7 +110,8 @@ def test_names_are_those_of_the_engine(
 
 
 def test_what_is_deleted_is_gone(engine: BlendEngine, served: ServedEngine) -> None:
-    served.add(STORY)
+    job = served.add(STORY, background=True)
+    assert (job.result(60).named, job.progress) == (3, (3, 3))
     shelf = served.collection(lambda ids: set())
     assert sorted(served.indexed()) == ["born", "goat", "works"]
     # What a vector store loses behind our back is not noticed at a server.
@@ -169,14 +165,6 @@ def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
     ):
         with pytest.raises(errors.ConfigError):
             refused()
-
-
-def test_chunks_are_added_in_the_background(engine: BlendEngine, served: ServedEngine) -> None:
-    job = served.add(STORY, background=True)
-    assert job.result(60).named == 3
-    assert job.progress == (3, 3)
-    assert sorted(engine.ids()) == ["born", "goat", "works"]
-    assert served.generate(PROMPT, 4).report.hits >= 2
 
 
 def test_errors_are_the_engines(served: ServedEngine) -> None:
