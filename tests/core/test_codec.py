@@ -117,15 +117,6 @@ def test_any_numbers_come_back_as_the_naive_reference_has_them_or_untouched(laye
         assert bool((error <= steps / 2 + rounding).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_what_has_no_packed_form_is_kept_native(dtype: torch.dtype) -> None:
-    layer = LayerKV(torch.ones(1, 3, 4), torch.ones(1, 3, 4).to(dtype))
-    packed = make_codec("int8").pack(layer)
-    assert packed.codec == "native"
-    back = unpack_layer(packed)
-    assert all(torch.equal(raw(a), raw(b)) for a, b in zip(layer, back, strict=True))
-
-
 def test_packing_by_another_codec() -> None:
     packed = {name: make_codec(name).pack(layer_of((2, 70, 32))) for name in codec_names()}
     assert all(repack_layer(each, make_codec(name)) is each for name, each in packed.items())

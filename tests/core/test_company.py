@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import StoppingCriteria
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError, PromptError
 from tests import poison
 from tests.engines import MakeEngine, busy
 from tests.families import tiny_tokenizer, words
@@ -117,20 +116,6 @@ def test_a_stream_that_is_closed_ends_alone(engine: BlendEngine, pool: ThreadPoo
     assert found == [*wanted[:2], wanted[2][: len(found[2])], wanted[3]]
 
 
-def test_a_call_that_is_given_up_while_it_waits_is_not_computed(engine: BlendEngine) -> None:
-    with busy(engine) as until:
-        streams = []
-        for number in range(4):
-            streams.append(engine.stream(PROMPTS[number], 5, do_sample=False))
-            until(number + 1)
-        given_up = streams.pop(2)
-        given_up.close()
-        # Its thread does not wait for the model any longer.
-        with pytest.raises(CacheBlendError):
-            given_up.result()
-    assert [len(stream.result().token_ids) for stream in streams] == [5, 5, 5]
-
-
 @poison.COUNTS
 def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine, count: int) -> None:
     engine = make_engine()
@@ -170,20 +155,6 @@ def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine, count: int
         elif number % 8 != 4:
             assert isinstance(each, GenerationResult), (number, each)
             assert each.token_ids == wanted[number % len(fine)]
-
-
-def test_an_answer_may_ask_something_itself(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
-    asked: list[tuple[int, ...]] = []
-
-    class Asking(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            asked.append(answer(engine, PROMPTS[1], 2)().token_ids)
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-    calls = [answer(engine, PROMPTS[number], 3, stopping_criteria=[Asking()]) for number in (0, 3)]
-    found = [each.result(timeout=60) for each in together(engine, calls, pool)]
-    assert [len(each.token_ids) for each in found] == [3, 3]
-    assert asked == [answer(engine, PROMPTS[1], 2)().token_ids] * 6
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

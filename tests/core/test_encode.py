@@ -4,47 +4,16 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cacheblend_lab.families.tiny import tiny_config
 from cacheblend_lab.families.tiny import tiny_model as tiny_lab_model
 from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendPrompt, Chunk
-from cacheblend_rag.encode import plan_batches
 from cacheblend_rag.preamble import default_preamble
 from tests.engines import MakeEngine
 from tests.families import tiny_tokenizer, words
 
 ENGINE = {"self_check": False}
-
-
-def some_ids(count: int, seed: int) -> list[int]:
-    return torch.randint(3, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def test_a_long_prefix_is_run_once(make_engine: MakeEngine) -> None:
-    prefix = some_ids(24, 1)
-    engine = make_engine(preamble=tuple(prefix))
-    rows: list[list[int]] = []
-    engine.model.get_decoder().register_forward_pre_hook(
-        lambda _, args, kwargs: rows.extend(kwargs["input_ids"].tolist()), with_kwargs=True
-    )
-    for seed in range(3):
-        engine.add([Chunk(words(10, seed), f"n{seed}")])
-    assert [row for row in rows if row[: len(prefix)] == prefix] == [prefix]
-
-
-@given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 30), st.integers(1, 200))
-def test_every_chunk_is_in_one_batch_that_fits(lengths: list[int], prefix_len: int, batch_tokens: int) -> None:
-    batches = plan_batches(lengths, prefix_len, batch_tokens)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    for batch in batches:
-        width = prefix_len + max(lengths[index] for index in batch)
-        assert len(batch) == 1 or len(batch) * width <= batch_tokens
-        # A batch that is planned again, as it is once some of it is no longer wanted, stays in one piece.
-        assert len(plan_batches([lengths[index] for index in batch], prefix_len, batch_tokens)) == 1
 
 
 DATED = "Today is {{ strftime_now('%d %B %Y') }}.\n{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

@@ -42,27 +42,6 @@ def test_every_pattern_of_hits_and_misses_gives_the_same_logits(engine: BlendEng
         assert (again.logits - wanted).abs().max() < TOLERANCE
 
 
-def test_the_same_chunk_twice_in_one_prompt(engine: BlendEngine) -> None:
-    result = engine.prefill(_prompt([CHUNKS[0], CHUNKS[1], CHUNKS[0]]))
-    assert (result.report.hits, result.report.misses) == (0, 3)
-    # What comes first is read once more behind another.
-    assert engine.store.stats().entries == 3
-    again = engine.prefill(_prompt([CHUNKS[0], CHUNKS[1], CHUNKS[0]]))
-    assert again.report.hits == 3
-    assert (again.logits - result.logits).abs().max() < TOLERANCE
-
-
-def test_another_text_under_a_known_id_is_not_served_from_its_kv(engine: BlendEngine) -> None:
-    engine.add(CHUNKS)
-    edited = Chunk(words(21, 77), "n1")
-    result = engine.prefill(_prompt([CHUNKS[0], edited, CHUNKS[2]]))
-    assert [chunk.hit for chunk in result.report.chunks] == [True, False, True]
-    anonymous = engine.prefill(_prompt([CHUNKS[0], Chunk(edited.text), CHUNKS[2]]))
-    assert (anonymous.logits - result.logits).abs().max() < TOLERANCE
-    # The name still means what was added.
-    assert engine.prefill(_prompt([CHUNKS[1]])).report.hits == 1
-
-
 def test_adding_the_same_does_nothing_and_another_text_replaces(engine: BlendEngine) -> None:
     first = engine.add(CHUNKS)
     assert (first.encoded, first.named, first.unchanged, first.tokens) == (4, 4, 0, 79)
@@ -71,18 +50,6 @@ def test_adding_the_same_does_nothing_and_another_text_replaces(engine: BlendEng
     assert (changed.encoded, changed.tokens) == (1, 9)
     assert sorted(engine.ids()) == ["n0", "n1", "n2", "n3"]
     assert engine.prefill(_prompt([Chunk(CHUNKS[0].text), CHUNKS[1]])).report.hits == 1
-
-
-def test_two_names_of_one_text_share_its_kv_until_the_last_is_deleted(engine: BlendEngine) -> None:
-    assert engine.add([Chunk(CHUNKS[0].text, "a"), Chunk(CHUNKS[0].text, "b")]).encoded == 1
-    assert engine.add([Chunk(CHUNKS[0].text, "c")]).encoded == 0
-    assert engine.delete(["c"]) == 1
-    assert engine.store.stats().entries == 2
-    assert engine.delete(["a", "unknown"]) == 1
-    assert engine.store.holds(["a", "b"]) == [False, True]
-    assert engine.delete(["b"]) == 1
-    assert engine.store.stats().entries == 0
-    assert not engine.contains("b")
 
 
 def test_logits_behind_the_last_tokens(engine: BlendEngine) -> None:

@@ -50,14 +50,3 @@ async def test_an_error_comes_to_every_reader() -> None:
                 await stream.aresult()
             with pytest.raises(ValueError, match="allowed"):
                 stream.result()
-
-
-def test_a_reader_whose_loop_has_gone_holds_nothing_up() -> None:
-    with engine_of() as engine:
-        stream = engine.stream(some_prompts(1)[0], 6, do_sample=False)
-
-        async def begin() -> None:
-            asyncio.create_task(anext(stream)).cancel()
-
-        asyncio.run(begin())
-        assert "".join(stream) == stream.result().text

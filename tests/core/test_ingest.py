@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,60 +104,30 @@ def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> N
     assert order.count("batch") >= 6
 
 
-def test_a_chunk_that_is_asked_for_before_its_turn_is_a_miss_and_is_encoded_once(engine: BlendEngine) -> None:
-    with busy(engine):
-        job = engine.add(CHUNKS, background=True)
-        assert engine.prefill(BlendPrompt("t5", ["n5"], "t6")).report.misses == 1
-    assert job.result().encoded == 5
-    assert engine.prefill(BlendPrompt("t5", ["n5"], "t6")).report.hits == 1
-
-
-def test_of_two_adds_of_one_id_the_last_counts(engine: BlendEngine) -> None:
-    with busy(engine):
-        engine.add(CHUNKS[:2], background=True)
-        new = engine.add([Chunk(words(9, 70), "n0")], background=True)
-        before = threading.Thread(target=engine.add, args=([Chunk(words(7, 71), "n1")],))
-        before.start()
-    assert new.result().encoded == 1
-    before.join()
-    engine.flush()
-    texts = {record.id: len(record.token_ids) for record in engine.records(["n0", "n1"]) if record is not None}
-    assert texts == {"n0": 9, "n1": 7}
-    assert all(held(engine).values())
-    assert engine.store.stats().entries == 4
-
-
-def test_a_text_of_another_name_outlives_a_deletion(engine: BlendEngine) -> None:
-    def share(*_: Any) -> None:
-        hook.remove()
-        engine.add([Chunk(CHUNKS[0].text, "twin")])
-        engine.delete(["n0"])
-
-    hook = engine.model.get_decoder().register_forward_pre_hook(share)
-    engine.add(CHUNKS[:1], background=True).result()
-    assert held(engine) == {"twin": True}
-
-
 STEPS = st.tuples(st.sampled_from(["later", "now", "delete", "ask", "flush"]), st.integers(0, 2), st.integers(0, 2))
 
 
 @settings(max_examples=25)
-@given(st.lists(STEPS, max_size=12))
-def test_after_any_interleaving_the_store_holds_what_a_dictionary_would(steps: list[tuple[str, int, int]]) -> None:
+@given(st.lists(STEPS, max_size=12), st.booleans())
+def test_after_any_interleaving_the_store_holds_what_a_dictionary_would(
+    steps: list[tuple[str, int, int]], waits: bool
+) -> None:
+    """What is added may have to wait, until all else is done."""
     texts = [words(5 + n, 80 + n) for n in range(3)]
     wanted: dict[str, str] = {}
     with make() as engine:
-        for action, number, text in steps:
-            id = f"n{number}"
-            if action == "delete":
-                assert engine.delete([id]) == (wanted.pop(id, None) is not None)
-            elif action == "flush":
-                engine.flush()
-            elif action == "ask" and id in wanted:
-                engine.prefill(BlendPrompt("t5", [id], "t6"))
-            elif action in ("later", "now"):
-                engine.add([Chunk(texts[text], id)], background=action == "later")
-                wanted[id] = texts[text]
+        with busy(engine) if waits else nullcontext():
+            for action, number, text in steps:
+                id = f"n{number}"
+                if action == "delete":
+                    assert engine.delete([id]) == (wanted.pop(id, None) is not None)
+                elif action == "flush" and not waits:
+                    engine.flush()
+                elif action == "ask" and id in wanted:
+                    engine.prefill(BlendPrompt("t5", [id], "t6"))
+                elif action in ("later", "now"):
+                    engine.add([Chunk(texts[text], id)], background=waits or action == "later")
+                    wanted[id] = texts[text]
         engine.flush()
         assert held(engine) == dict.fromkeys(wanted, True)
         said = {

@@ -1,18 +1,14 @@
 """Attention over row blocks against attention over the whole mask."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.fuse import mask as fuse_mask
 from cacheblend_rag.fuse.mask import RowMask, attend_in_blocks
-from cacheblend_rag.model import replace_attention
 from tests.families import tiny_model, tiny_tokenizer, words
 
 _COLUMNS = 900
@@ -26,20 +22,9 @@ def _causal(rows: torch.Tensor, columns: int) -> torch.Tensor:
     return (torch.arange(columns) <= rows[:, None])[None, None]
 
 
-def _attention_function() -> object:
-    return AttentionInterface().get_interface("sdpa", sdpa_attention_forward)
-
-
 class _Grouped(nn.Module):
     num_key_value_groups = 3
     is_causal = True
-
-
-def test_only_the_models_of_the_block_and_its_thread_attend_by_another_function() -> None:
-    with replace_attention(attend_in_blocks), ThreadPoolExecutor(1) as other:
-        assert _attention_function() is not sdpa_attention_forward
-        assert other.submit(_attention_function).result() is sdpa_attention_forward
-    assert _attention_function() is sdpa_attention_forward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,13 +72,6 @@ def test_blocks_give_what_the_whole_mask_gives(
         # One unit in the last place of bfloat16 at 1.
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
-
-
-def test_few_rows_and_rows_that_see_nothing_keep_a_plain_mask() -> None:
-    assert type(RowMask.over(_causal(torch.arange(0, 200, 4), 300))) is torch.Tensor
-    mask = _causal(_rows(200), _COLUMNS)
-    mask[:, :, :80] = False
-    assert type(RowMask.over(mask)) is torch.Tensor
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])

@@ -128,20 +128,6 @@ def test_a_growing_chat_has_the_models_own_answers_and_pays_for_what_is_new(
     assert (again.token_ids, again.report.prefix_tokens) == (result.token_ids, len(result.prompt_ids) - 1)
 
 
-def test_text_behind_other_chunks_is_computed(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    assert reused(engine, chat(CHUNKS[:2])) == 0
-    assert reused(engine, chat(CHUNKS[:2])) == WHOLE - 1
-    assert reused(engine, chat([CHUNKS[0], CHUNKS[2]])) == UP_TO_THE_SECOND_CHUNK
-    assert reused(engine, chat(CHUNKS[2:4])) == UP_TO_THE_FIRST_CHUNK
-    # The same words, but not as a chunk.
-    spelled = BlendPrompt(segments=[HEAD, ids_of(CHUNKS[0].text), ids_of(CHUNKS[1].text), words(9, 90)])
-    assert reused(engine, spelled) == UP_TO_THE_FIRST_CHUNK
-    report = engine.generate(chat(CHUNKS[:2]), 1).report
-    assert [(chunk.tier, chunk.hit) for chunk in report.chunks] == [("prefix", True)] * 2
-    assert report.load_bytes == report.recomputed_tokens == 0
-
-
 def test_what_has_seen_a_chunk_lives_no_longer_than_it(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

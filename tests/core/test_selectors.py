@@ -6,65 +6,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from cacheblend_lab.settings import blend_settings, engine_settings
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fuse import BlendCache, Steering
-from cacheblend_rag.fuse.selfcheck import true_kv
-from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import AttentionCall, attention_weights, inspect_model
-from cacheblend_rag.selection import BoundarySelector, SelectionTask, make_selector, selector_names
-from cacheblend_rag.selection.question import QuerySelector
+from cacheblend_rag.model import AttentionCall, attention_weights
+from cacheblend_rag.selection import BoundarySelector, SelectionTask, selector_names
 from cacheblend_rag.selection.segments import pick, segment_numbers
-from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, read_behind, span_layout, stale_kv
+from tests.core.dense import LENGTH, SPANS, RecordingCache, read_behind, stale_kv
 from tests.engines import MakeEngine
-from tests.families import CASES, sampled, tiny_model, tiny_tokenizer, words
+from tests.families import tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
 QUESTION = LENGTH - SPANS[-1][1]
-SETTINGS = [
-    {"selector": "query"},
-    {"selector": "query", "stop_layer": 4},
-    {"selector": "query", "stop_layer": 2, "look_layers": (1, 3)},
-    {"selector": "query", "segment_tokens": 1, "look_layers": (0, 2)},
-    {"selector": "a3"},
-    {"selector": "a3", "segment_tokens": 8},
-    {"selector": "boundary"},
-    {"selector": "hkvd", "segment_tokens": 8},
-]
-
-
-@pytest.fixture(params=sampled(CASES, as_one=True), ids="-".join)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return tiny_model(*request.param)
-
-
-@torch.no_grad()
-def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrainedModel) -> None:
-    decoder = inspect_model(model)
-    ids = random_ids(1)
-    layout = span_layout(ids)
-    own = [LayerKV(*kv) for kv in own_kv(model, ids)]
-    wanted = model(input_ids=torch.tensor([ids])).logits[0, -1]
-    for settings in SETTINGS:
-        selection = make_selector(blend_settings(BlendConfig(), **settings).selector).begin(
-            SelectionTask(layout, decoder.num_layers, 9)
-        )
-        cache = BlendCache(decoder.num_layers)
-        steering = Steering(decoder, cache, layout, selection, true_kv(own))
-        with steering():
-            got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
-        assert (got - wanted).abs().max() < TOLERANCE, settings
-        stops = settings["selector"] == "query"
-        rows = round(9 * 6 / settings.get("stop_layer", 4 if stops else 6))
-        assert steering.recomputed_rows.numel() == rows
-        if settings["selector"] in ("query", "boundary"):
-            # Stopping early buys more rows, not more work; looking costs little besides.
-            assert 0 <= steering.charge / decoder.num_layers - 9 < 2, settings
-        assert all((kv.keys - true.keys).abs().max() < TOLERANCE for kv, true in zip(cache.kv(), own, strict=True))
 
 
 class _Layered(RecordingCache):
@@ -218,26 +174,6 @@ def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio:
 
     left = [distance(row) for row in candidates if row not in rows]
     assert not rows or not left or max(map(distance, rows)) <= min(left)
-
-
-@given(layouts(), st.integers(0, 40), st.sampled_from([None, 2]), st.integers(1, 12), st.integers(0, 999))
-def test_questions_weigh_naively(layout: PromptLayout, budget: int, stop: int | None, most: int, seed: int) -> None:
-    rows = layout.context_rows
-    budget = min(budget, rows.numel())
-    attention = torch.rand(rows.numel(), generator=torch.Generator().manual_seed(seed)) + 0.01
-    numbers = segment_numbers(layout, rows, most).tolist()
-    members = [[score for score, other in zip(attention.tolist(), numbers, strict=True) if other == n] for n in numbers]
-    means = [sum(each) / len(each) for each in members]
-    selector = QuerySelector(segment_tokens=most, stop_layer=stop, look_layers=(0,))
-    look = selector.begin(SelectionTask(layout, 4, budget))
-    look.look(0, attention[None])
-    picked = look.rows().tolist()
-    assert len(picked) == min(round(budget * 4 / (stop or 3)), rows.numel())
-    # Whole segments by their mean: none that was left out altogether beats one that was taken.
-    taken = {number for number, row in zip(numbers, rows.tolist(), strict=True) if row in picked}
-    inside = [mean for mean, number in zip(means, numbers, strict=True) if number in taken]
-    outside = [mean for mean, number in zip(means, numbers, strict=True) if number not in taken]
-    assert not inside or not outside or min(inside) >= max(outside) * (1 - 1e-5)
 
 
 @torch.no_grad()

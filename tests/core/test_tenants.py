@@ -1,6 +1,5 @@
 """Tenants of one store never see each other."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, UnknownChunkError
-from cacheblend_rag.store import KVStore, StoreStats, check_store, open_store
+from cacheblend_rag.store import StoreStats, check_store, open_store
 from tests.engines import MakeEngine
 from tests.families import tiny_model, words
 from tests.store.kit import files_of
@@ -100,15 +99,3 @@ def test_no_figure_of_an_engine_is_another_tenants(make_engine: MakeEngine, tmp_
         theirs = two.store.stats()
         assert min(theirs.evictions, theirs.ram_evictions, theirs.device_evictions) > 0
         assert figures(one) == before
-
-
-def test_no_engine_hands_out_its_store(pair: Pair) -> None:
-    def reachable(part: object, depth: int) -> Iterator[object]:
-        """Yield what public attributes of our objects lead to."""
-        yield part
-        if depth and type(part).__module__.startswith("cacheblend_rag"):
-            for name, value in getattr(part, "__dict__", {}).items():
-                if not name.startswith("_"):
-                    yield from reachable(value, depth - 1)
-
-    assert not [part for part in reachable(pair[0], 3) if isinstance(part, KVStore)]

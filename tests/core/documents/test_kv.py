@@ -11,11 +11,7 @@ from cacheblend_lab import families
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine
 from tests.core.documents.texts import TOLERANCE, Text, distances
-from tests.engines import separator_of
 from tests.families import CASES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer
-
-# Tokens of its own document that a chunk is read behind.
-ENDING = 64
 
 
 @cache
@@ -66,33 +62,9 @@ def check_documents(engine: BlendEngine, shapes: list[tuple[list[int], list[int]
             for number in range(len(text.cuts)):
                 worst = distances(engine, f"{text.name}-{number}")
                 assert len(worst) == 2 and max(worst) < TOLERANCE
-                if pieces == 1:
-                    check_behind(engine, text, number)
     finally:
         engine.delete(engine.ids())
     assert engine.store.stats().entries == 0
-
-
-def check_behind(engine: BlendEngine, text: Text, number: int) -> None:
-    """A chunk is read behind another one of its document and the end of what precedes it there, each set off."""
-    separator = separator_of(engine)
-    [record] = engine.records([f"{text.name}-{number}"])
-    assert record is not None and record.later is not None
-    behind, own = record.later.behind, text.tokens(*text.cuts[number])
-    companions = {text.tokens(*cut): place for place, cut in enumerate(text.cuts) if text.tokens(*cut) != own}
-    before = text.before(number, separator)[-ENDING:]
-    if not companions:
-        # A document of one chunk is read behind a passage, one of equal chunks behind its own text as well.
-        assert record.later.seen == () or before
-        return
-    ending = before + separator if before else ()
-    wanted = {companion + separator + ending for companion in companions}
-    # What precedes it is not read twice.
-    wanted |= {companion + separator for companion, place in companions.items() if place == number - 1}
-    assert behind in wanted
-    ids = {id for id, _ in record.later.seen}
-    assert ids and record.id not in ids
-    assert ids <= {str(chunk.id) for chunk in text.chunks}
 
 
 def test_learned_positions_are_encoded_alone() -> None:

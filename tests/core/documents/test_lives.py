@@ -75,19 +75,6 @@ def assert_none_has_seen(engine: BlendEngine, id: str) -> None:
             assert max(distances(engine, record.id), default=0) < TOLERANCE
 
 
-def test_kv_lives_no_longer_than_what_it_was_encoded_behind(engine: BlendEngine, time: Time) -> None:
-    engine.add([TEXT.chunk(0)])
-    engine.add([TEXT.chunk(1)], ttl_s=50)
-    time.now += 10
-    engine.add([TEXT.chunk(2)], ttl_s=100)
-    engine.add([TEXT.chunk(3)])
-    time.now += 39
-    assert held(engine) == [True] * 4
-    time.now += 2
-    # All that was encoded in the document since it has a piece that ends lives no longer than that.
-    assert held(engine) == [True, False, False, False]
-
-
 def test_waiting_lengthens_no_life(engine: BlendEngine, time: Time) -> None:
     engine.add([TEXT.chunk(0)], ttl_s=100)
     time.now += 60
@@ -105,33 +92,6 @@ def test_waiting_lengthens_no_life(engine: BlendEngine, time: Time) -> None:
         engine.add([TEXT.chunk(2)], ttl_s=4, background=True)
         engine.flush()
         assert held(engine)[2] is False
-
-
-def test_a_missing_kv_keeps_the_other_from_no_longer_life(engine: BlendEngine, time: Time) -> None:
-    engine.add([TEXT.chunk(0)])
-    engine.add([TEXT.chunk(1)], ttl_s=50)
-    [record] = engine.records([IDS[1]])
-    assert record is not None and len(record.keys) == 2
-    for missing in record.keys:
-        store_of(engine).discard(missing)
-        engine.add([TEXT.chunk(1)], ttl_s=100)
-        time.now += 60
-        assert store_of(engine).holds(list(record.keys)) == [True, True]
-
-
-def test_changes_elsewhere_leave_none(engine: BlendEngine, other: BlendEngine, tmp_path: Path) -> None:
-    engine.add(TEXT.chunks[:2])
-    with at_each_batch(engine, lambda: other.delete(["d-0"])):
-        engine.add(TEXT.chunks[2:])
-    assert engine.document("d") == ["d-1", "d-2", "d-3"]
-    assert_none_has_seen(engine, "d-0")
-    engine.add(TEXT.chunks[1:])
-    assert engine.store.holds(IDS[1:]) == [True] * 3
-    # What moves to another document is seen no more.
-    engine.add([replace(TEXT.chunk(1), document="other")])
-    assert_none_has_seen(engine, "d-1")
-    assert engine.document("other") == ["d-1"]
-    assert check_store(tmp_path / "store").is_clean
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
@@ -54,14 +54,6 @@ class Text:
 
     def tokens(self, begin: int, stop: int) -> tuple[int, ...]:
         return tuple(int(word[1:]) for word in self.words[begin:stop])
-
-    def before(self, number: int, separator: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what the chunks before one say that it does not itself, as one text."""
-        ids: tuple[int, ...] = ()
-        for (begin, stop), (after, _) in pairwise(self.cuts[: number + 1]):
-            ids += self.tokens(begin, min(stop, after)) + (separator if after >= stop else ())
-        has_separator = number and self.cuts[number][0] >= self.cuts[number - 1][1]
-        return ids[: len(ids) - len(separator)] if has_separator else ids
 
 
 @torch.no_grad()
