@@ -8,6 +8,7 @@ from transformers import Cache, DynamicLayer, PreTrainedModel
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from tests.engines import preamble_of
+from tests.families import words
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -29,10 +30,10 @@ def own_kv(model: PreTrainedModel, ids: Sequence[int], first_position: int = 0) 
 
 
 class _Substituting(RecordingCache):
-    def __init__(self, stale: Pairs, chosen: torch.Tensor, checks: dict[int, int]) -> None:
+    def __init__(self, stale: Pairs, chunk_rows: torch.Tensor, chosen: torch.Tensor, checks: dict[int, int]) -> None:
         super().__init__()
         self._stale = stale
-        self._chunk_rows = chosen
+        self._chunk_rows = chunk_rows
         self._chosen = chosen
         self._checks = checks
 
@@ -92,36 +93,14 @@ def dense_blend(
     recomputed: torch.Tensor | None = None,
     checks: dict[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return the logits behind `ids` when its chunks come from stale KV.
+    """Return the logits behind `ids`, whose `chunks` are stale KV encoded behind `prefixes`.
 
-    Parameters
-    ----------
-    model
-        The model.
-    ids
-        The prompt.
-    chunks
-        Half-open row ranges of the chunks.
-    prefixes
-        What each chunk is encoded behind.
-    recomputed
-        Chunk rows recomputed in every layer, if they are fixed.
-    checks
-        Or: how many rows each check layer keeps, by deviation of values.
+    Recomputed are the same rows in every layer, or as many as `checks` says of each check layer, by the deviation of values.
     """
     whole = stale_kv(model, ids, chunks, prefixes)
     rows = torch.cat([torch.arange(start, stop) for start, stop in chunks])
-    if recomputed is not None:
-        cache = _FixedRows(whole, rows, recomputed)
-    else:
-        cache = _Substituting(whole, rows, checks or {})
+    cache = _Substituting(whole, rows, rows if recomputed is None else recomputed, checks or {})
     return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
-
-
-class _FixedRows(_Substituting):
-    def __init__(self, stale: Pairs, chunk_rows: torch.Tensor, recomputed: torch.Tensor) -> None:
-        super().__init__(stale, recomputed, {})
-        self._chunk_rows = chunk_rows
 
 
 SPANS = ((5, 25), (25, 47), (50, 70))
@@ -134,3 +113,10 @@ def random_ids(seed: int) -> list[int]:
 
 def span_layout(ids: list[int]) -> PromptLayout:
     return PromptLayout(tuple(ids), tuple(range(len(ids))), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
+
+
+def span_prompt(engine: BlendEngine) -> BlendPrompt:
+    """Return a prompt of `LENGTH` tokens, the chunks of which, at `SPANS`, the engine has."""
+    chunks = [Chunk(words(stop - start, seed), f"n{seed}") for seed, (start, stop) in enumerate(SPANS)]
+    engine.add(chunks)
+    return BlendPrompt(segments=[words(4, 10), *chunks[:2], words(3, 11), chunks[2], words(6, 12)])

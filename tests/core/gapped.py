@@ -10,11 +10,14 @@ from transformers import DynamicCache, PreTrainedModel
 from cacheblend_rag.model import takes_positions, text_decoder
 
 
-def own_logits(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Return the logits behind tokens that stand at `positions`, ascending, ``(vocab,)``, by one forward of the model itself.
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the model's own logits behind tokens, ``(vocab,)``, that stand at `positions`, ascending, or one behind the other.
 
     A model that takes no positions is given every position there is, and a mask that hides those without a token.
     """
+    if positions is None:
+        return model(torch.tensor([ids])).logits[0, -1]
     if takes_positions(text_decoder(model)):
         # Without a cache, transformers takes gapped positions for several sequences in one.
         return model(

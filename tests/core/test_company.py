@@ -17,6 +17,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from tests import poison
 from tests.engines import MakeEngine, busy
 from tests.families import tiny_tokenizer, words
+from tests.limits import apart
 
 ENGINE = {"self_check": False}
 CHUNKS = [Chunk(words(6 + 5 * number, number), f"c{number}") for number in range(5)]
@@ -137,8 +138,6 @@ def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine, count: int
         if number % 8 == 4:
             # Closed before it was read.
             calls.append(lambda prompt=prompt: engine.stream(prompt, 9, do_sample=False).close())
-        elif number % 8 == 5:
-            calls.append(lambda prompt=prompt: engine.stream(prompt, 9, do_sample=False).result())
         else:
             calls.append(answer(engine, prompt, **options))
     engine.store.clear()
@@ -161,14 +160,13 @@ def test_nobody_is_hurt_by_what_another_asks(make_engine: MakeEngine, count: int
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_makes_an_engine_of_its_own(engine: BlendEngine) -> None:
     wanted = answer(engine, PROMPTS[1])().token_ids
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        with pytest.raises(ConfigError):
+            answer(engine, PROMPTS[1])()
+        with BlendEngine(engine.model, tiny_tokenizer(), **engine_settings(self_check=False)) as own:
+            assert answer(own, PROMPTS[1])().token_ids == wanted
+
     with busy(engine):
-        child = os.fork()
-        if not child:
-            torch.set_num_threads(1)
-            try:
-                answer(engine, PROMPTS[1])()
-            except ConfigError:
-                with BlendEngine(engine.model, tiny_tokenizer(), **engine_settings(self_check=False)) as own:
-                    os._exit(answer(own, PROMPTS[1])().token_ids != wanted)
-            os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
+        assert os.waitpid(apart(child), 0)[1] == 0

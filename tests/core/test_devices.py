@@ -121,20 +121,19 @@ def test_kv_of_every_tier_and_codec_is_that_of_the_cpu(tmp_path: Path, device: s
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", [row.family for row in shipped_table()[1] if row.is_exact])
-def test_every_family_is_exact_on_cuda(family: str) -> None:
-    model = family_model(tiny_config(family))
-    torch.nn.Module.to(model, "cuda")
-    # Both sides are computed on the device, whose kernels sum in orders of their own.
-    proof = prove(model, tolerance=1e-3)
-    assert proof.is_exact, proof
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
-def test_half_precision_on_cuda(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"),
+    [
+        *((row.family, torch.float32, 1e-3) for row in shipped_table()[1] if row.is_exact),
+        *((each, half, 0.05) for each in ("llama", "qwen2", "gemma3_text") for half in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_every_family_is_exact_on_cuda(family: str, dtype: torch.dtype, tolerance: float) -> None:
     model = family_model(tiny_config(family), dtype=dtype)
     torch.nn.Module.to(model, "cuda")
-    differences = dict(prove(model).differences)
-    assert max(differences[name] for name in ("oracle", "ratio 1.0", "hits and misses")) <= 0.05
+    # Both sides are computed on the device, whose kernels sum in orders of their own.
+    proof = prove(model, tolerance)
+    differences = dict(proof.differences)
+    assert max(differences[name] for name in ("oracle", "ratio 1.0", "hits and misses")) <= tolerance
+    # In half precision other answers are as good.
+    assert proof.is_exact or dtype != torch.float32, proof

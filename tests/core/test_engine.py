@@ -3,9 +3,9 @@
 import asyncio
 import functools
 import gc
-import itertools
 import math
 import threading
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,14 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
+from cacheblend_lab.families import tiny_config
+from cacheblend_lab.families import tiny_model as family_model
+from cacheblend_lab.reference import load_tokenizer
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from cacheblend_rag.preamble import default_preamble
 from tests.engines import MakeEngine, evict
-from tests.families import tiny_model, words
+from tests.families import tiny_tokenizer, words
 
 TOLERANCE = 1e-4
 ENGINE = {"strict": True, "selector": "hkvd", "recompute_ratio": 0.15}
@@ -25,21 +29,6 @@ CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((
 
 def _prompt(chunks: list[Chunk], seed: int = 50) -> BlendPrompt:
     return BlendPrompt(words(4, seed), chunks, words(6, seed + 1))
-
-
-def test_every_pattern_of_hits_and_misses_gives_the_same_logits(engine: BlendEngine) -> None:
-    wanted = None
-    for pattern in itertools.product([True, False], repeat=4):
-        engine.store.clear()
-        engine.add([chunk for chunk, hit in zip(CHUNKS, pattern, strict=True) if hit])
-        result = engine.prefill(_prompt(CHUNKS))
-        assert [chunk.hit for chunk in result.report.chunks] == list(pattern)
-        assert (result.report.hits, result.report.misses) == (sum(pattern), 4 - sum(pattern))
-        wanted = result.logits if wanted is None else wanted
-        assert (result.logits - wanted).abs().max() < TOLERANCE
-        again = engine.prefill(_prompt(CHUNKS))
-        assert again.report.hits == 4
-        assert (again.logits - wanted).abs().max() < TOLERANCE
 
 
 def test_adding_the_same_does_nothing_and_another_text_replaces(engine: BlendEngine) -> None:
@@ -148,20 +137,6 @@ def test_the_model_is_left_as_it_was(engine: BlendEngine) -> None:
     assert not any(module._forward_pre_hooks for module in engine.model.modules())
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float16), ("gemma3", torch.float16), ("qwen3", torch.bfloat16)]
-)
-def test_half_precision_is_stored(make_engine: MakeEngine, tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    model = tiny_model(family).to(dtype)
-    engine = make_engine(tmp_path / "kv", model=model, strict=True)
-    engine.add(CHUNKS)
-    near = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(recompute_ratio=0.99, selector="random"))
-    whole = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(enabled=False))
-    assert near.report.hits == 4
-    assert near.logits.dtype == dtype
-    assert torch.nn.functional.cosine_similarity(near.logits.float(), whole.logits.float(), dim=0) > 0.9
-
-
 def test_a_checkpoints_own_wish_for_beams_or_another_cache_is_set_aside(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     wanted = engine.generate(_prompt(CHUNKS), 8, do_sample=False).token_ids
@@ -203,3 +178,41 @@ def test_nothing_is_left_of_what_prompts_met_once_it_is_deleted(make_engine: Mak
     with make_engine(tmp_path / "kv") as after:
         assert after.store.stats().entries == 0
         assert not list((tmp_path / "kv").rglob("*.safetensors"))
+
+
+DATED = "Today is {{ strftime_now('%d %B %Y') }}.\n{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        (None, ""),
+        ("{{ raise_exception('no users') }}", ""),
+        ("{{ 'nothing of yours' }}", ""),
+        ("{% broken", ""),
+        # The same tomorrow.
+        (DATED, "Today is 01 January 2026.\n<user>"),
+    ],
+)
+def test_the_preamble_begins_as_a_chat_does(template: str | None, opening: str) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = template
+    text = default_preamble(tokenizer)
+    assert text.startswith(f"{opening}Use the following pieces of context")
+    assert f"{datetime.now():%d %B %Y}" not in text
+    assert default_preamble(load_tokenizer()).startswith("<s><|user|>\nUse the following pieces of context")
+
+
+def test_a_prompt_with_another_head_is_served_and_who_names_another_preamble_shares_nothing(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    engine.add([Chunk(words(9, 1), "a")])
+    for head in ("", words(3, 2), words(30, 3)):
+        assert engine.prefill(BlendPrompt(head, ["a"], "t5")).report.hits == 1
+    others = [make_engine(model=engine.model, preamble=text) for text in ("", "t5 t6")]
+    assert len({each.namespace for each in (engine, *others)}) == 3
+    # Where KV cannot be moved, it stands behind the BOS.
+    fixed = make_engine(model=family_model(tiny_config("gpt2")))
+    fixed.add([Chunk(words(9, 1), "a")])
+    assert fixed.prefill(BlendPrompt("", ["a"], "t5")).report.hits == 1

@@ -1,7 +1,6 @@
 """Chunks with gaps between their positions, and parts of chunks, on every kind of position."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import ChunkPart
 from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError
+from tests.core.dense import dense_blend
 from tests.core.gapped import own_logits
 from tests.families import tiny_tokenizer
 
@@ -36,7 +36,7 @@ def places(*runs: tuple[int, int]) -> tuple[int, ...]:
     return tuple(position for start, stop in runs for position in range(start, stop))
 
 
-def test_tokens_encoded_together_are_those_of_the_models_own_prefill_with_gaps(engine: BlendEngine) -> None:
+def test_prefill_and_decoding_are_the_models_own_with_gaps(engine: BlendEngine) -> None:
     at = places((1, 9), (14, 20), (31, 42))
     together = Chunk("together", "s", token_ids=some_ids(len(at), 1), positions=at)
     question = some_ids(5, 2)
@@ -54,69 +54,32 @@ def test_tokens_encoded_together_are_those_of_the_models_own_prefill_with_gaps(e
     # The gaps are seen: closed up, the same tokens give other logits.
     closed = own_logits(engine.model, layout.token_ids, range(len(layout)))
     assert (closed - own).abs().max() > 100 * TOLERANCE * own.abs().max()
-
-
-def test_full_prefill_and_decoding_keep_the_positions(engine: BlendEngine) -> None:
-    at = places((1, 9), (14, 20))
-    together = Chunk("together", "s", token_ids=some_ids(len(at), 1), positions=at)
-    prompt = BlendPrompt(segments=[[BOS], together, some_ids(5, 2)], positions=[0, 1, 33])
-    positions = [0, *at, *range(33, 38)]
     whole = engine.blend.replace(enabled=False)
-    ids = list(engine.prompt_ids(prompt))
-    own = own_logits(engine.model, ids, positions)
+    ids = list(layout.token_ids)
     assert (engine.prefill(prompt, blend=whole).logits - own).abs().max() < TOLERANCE * own.abs().max()
     answers = [engine.generate(prompt, 6, blend=blend, do_sample=False).token_ids for blend in (None, whole)]
     wanted: list[int] = []
     for step in range(len(answers[0])):
-        wanted.append(int(own_logits(engine.model, ids + wanted, [*positions, *range(38, 38 + step)]).argmax()))
+        wanted.append(int(own_logits(engine.model, ids + wanted, [*positions, *range(55, 55 + step)]).argmax()))
     assert answers == [tuple(wanted)] * 2
 
 
 def test_a_module_is_served_around_the_rows_that_an_argument_takes(engine: BlendEngine) -> None:
-    ids = some_ids(20, 3)
-    module = Chunk("module", "m", token_ids=ids, positions=range(1, 21))
+    module = Chunk("module", "m", token_ids=some_ids(20, 3), positions=range(1, 21))
     engine.add([module])
     prompt = BlendPrompt(
-        segments=[[BOS], ChunkPart(module, 0, 6), some_ids(2, 4), ChunkPart(module, 10, 20), some_ids(4, 5)],
+        segments=[[BOS], ChunkPart(module, 0, 6), some_ids(4, 4), ChunkPart(module, 10, 20), some_ids(4, 5)],
         positions=[0, 1, 7, 11, 21],
     )
     result = engine.prefill(prompt)
     [chunk] = result.report.chunks
     assert (chunk.id, chunk.tokens, chunk.hit, result.report.hits) == ("m", 16, True, 1)
-    layout = engine.prompt_layout(prompt)
-    assert layout.positions == (*range(9), *range(11, 25))
-    assert result.logits.isfinite().all()
-    # Rows of the whole module, cut: what an independent forward gives when it is fed them.
-    assert (result.logits - _by_hand(engine, module, prompt)).abs().max() < 1e-3
-
-
-def _by_hand(engine: BlendEngine, module: Chunk, prompt: BlendPrompt) -> torch.Tensor:
-    """Run the computed tokens one after the other over KV that a plain forward of the whole module gave."""
-    from transformers import DynamicCache
-
-    model = engine.model
-    assert engine.decoder is not None and module.token_ids is not None
-    if not engine.decoder.takes_positions:
-        return engine.prefill(prompt).logits
-    kept = DynamicCache()
-    model(input_ids=torch.tensor([[BOS, *module.token_ids]]), position_ids=torch.arange(21)[None], past_key_values=kept)
-    layout = engine.prompt_layout(prompt)
-    head = DynamicCache()
-    rows = [slice(0, 7), slice(11, 21)]
-
-    def feed(ids: Any, positions: Any) -> torch.Tensor:
-        return model(
-            input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), past_key_values=head
-        ).logits[0, -1]
-
-    def put(rows: slice) -> None:
-        for number, layer in enumerate(kept.layers):
-            head.update(layer.keys[:, :, rows], layer.values[:, :, rows], number)
-
-    put(rows[0])
-    feed(list(layout.token_ids[7:9]), [7, 8])
-    put(rows[1])
-    return feed(list(layout.token_ids[19:]), list(layout.positions[19:]))
+    if engine.decoder is not None and engine.decoder.takes_positions:
+        # Rows of the whole module, cut.
+        behind = [[BOS], [BOS, *module.token_ids[:10]]]
+        none = torch.tensor([], dtype=torch.int64)
+        own = dense_blend(engine.model, engine.prompt_ids(prompt), [(1, 7), (11, 21)], behind, recomputed=none)
+        assert (result.logits - own).abs().max() < TOLERANCE * own.abs().max()
 
 
 def test_the_start_is_part_of_the_key_only_where_kv_cannot_be_moved(engine: BlendEngine) -> None:

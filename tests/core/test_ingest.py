@@ -1,6 +1,5 @@
 """Adding, at once and in the background: nothing is lost, nothing deleted comes back, prompts go first."""
 
-import gc
 import subprocess
 import sys
 import threading
@@ -71,6 +70,7 @@ def test_what_cannot_be_encoded_is_left_out_alone(asked: str) -> None:
     # All of them are one batch.
     with make(encode_batch_tokens=2048) as engine, poison.failing_on(engine.model, large):
         if asked == "told":
+            chunks.append(Chunk(words(600, 1), "longer than the window"))
             engine.add(chunks, on_refused=lambda chunk, error: refused.append(chunk.id))
         elif asked == "error":
             with pytest.raises(torch.OutOfMemoryError):
@@ -82,7 +82,7 @@ def test_what_cannot_be_encoded_is_left_out_alone(asked: str) -> None:
                     outcome()
             # Said once by a flush.
             engine.flush()
-        assert refused == (["large"] if asked == "told" else [])
+        assert sorted(refused) == (["large", "longer than the window"] if asked == "told" else [])
         # In the background the names come first, and what has no KV is a miss.
         assert held(engine) == dict.fromkeys(IDS, True) | ({"large": False} if asked == "background" else {})
 
@@ -137,37 +137,29 @@ def test_after_any_interleaving_the_store_holds_what_a_dictionary_would(
         assert engine.store.stats().entries == 2 * len(set(wanted.values()))
 
 
-def test_closing_waits_for_what_was_added(tmp_path: Path) -> None:
-    with make(tmp_path / "kv") as engine:
-        engine.add(CHUNKS, background=True)
-    with make(tmp_path / "kv") as again:
-        assert held(again) == dict.fromkeys(IDS, True)
-    gc.collect()
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("cacheblend-")] == []
-    with pytest.raises(ConfigError):
-        engine.add(CHUNKS, background=True)
-
-
-def test_a_block_that_ends_by_an_error_does_not_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_closing_waits_for_what_was_added_but_in_a_block_that_ends_by_an_error(tmp_path: Path, fails: bool) -> None:
     begun = threading.Event()
 
     def slow(*_: Any) -> None:
         begun.set()
-        time.sleep(0.2)
+        time.sleep(0.1)
 
-    jobs: list[AddJob] = []
     with suppress(KeyError), make(tmp_path / "kv") as engine:
         with engine.model.get_decoder().register_forward_pre_hook(slow):
-            jobs.append(engine.add(CHUNKS, background=True))
+            job = engine.add(CHUNKS, background=True)
             assert begun.wait(30)
-            raise KeyError("out")
-    with pytest.raises(ConfigError, match="of 6"):
-        jobs[0].result()
-
-    # Nothing is lost: the names are there, and what has no KV is a miss.
+            if fails:
+                raise KeyError
+            engine.close()
+    with pytest.raises(ConfigError) if fails else nullcontext():
+        assert job.result().encoded == 6
+    with pytest.raises(ConfigError):
+        engine.add(CHUNKS, background=True)
     with make(tmp_path / "kv") as again:
-        for most in (6, 0):
-            assert again.prefill(BlendPrompt("t5", IDS, "t6")).report.misses <= most
+        # Nothing is lost: what has no KV is a miss.
+        assert list(held(again)) == IDS
+        assert all(held(again).values()) is not fails
 
 
 @pytest.mark.parametrize("codec", codec_names())
@@ -184,19 +176,13 @@ def test_an_estimate_tells_the_size_of_what_is_added(codec: str, tmp_path: Path)
 
 _SCRIPT = """
 from pathlib import Path
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendPrompt
 from tests.core.test_ingest import CHUNKS, make
-from tests.families import tiny_model, tiny_tokenizer, words
 
 make(Path({folder!r})).add(CHUNKS, background=True)
-engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
-engine.add([Chunk(words(20, 0), "n0")])
-prompt = BlendPrompt(words(4, 1), ["n0"], words(5, 2))
-streams = [engine.stream(prompt, 400, min_new_tokens=400) for _ in range(5)]
-for stream in streams[:2]:
-    stream.close()
-    list(stream)
-print("end")
+engine = make()
+streams = [engine.stream(BlendPrompt("t5"), 400, min_new_tokens=400) for _ in range(3)]
+streams[0].close()
 """
 
 
@@ -204,7 +190,7 @@ def test_streams_end_with_the_interpreter_and_what_was_given_is_encoded(tmp_path
     root = Path(__file__).resolve().parents[2]
     script = _SCRIPT.format(folder=str(tmp_path / "kv"))
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr
+    assert done.returncode == 0, done.stderr
     with make(tmp_path / "kv") as engine:
         assert held(engine) == dict.fromkeys(IDS, True)
 

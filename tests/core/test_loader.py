@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
@@ -22,9 +21,8 @@ from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
-from tests.engines import MakeEngine, damage
-from tests.families import tiny_model, words
-from tests.store.kit import damage
+from tests.engines import damage
+from tests.families import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -198,22 +196,3 @@ def test_errors_reach_whoever_waits_and_nothing_is_left(
         assert caught.value.key == key_of(damaged)
         del loader, readers, caught
         assert left() == []
-
-
-def test_the_report_says_what_was_loaded_and_from_where(make_engine: MakeEngine, tmp_path: Path) -> None:
-    chunks = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20, 17))]
-    make_engine(tmp_path).add(chunks)
-    engine = make_engine(tmp_path, selector="none")
-    prompt = BlendPrompt("t5", [*chunks, Chunk("t9 t8", "new")], "t6 t7")
-    first, second = engine.prefill(prompt).report, engine.prefill(prompt).report
-    assert [chunk.tier for chunk in first.chunks] == ["disk"] * 4 + [None]
-    assert [chunk.tier for chunk in second.chunks] == ["ram"] * 5
-    layer_bytes = second.context_tokens * 2 * 2 * 8 * 4
-    assert second.load_bytes == 6 * layer_bytes
-    assert 0 < second.load_s < second.ttft_s
-    # The layer before the check layer is computed in full.
-    blend = engine.blend.replace(recompute_ratio=0.15, selector="hkvd")
-    assert engine.prefill(prompt, blend=blend).report.load_bytes == 5 * layer_bytes
-    whole = engine.prefill(prompt, blend=engine.blend.replace(enabled=False)).report
-    assert (whole.load_s, whole.load_bytes, {chunk.tier for chunk in whole.chunks}) == (0, 0, {None})
-    assert left() == []

@@ -3,8 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,52 +57,15 @@ class Recorder(LogitsProcessor):
         return scores
 
 
-def assert_as_one_by_one(make: Any, prompts: Sequence[BlendPrompt], tokens: int = 8, **options: Any) -> None:
-    """Fail unless `generate_many` gives the answers of `generate`, and its logits at every step of them."""
-    many, alone = Recorder(), Recorder()
-    with make() as engine:
-        together = engine.generate_many(prompts, tokens, do_sample=False, logits_processor=[many], **options)
-    with make() as engine:
-        wanted = [engine.generate(p, tokens, do_sample=False, logits_processor=[alone], **options) for p in prompts]
-    assert [result.token_ids for result in together] == [result.token_ids for result in wanted]
-    assert [result.text for result in together] == [result.text for result in wanted]
-    assert [result.prompt_ids for result in together] == [result.prompt_ids for result in wanted]
-    assert {result.report.batch_size for result in together} == {len(prompts)}
-    for ids, logits in alone.logits.items():
-        allowed = logits.isfinite()
-        assert torch.equal(many.logits[ids].isfinite(), allowed)
-        difference = (many.logits[ids] - logits)[allowed]
-        assert float(difference.norm() / logits[allowed].norm()) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 3.0},
-        {"min_new_tokens": 6, "eos_token_id": [2, 13, 41, 77]},
-        {"eos_token_id": list(range(3, 30))},
-        {"bad_words_ids": [[number] for number in range(3, 40)], "suppress_tokens": [41, 42]},
-    ],
-)
-def test_options_count_for_each_row(options: dict[str, Any]) -> None:
-    prompts = some_prompts()
-    with engine_of() as engine:
-        plain = [result.token_ids for result in engine.generate_many(prompts, 12, do_sample=False)]
-        changed = [result.token_ids for result in engine.generate_many(prompts, 12, do_sample=False, **options)]
-    assert plain != changed
-    assert_as_one_by_one(engine_of, prompts, tokens=12, **options)
-
-
-def test_answers_can_be_sampled_each_by_its_own_distribution() -> None:
-    prompts = some_prompts()
-    with engine_of() as engine:
-        greedy = engine.generate_many(prompts, 8, do_sample=False)
-        # Of one candidate there is one draw.
-        drawn = engine.generate_many(prompts, 8, do_sample=True, temperature=0.7, top_k=1)
-        free = engine.generate_many(prompts, 8, do_sample=True, temperature=5.0, top_k=0)
-    assert [result.token_ids for result in drawn] == [result.token_ids for result in greedy]
-    assert [result.token_ids for result in free] != [result.token_ids for result in greedy]
-    assert {result.report.batch_size for result in (*drawn, *free)} == {len(prompts)}
+# Greedy, but for what is drawn of one candidate.
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 3.0},
+    {"min_new_tokens": 6, "eos_token_id": [2, 13, 41, 77]},
+    {"eos_token_id": list(range(3, 30))},
+    {"bad_words_ids": [[number] for number in range(3, 40)], "suppress_tokens": [41, 42]},
+    {"do_sample": True, "temperature": 0.7, "top_k": 1},
+]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +81,7 @@ def test_answers_can_be_sampled_each_by_its_own_distribution() -> None:
         ("smollm3", "sdpa"),
     ],
 )
-@settings(max_examples=3)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_any_prompts_are_answered_as_one_by_one(family: str, attention: str, data: st.DataObject) -> None:
     stored = data.draw(st.sets(st.sampled_from(range(len(CHUNKS)))))
@@ -128,12 +91,22 @@ def test_any_prompts_are_answered_as_one_by_one(family: str, attention: str, dat
     # One with places of its own.
     prompts.append(BlendPrompt(segments=[words(3, 7), CHUNKS[2], words(9, 3)], positions=[5, 20, 100]))
 
-    def make() -> BlendEngine:
-        engine = engine_of(family, attention)
+    many, alone = Recorder(), Recorder()
+    options = {"do_sample": False} | data.draw(st.sampled_from(OPTIONS))
+    with engine_of(family, attention) as engine:
         engine.add([CHUNKS[number] for number in sorted(stored)])
-        return engine
-
-    assert_as_one_by_one(make, prompts, tokens=10)
+        together = engine.generate_many(prompts, 10, logits_processor=[many], **options)
+    with engine_of(family, attention) as engine:
+        engine.add([CHUNKS[number] for number in sorted(stored)])
+        wanted = [engine.generate(prompt, 10, logits_processor=[alone], **options) for prompt in prompts]
+    for field in ("token_ids", "text", "prompt_ids"):
+        assert [getattr(result, field) for result in together] == [getattr(result, field) for result in wanted]
+    assert {result.report.batch_size for result in together} == {len(prompts)}
+    for ids, logits in alone.logits.items():
+        allowed = logits.isfinite()
+        assert torch.equal(many.logits[ids].isfinite(), allowed)
+        difference = (many.logits[ids] - logits)[allowed]
+        assert float(difference.norm() / logits[allowed].norm()) < TOLERANCE
 
 
 class AfterSome(StoppingCriteria):
@@ -155,7 +128,6 @@ def test_criteria_see_each_row_by_itself_and_each_prompt_may_have_its_own() -> N
         wanted = [engine.generate(prompt, 12, do_sample=False, stopping_criteria=[AfterSome()]) for prompt in prompts]
         assert [result.token_ids for result in together] == [result.token_ids for result in wanted]
         assert len({len(result.token_ids) for result in together}) > 1
-        assert {result.report.batch_size for result in together} == {len(prompts)}
         for size in (None, 1):
             own = [[AfterSome()], [], [AfterSome(), AfterSome()]]
             results = engine.generate_many(
@@ -188,8 +160,8 @@ def test_more_prompts_than_fit_are_decoded_batch_after_batch(room: int, size: in
             engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts
         ]
         assert {result.report.batch_size for result in results} == sizes
-        assert {result.report.alone_reason for result in results} == {None}
-        assert engine.generate_many([]) == []
+        free = engine.generate_many(prompts, 4, do_sample=True, temperature=5.0, top_k=0, batch_size=size)
+        assert [result.token_ids for result in free] != [result.token_ids for result in results]
 
 
 @pytest.mark.parametrize(
@@ -233,25 +205,63 @@ def test_a_model_that_fails_in_a_batch_answers_one_by_one(monkeypatch: pytest.Mo
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
 
 
+class Slow(StoppingCriteria):
+    """Takes its time for each token."""
+
+    def __init__(self) -> None:
+        self.steps, self.begun = 0, threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.steps += 1
+        self.begun.set()
+        time.sleep(0.01)
+        return torch.tensor([False])
+
+
 async def test_cancelling_ends_the_generation_at_the_next_token() -> None:
-    steps: list[int] = []
-    first = threading.Event()
-
-    class Step(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            steps.append(1)
-            first.set()
-            time.sleep(0.01)
-            return torch.tensor([False])
-
+    slow = Slow()
     with engine_of() as engine:
-        task = asyncio.create_task(
-            engine.agenerate_many(some_prompts(3), 400, do_sample=False, eos_token_id=-1, stopping_criteria=[Step()])
-        )
-        assert await asyncio.get_running_loop().run_in_executor(None, first.wait, 60)
+        options = {"eos_token_id": -1, "stopping_criteria": [slow]}
+        task = asyncio.create_task(engine.agenerate_many(some_prompts(3), 400, **options))
+        assert await asyncio.to_thread(slow.begun.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         # The model is free for who comes next.
         engine.generate(some_prompts(1)[0], 2, do_sample=False)
-        assert len(steps) < 3 * 200
+    assert slow.steps < 3 * 200
+
+
+async def test_answers_on_a_loop_need_none_of_its_threads() -> None:
+    executor, prompts, busy = ThreadPoolExecutor(1), some_prompts(2), threading.Event()
+    asyncio.get_running_loop().set_default_executor(executor)
+    executor.submit(lambda: busy.wait())
+    with engine_of() as engine:
+        try:
+            said = engine.stream(prompts[0], 6, do_sample=False)
+            # Who stops to wait for a piece leaves it to the next.
+            waiting = asyncio.create_task(anext(said))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            pieces = [piece async for piece in said]
+            one = await engine.stream(prompts[0], 6, do_sample=False).aresult()
+            many = await engine.agenerate_many(prompts, 6, do_sample=False)
+        finally:
+            busy.set()
+        wanted = [each.text for each in engine.generate_many(prompts, 6, do_sample=False)]
+        assert "".join(pieces) == said.result().text == one.text == wanted[0]
+        assert [each.text for each in many] == wanted
+
+
+async def test_an_error_comes_to_every_reader() -> None:
+    def broken(batch_id: int, input_ids: object) -> list[int]:
+        raise ZeroDivisionError
+
+    with engine_of() as engine:
+        stream = engine.stream(BlendPrompt("Who?"), 3, prefix_allowed_tokens_fn=broken)
+        for _ in range(2):
+            for read in (lambda: anext(stream), stream.aresult, partial(asyncio.to_thread, stream.result)):
+                with pytest.raises(ZeroDivisionError):
+                    await read()

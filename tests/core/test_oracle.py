@@ -1,7 +1,6 @@
 """Exactness of the mechanism on every family: whatever is selected, true KV gives the model's own logits."""
 
-import random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -9,15 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_lab.families import prove
+from cacheblend_lab.settings import blend_settings, engine_settings
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
-from cacheblend_rag.selection import FixedSelection
-from tests.core.dense import LENGTH, SPANS, dense_blend, own_kv, random_ids, read_behind, span_layout
+from cacheblend_rag.selection import SelectionTask, make_selector
+from tests.core.dense import SPANS, dense_blend, own_kv, random_ids, read_behind, span_layout, span_prompt
 from tests.engines import evict
 from tests.families import CASES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer, words
 
@@ -29,89 +29,79 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model(*request.param)
 
 
+def test_a_family_is_exact(model: PreTrainedModel) -> None:
+    """Over true KV with any rows recomputed, everything recomputed, hits or misses, and answering alone or in a batch."""
+    proof = prove(model)
+    assert proof.is_exact, proof
+
+
+SELECTORS = [
+    {"selector": "query"},
+    {"selector": "query", "stop_layer": 4},
+    {"selector": "query", "stop_layer": 2, "look_layers": (1, 3)},
+    {"selector": "query", "segment_tokens": 1, "look_layers": (0, 2)},
+    {"selector": "a3"},
+    {"selector": "a3", "segment_tokens": 8},
+    {"selector": "boundary"},
+    {"selector": "hkvd", "segment_tokens": 8},
+]
+
+
 @torch.no_grad()
-def test_any_selection_over_true_kv_gives_the_models_own_logits(model: PreTrainedModel) -> None:
-    decoder = inspect_model(model)
-    ids = random_ids(1)
-    layout = span_layout(ids)
-    own = [LayerKV(*kv) for kv in own_kv(model, ids)]
+@pytest.mark.parametrize("model", sampled(CASES, as_one=True), ids="-".join, indirect=True)
+def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrainedModel) -> None:
+    decoder, ids = inspect_model(model), random_ids(1)
+    layout, own = span_layout(ids), [LayerKV(*kv) for kv in own_kv(model, ids)]
     wanted = model(input_ids=torch.tensor([ids])).logits[0, -1]
-    draw = random.Random(0)
-    for ratio in (0.0, 0.05, 0.15, 0.5):
-        for _ in range(5):
-            rows = sorted(draw.sample(layout.context_rows.tolist(), round(ratio * layout.context_tokens)))
-            cache = BlendCache(decoder.num_layers)
-            selection = FixedSelection(torch.tensor(rows, dtype=torch.int64))
-            steering = Steering(decoder, cache, layout, selection, true_kv(own))
-            with steering():
-                got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
-            assert (got - wanted).abs().max() < TOLERANCE
-            assert steering.charge == pytest.approx(len(rows) * decoder.num_layers)
-            assert [kv.keys.shape[2] for kv in cache.kv()] == [LENGTH] * decoder.num_kv_layers
-
-
-def _engine(model: PreTrainedModel, **settings: object) -> BlendEngine:
-    return BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True, **settings))  # type: ignore[arg-type]
-
-
-def _prompt(engine: BlendEngine) -> tuple[BlendPrompt, list[tuple[int, int]]]:
-    lengths = (20, 22, 20)
-    engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate(lengths)])
-    prompt = BlendPrompt(
-        segments=[words(4, 10), ChunkRef("n0"), ChunkRef("n1"), words(3, 11), ChunkRef("n2"), words(6, 12)]
-    )
-    return prompt, list(SPANS)
-
-
-@torch.no_grad()
-def test_ratio_one_is_the_models_own_prefill_and_generation(model: PreTrainedModel) -> None:
-    with _engine(model, recompute_ratio=1.0) as engine:
-        prompt, _ = _prompt(engine)
-        ids = torch.tensor([engine.prompt_ids(prompt)])
-        prefilled = engine.prefill(prompt)
-        assert (prefilled.logits - model(input_ids=ids).logits[0, -1]).abs().max() < TOLERANCE
-        assert prefilled.report.recomputed_tokens == prefilled.report.context_tokens == 62
-        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert engine.generate(prompt, 12, do_sample=False).token_ids == tuple(wanted[0, ids.shape[1] :].tolist())
+    for values in SELECTORS:
+        selector = make_selector(blend_settings(BlendConfig(), **values).selector)
+        selection = selector.begin(SelectionTask(layout, decoder.num_layers, 9))
+        cache = BlendCache(decoder.num_layers)
+        steering = Steering(decoder, cache, layout, selection, true_kv(own))
+        with steering():
+            got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+        assert (got - wanted).abs().max() < TOLERANCE, values
+        assert all((kv.keys - true.keys).abs().max() < TOLERANCE for kv, true in zip(cache.kv(), own, strict=True))
+        stops = values["selector"] == "query"
+        assert steering.recomputed_rows.numel() == round(9 * 6 / values.get("stop_layer", 4 if stops else 6))
+        if values["selector"] in ("query", "boundary"):
+            # Stopping early buys more rows, not more work; looking costs little besides.
+            assert 0 <= steering.charge / 6 - 9 < 2, values
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "settings", [{"check_layers": (1,)}, {"check_layers": (1, 2, 4), "gradual_start": 1.6}], ids=["once", "gradual"]
+    "values",
+    [
+        {"selector": "hkvd", "check_layers": (1,)},
+        {"selector": "hkvd", "check_layers": (1, 2, 4), "gradual_start": 1.6},
+        {"selector": "random"},
+        {"selector": "none"},
+    ],
+    ids=["once", "gradually", "random", "none"],
 )
-def test_hkvd_on_stale_kv_is_the_dense_reference(model: PreTrainedModel, settings: dict[str, object]) -> None:
-    if settings["check_layers"] == (1, 2, 4) and inspect_model(model).num_kv_layers < 6:
+def test_stale_kv_is_the_dense_reference(model: PreTrainedModel, values: dict[str, Any]) -> None:
+    checks = values.get("check_layers", ())
+    settings = engine_settings(strict=True, recompute_ratio=0.15, **values)
+    if 4 in checks and inspect_model(model).num_kv_layers < 6:
         # Its layer 4 attends to KV of layer 3 and has none to compare.
         with pytest.raises(ConfigError, match="check layer 4"):
-            _engine(model, selector="hkvd", **settings)
+            BlendEngine(model, tiny_tokenizer(), **settings)
         return
-    with _engine(model, recompute_ratio=0.15, selector="hkvd", **settings) as engine:
-        prompt, spans = _prompt(engine)
+    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
+        prompt = span_prompt(engine)
+        ids, prefixes = engine.prompt_ids(prompt), read_behind(engine, prompt)
         result = engine.prefill(prompt)
+    assert result.report.hits == 3
+    if checks:
         # 62 chunk tokens: 9 on average; gradually, 14 at layer 1, then fewer, so that layers 1 to 5 average 9
-        checks = {1: 9} if settings["check_layers"] == (1,) else {1: 14, 2: 10, 4: 5}
-        wanted = dense_blend(model, engine.prompt_ids(prompt), spans, read_behind(engine, prompt), checks=checks)
-        assert (result.logits - wanted).abs().max() < TOLERANCE
-        assert result.report.hits == 3
-
-
-@torch.no_grad()
-def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreTrainedModel) -> None:
-    with _engine(model) as engine:
-        prompt, spans = _prompt(engine)
-        ids = engine.prompt_ids(prompt)
-        for selector in ("none", "random"):
-            config = engine.blend.replace(selector=selector, recompute_ratio=0.15)
-            result = engine.prefill(prompt, blend=config)
-            rows = torch.tensor([], dtype=torch.int64)
-            if selector == "random":
-                from cacheblend_rag.selection import SelectionTask, make_selector
-
-                task = SelectionTask(span_layout(list(ids)), model.config.num_hidden_layers, 9)
-                rows = make_selector(config.selector).begin(task).rows()
-                assert rows.numel() == 9
-            wanted = dense_blend(model, ids, spans, read_behind(engine, prompt), recomputed=rows)
-            assert (result.logits - wanted).abs().max() < TOLERANCE
+        wanted = dense_blend(model, ids, SPANS, prefixes, checks={1: 14, 2: 10, 4: 5} if 4 in checks else {1: 9})
+    else:
+        task = SelectionTask(span_layout(list(ids)), model.config.num_hidden_layers, 9)
+        rows = make_selector(values["selector"]).begin(task).rows()
+        assert rows.numel() == (9 if values["selector"] == "random" else 0)
+        wanted = dense_blend(model, ids, SPANS, prefixes, recomputed=rows)
+    assert (result.logits - wanted).abs().max() < TOLERANCE
 
 
 Part: TypeAlias = "tuple[bool, int, int]"
@@ -124,23 +114,20 @@ _PARTS = st.lists(st.tuples(st.booleans(), st.integers(1, 14), st.integers(0, 6)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=_PARTS, ending=st.integers(1, 5), stored=st.sets(st.integers(0, 7)), budget=st.integers(0, 100))
 def test_any_prompt_is_the_dense_reference(parts: list[Part], ending: int, stored: set[int], budget: int) -> None:
-    texts = [words(length, seed) for _, length, seed in parts] + [words(ending, 99)]
-    # Equal texts are one chunk.
-    segments = [
-        Chunk(text, f"n{text}") if chunk else text for text, (chunk, *_) in zip(texts, [*parts, (False,)], strict=True)
-    ]
-    tokenizer = tiny_tokenizer()
+    segments: list[str | Chunk] = []
     ids: list[int] = [1]
     spans: list[tuple[int, int]] = []
-    for text, segment in zip(texts, segments, strict=True):
-        own = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if isinstance(segment, Chunk):
-            spans.append((len(ids), len(ids) + len(own)))
-        ids += own
+    for is_chunk, length, seed in [*parts, (False, ending, 99)]:
+        text = words(length, seed)
+        # Equal texts are one chunk.
+        segments.append(Chunk(text, f"n{text}") if is_chunk else text)
+        if is_chunk:
+            spans.append((len(ids), len(ids) + length))
+        ids += [int(word[1:]) for word in text.split()]
     settings = engine_settings(
         selector="hkvd", recompute_ratio=budget / 100, strict=True, self_check=False, preamble=""
     )
-    with BlendEngine(_MODEL, tokenizer, **settings) as engine:
+    with BlendEngine(_MODEL, tiny_tokenizer(), **settings) as engine:
         chunks = {n: segment for n, segment in enumerate(segments) if isinstance(segment, Chunk)}
         engine.add(chunks.values())
         evict(engine, *(str(chunk.id) for n, chunk in chunks.items() if n not in stored))

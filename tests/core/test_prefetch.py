@@ -73,8 +73,13 @@ def gate(monkeypatch: pytest.MonkeyPatch, open_engine: MakeEngine) -> Gate:
 
 def test_a_prompt_waits_and_takes_the_rest_over(open_engine: MakeEngine, gate: Gate) -> None:
     engine = open_engine()
+    engine.add([Chunk(words(9, 9), "near")])
     begun = engine.prefetch(NAMES)
     assert gate.reached.wait(60)
+    assert not begun.wait(0)
+    # Who needs none of it does not wait.
+    assert engine.prefill(BlendPrompt(chunks=["near"], suffix=words(6, 1))).report.hits == 1
+    assert engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).report.fallback_reason is None
     assert not begun.wait(0)
     found: list[str | None] = []
     asking = threading.Thread(target=lambda: found.extend(tiers(engine)))
@@ -89,29 +94,11 @@ def test_a_prompt_waits_and_takes_the_rest_over(open_engine: MakeEngine, gate: G
     assert begun.wait(60)
 
 
-def test_a_prompt_that_needs_none_of_it_does_not_wait(open_engine: MakeEngine, gate: Gate) -> None:
-    engine = open_engine()
-    gate.open.set()
-    engine.prefetch(["n3"]).wait(60)
-    gate.open.clear()
-    gate.reached.clear()
-    begun = engine.prefetch(["n0", "n1"])
-    assert gate.reached.wait(60)
-    assert engine.prefill(BlendPrompt(chunks=["n3"], suffix=words(6, 1))).report.chunks[0].tier == "ram"
-    assert engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).report.fallback_reason is None
-    assert not begun.wait(0)
-    gate.open.set()
-    assert begun.wait(60)
-
-
-@pytest.mark.parametrize("end", ["closed", "damaged"])
-def test_closing_stops_it_and_damage_is_left_to_prompts(open_engine: MakeEngine, tmp_path: Path, end: str) -> None:
+def test_closing_stops_it_and_damage_is_left_to_prompts(open_engine: MakeEngine, tmp_path: Path) -> None:
     wanted = open_engine().prefill(PROMPT).logits
     damage(next((tmp_path / "kv").rglob("*.safetensors")))
-    engine = open_engine()
-    begun = engine.prefetch(NAMES)
-    if end == "closed":
-        engine.close()
-    assert begun.wait(60)
-    if end == "damaged":
-        assert (engine.prefill(PROMPT).logits - wanted).abs().max() < 1e-4
+    engine, closed = open_engine(), open_engine()
+    begun = [each.prefetch(NAMES) for each in (engine, closed)]
+    closed.close()
+    assert all(each.wait(60) for each in begun)
+    assert (engine.prefill(PROMPT).logits - wanted).abs().max() < 1e-4

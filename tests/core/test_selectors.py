@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from cacheblend_lab.settings import blend_settings, engine_settings
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import AttentionCall, attention_weights
 from cacheblend_rag.selection import BoundarySelector, SelectionTask, selector_names
 from cacheblend_rag.selection.segments import pick, segment_numbers
-from tests.core.dense import LENGTH, SPANS, RecordingCache, read_behind, stale_kv
+from tests.core.dense import LENGTH, SPANS, RecordingCache, read_behind, span_prompt, stale_kv
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -48,10 +48,7 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
         selector="query", recompute_ratio=budget / 62, look_layers=looks, stop_layer=stop, segment_tokens=1, strict=True
     )
     with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
-        lengths = (20, 22, 20)
-        engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate(lengths)])
-        refs = [ChunkRef(f"n{number}") for number in range(3)]
-        prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
+        prompt = span_prompt(engine)
         ids, prefixes = list(engine.prompt_ids(prompt)), read_behind(engine, prompt)
         result = engine.prefill(prompt)
     layers = model.config.num_hidden_layers
@@ -146,14 +143,12 @@ def test_whole_segments_are_picked_by_their_mean_score(layout: PromptLayout, mos
         assert not torch.isin(numbers[~inside], numbers[inside]).any()
         lengths = torch.bincount(numbers[inside] - numbers[inside][0])
         assert lengths.max() - lengths.min() <= 1 and lengths.numel() == -(-len(span) // most)
-    members: dict[int, list[int]] = {}
-    for index, number in enumerate(numbers.tolist()):
-        members.setdefault(number, []).append(index)
+    members = [(numbers == number).nonzero().flatten().tolist() for number in range(int(numbers.max()) + 1)]
     wanted: list[int] = []
-    for indices in sorted(members.values(), key=lambda each: -sum(float(scores[i]) for i in each) / len(each)):
-        best = sorted(indices, key=lambda i: -float(scores[i]))
+    for indices in sorted(members, key=lambda each: -float(scores[each].mean())):
+        best = sorted(indices, key=lambda index: -float(scores[index]))
         wanted += best[: max(0, budget - len(wanted))]
-    assert picked == sorted(int(rows[index]) for index in wanted)
+    assert picked == sorted(rows[wanted].tolist())
 
 
 @given(layouts(), st.floats(0, 1))
@@ -181,10 +176,7 @@ def test_a3_chooses_by_the_fresh_keys_of_layer_1() -> None:
     model = tiny_model("llama", "eager")
     settings = engine_settings(selector="a3", recompute_ratio=9 / 62, strict=True)
     with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
-        chunks = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))]
-        engine.add(chunks)
-        refs = [ChunkRef(f"n{number}") for number in range(3)]
-        prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
+        prompt = span_prompt(engine)
         ids = list(engine.prompt_ids(prompt))
         report = engine.prefill(prompt).report
     chunk_rows = torch.cat([torch.arange(a, b) for a, b in SPANS])

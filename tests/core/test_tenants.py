@@ -14,38 +14,32 @@ from tests.store.kit import files_of
 
 CHUNKS = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
 ENGINE = {"self_check": False}
-Pair = tuple[BlendEngine, BlendEngine]
-
-
-@pytest.fixture
-def pair(make_engine: MakeEngine, tmp_path: Path) -> Pair:
-    model = tiny_model("llama")
-    return make_engine(tmp_path, model, tenant="acme"), make_engine(tmp_path, model, tenant="globex")
 
 
 def hits(engine: BlendEngine) -> int:
     return engine.prefill(BlendPrompt("t1", CHUNKS, "t2")).report.hits
 
 
-def test_what_one_tenant_has_and_removes_is_its_own(make_engine: MakeEngine, pair: Pair, tmp_path: Path) -> None:
-    one, two = pair
-    nobody = make_engine(tmp_path, model=one.model)
-    for engine in (*pair, nobody):
+def test_what_one_tenant_has_and_removes_is_its_own(make_engine: MakeEngine, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    every = [make_engine(tmp_path, model, tenant=tenant) for tenant in ("acme", "globex", None)]
+    one, two, nobody = every
+    for engine in every:
         assert engine.ids() == []
         with pytest.raises(UnknownChunkError):
             engine.prefill(BlendPrompt("t1", ["a"], "t2"))
         # One without a name too.
         assert engine.add([*CHUNKS, Chunk(words(9, 9))]).encoded == 3
-    assert len({engine.namespace for engine in (*pair, nobody)}) == 3
+    assert len({engine.namespace for engine in every}) == 3
     with closing(open_store(tmp_path, 0)) as store:
         assert store.tenants() == ["", "acme", "globex"]
-        shares = [engine.store.stats() for engine in (*pair, nobody)]
+        shares = [engine.store.stats() for engine in every]
         assert [(share.nodes, share.entries) for share in shares] == [(2, 6)] * 3
         assert sum(share.disk_bytes for share in shares) == store.stats().disk_bytes
         assert one.delete(["a", "b"]) == 2
         assert [hits(engine) for engine in (two, nobody)] == [2, 2]
         one.store.clear()
-        assert [engine.store.stats().entries for engine in (one, two, nobody)] == [0, 6, 6]
+        assert [engine.store.stats().entries for engine in every] == [0, 6, 6]
         nobody.store.clear()
         assert (nobody.ids(), hits(two)) == ([], 2)
         store.clear("globex")
@@ -71,14 +65,12 @@ def test_a_tenants_name_leads_nowhere(make_engine: MakeEngine, tmp_path: Path, n
     assert check_store(folder).is_clean
 
 
-@pytest.mark.parametrize("in_folder", [False, True])
-def test_no_figure_of_an_engine_is_another_tenants(make_engine: MakeEngine, tmp_path: Path, in_folder: bool) -> None:
+def test_no_figure_of_an_engine_is_another_tenants(make_engine: MakeEngine, tmp_path: Path) -> None:
     model = tiny_model("llama")
     with make_engine(tmp_path / "other", model) as other:
         other.add(CHUNKS)
         nbytes, file_bytes = other.store.stats().ram_bytes, other.store.stats().disk_bytes
-    place = tmp_path / "kv" if in_folder else None
-    with closing(open_store(place, 2 * nbytes, 3 * file_bytes, device_bytes=nbytes)) as store:
+    with closing(open_store(tmp_path / "kv", 2 * nbytes, 3 * file_bytes, device_bytes=nbytes)) as store:
         one, two = (make_engine(store, model, tenant=name) for name in ("acme", "globex"))
         one.add([Chunk(words(9, 1), "mine")])
         [record] = one.records(["mine"])

@@ -7,13 +7,24 @@ from transformers import PreTrainedModel
 from cacheblend_attachments import Repair
 from cacheblend_attachments.repair import Repairing
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
-from tests.core.dense import LENGTH, SPANS, RecordingCache, own_kv, random_ids, read_behind, span_layout, stale_kv
+from tests.core.dense import (
+    LENGTH,
+    SPANS,
+    RecordingCache,
+    own_kv,
+    random_ids,
+    read_behind,
+    span_layout,
+    span_prompt,
+    stale_kv,
+)
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
@@ -70,9 +81,7 @@ def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("cacheblend_attachments.repair.SEGMENT_TOKENS", 1)
     model = tiny_model("llama", "eager")
     with BlendEngine(model, tiny_tokenizer(), **engine_settings(selector="query", strict=True)) as engine:
-        engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))])
-        refs = [ChunkRef(f"n{number}") for number in range(3)]
-        prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
+        prompt = span_prompt(engine)
         ids, prefixes = list(engine.prompt_ids(prompt)), read_behind(engine, prompt)
         rows = [row for a, b in SPANS for row in range(a, b)]
         text = [row for row in range(LENGTH) if row not in rows]

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import NodeRecord
-from tests.core.documents.texts import TOLERANCE, expected
+from tests.core.documents.texts import TOLERANCE, distance, expected
 from tests.engines import store_of
 from tests.families import tiny_model
 
@@ -38,11 +38,6 @@ class Piece:
     def ids(self) -> Ids:
         return tuple(int(word[1:]) for word in self.chunk.text.split())
 
-    @property
-    def body(self) -> str:
-        begin, stop = self.chunk.body or (0, len(self.chunk.text))
-        return self.chunk.text[begin:stop]
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -55,17 +50,7 @@ class Reading:
 
 @dataclass
 class Library:
-    """All chunks that there should be.
-
-    Attributes
-    ----------
-    separator
-        What chunks are set off by.
-    pieces : dict
-        The chunks of each document, in the order in which they came.
-    alone : dict
-        Those of none.
-    """
+    """All chunks that there should be, those of each document in the order in which they came, and how they are set off."""
 
     separator: Ids
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
@@ -120,11 +105,7 @@ class Library:
 
 
 def later_of(engine: BlendEngine, record: NodeRecord, readings: Mapping[str, Reading]) -> Reading | None:
-    """Return how a chunk's KV behind another one is read; None where that is still to be chosen.
-
-    What it has seen is there as it was, and there is nothing else in what it was read behind but that, or one of the package's
-    passages.
-    """
+    """Return how a chunk's KV behind another one is read, what it has seen being there as it was; None until that is chosen."""
     if record.later is None:
         return None
     own = readings[record.id]
@@ -173,11 +154,7 @@ class Rows:
         name = reading.context, reading.ids
         if name not in self._known:
             self._known[name] = expected(engine, *name)
-        return max(
-            float((ours - own).abs().max() / own.abs().max())
-            for number, layer in enumerate(self._known[name])
-            for ours, own in zip(reader.layer(number), layer, strict=True)
-        )
+        return distance(reader, self._known[name])
 
     def is_right(self, engine: BlendEngine, key: str, reading: Reading) -> bool:
         distance = self.distance(engine, key, reading)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, ChunkRef, FixedText
-from tests.core.documents.texts import Text
+from tests.core.documents.texts import TOLERANCE as KV_TOLERANCE
+from tests.core.documents.texts import Text, distances
+from tests.core.gapped import own_logits
 from tests.engines import preamble_of
 from tests.families import CASES, FURTHER_CASES, sampled, tiny_model, tiny_tokenizer, words
 
@@ -30,16 +31,11 @@ def engine_of(family: str = "llama", attention: str = "sdpa", store: Path | None
     return BlendEngine(_model(family, attention), tiny_tokenizer(), **settings, store=store)
 
 
-@torch.no_grad()
-def own_logits(engine: BlendEngine, prompt: BlendPrompt) -> torch.Tensor:
-    return engine.model(torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
-
-
 def off(engine: BlendEngine, prompt: BlendPrompt) -> float:
     """How far the engine's logits are from the model's own."""
     result = engine.prefill(prompt)
     assert result.report.charged_ratio == 0
-    return float((result.logits - own_logits(engine, prompt)).abs().max())
+    return float((result.logits - own_logits(engine.model, engine.prompt_ids(prompt))).abs().max())
 
 
 def prompt_of(ids: Sequence[str], separator: str, head: str | FixedText = "") -> BlendPrompt:
@@ -59,19 +55,33 @@ def counting_rows(engine: BlendEngine) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(("family", "attention"), sampled(CASES + FURTHER_CASES))
 @given(
-    sizes=st.lists(st.integers(4, 20), min_size=2, max_size=2),
+    sizes=st.lists(st.integers(4, 20), min_size=2, max_size=5),
+    overlap=st.integers(-2, 4),
     separator=st.sampled_from(["", SEPARATOR]),
     preamble=st.sampled_from([None, "", HEAD]),
+    batch_tokens=st.sampled_from([16, 4096]),
 )
 @settings(max_examples=3)
 def test_what_has_seen_what_stands_before_it_is_exact(
-    family: str, attention: str, sizes: list[int], separator: str, preamble: str | None
+    family: str,
+    attention: str,
+    sizes: list[int],
+    overlap: int,
+    separator: str,
+    preamble: str | None,
+    batch_tokens: int,
 ) -> None:
-    """Two chunks behind each other, or one right behind the head."""
-    text = Text.of("d", sizes, [0], 5)
+    """So is what is stored; two chunks stand behind each other, or one right behind the head."""
+    document = Text.of("long", sizes, [overlap] * 4, 7)
+    text = Text.of("d", sizes[:2], [0], 5)
     ids = [str(chunk.id) for chunk in text.chunks]
-    with engine_of(family, attention, separator=separator, preamble=preamble) as engine:
-        engine.add(text.chunks)
+    given = {"separator": separator, "preamble": preamble, "encode_batch_tokens": batch_tokens}
+    with engine_of(family, attention, **given) as engine:
+        engine.add([*document.chunks[::-2], *text.chunks])
+        engine.add(document.chunks)
+        for chunk in document.chunks:
+            worst = distances(engine, str(chunk.id))
+            assert len(worst) == 2 and max(worst) < KV_TOLERANCE
         head = engine.tokenizer.decode(preamble_of(engine)[1:])
         for start in (head, FixedText(head)):
             for each in (ids, ids[::-1], ids[:1], ids[1:]):

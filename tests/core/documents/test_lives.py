@@ -1,15 +1,14 @@
 """How long the KV of a document's chunks lives, and what becomes of it where others change the document meanwhile."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.store import KVStore, check_store, open_store
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.store import check_store, open_store
 from tests.core.documents.texts import TOLERANCE, Text, distances
 from tests.engines import MakeEngine, store_of
 from tests.families import tiny_model, words
@@ -20,42 +19,9 @@ ENGINE = {"recompute_ratio": 0.0, "selector": "none", "self_check": False}
 MODEL = tiny_model("llama")
 
 
-class Time:
-    """What every store's clock shows."""
-
-    now = 1.8e9
-
-
-@pytest.fixture
-def time() -> Time:
-    return Time()
-
-
-@pytest.fixture
-def stores(tmp_path: Path, time: Time) -> Iterator[list[KVStore]]:
-    """Two stores on one folder, as two processes would have."""
-    opened = [open_store(tmp_path / "store", 0, clock=lambda: time.now) for _ in range(2)]
-    yield opened
-    for store in opened:
-        store.close()
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine, stores: list[KVStore]) -> BlendEngine:
-    return make_engine(stores[0], MODEL, encode_batch_tokens=1)
-
-
-@pytest.fixture
-def other(make_engine: MakeEngine, stores: list[KVStore]) -> BlendEngine:
-    return make_engine(stores[1], MODEL)
-
-
 @contextmanager
-def at_each_batch(engine: BlendEngine, deed: Any) -> Iterator[None]:
-    def before(*_: Any) -> None:
-        deed()
-
-    with engine.model.get_decoder().register_forward_pre_hook(before):
+def at_each_batch(engine: BlendEngine, deed: Callable[[], object]) -> Iterator[None]:
+    with engine.model.get_decoder().register_forward_pre_hook(lambda *_: deed() and None):
         yield
 
 
@@ -64,39 +30,28 @@ def held(engine: BlendEngine) -> list[bool]:
     return store_of(engine).holds([record.key for record in engine.records(IDS) if record is not None])
 
 
-def assert_none_has_seen(engine: BlendEngine, id: str) -> None:
-    """Nothing stored is read behind a chunk, and all that is stored is what its name says."""
-    records = [record for record in engine.records(engine.ids()) if record is not None]
-    assert all(id not in dict(record.later.seen) for record in records if record.later is not None)
-    keys = {key for each in records for key in each.keys}
-    assert engine.store.stats().entries == sum(store_of(engine).holds(sorted(keys)))
-    for record in records:
-        if record.later is not None:
-            assert max(distances(engine, record.id), default=0) < TOLERANCE
-
-
-def test_waiting_lengthens_no_life(engine: BlendEngine, time: Time) -> None:
-    engine.add([TEXT.chunk(0)], ttl_s=100)
-    time.now += 60
-
-    def wait() -> None:
-        time.now += 5
-
-    with at_each_batch(engine, wait):
-        engine.add([TEXT.chunk(1)], background=True)
-        engine.flush()
-        assert held(engine) == [True, True]
-        time.now = 1.8e9 + 101
-        assert held(engine) == [False, False]
-        # What has ended before it could be stored is not stored.
-        engine.add([TEXT.chunk(2)], ttl_s=4, background=True)
-        engine.flush()
-        assert held(engine)[2] is False
+def test_waiting_lengthens_no_life(make_engine: MakeEngine, tmp_path: Path) -> None:
+    now = [1000]
+    with closing(open_store(tmp_path, 0, clock=lambda: now[0])) as store:
+        engine = make_engine(store, MODEL, encode_batch_tokens=1)
+        engine.add([TEXT.chunk(0)], ttl_s=100)
+        now[0] += 60
+        with at_each_batch(engine, lambda: now.append(now.pop() + 5)):
+            engine.add([TEXT.chunk(1)], background=True)
+            engine.flush()
+            assert held(engine) == [True, True]
+            now[0] = 1101
+            assert held(engine) == [False, False]
+            # What has ended before it could be stored is not stored.
+            engine.add([TEXT.chunk(2)], ttl_s=4, background=True)
+            engine.flush()
+            assert held(engine)[2] is False
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_replacement(engine: BlendEngine, other: BlendEngine, tmp_path: Path, dies: bool) -> None:
+def test_a_replacement(make_engine: MakeEngine, tmp_path: Path, dies: bool) -> None:
     """Whoever looks meanwhile finds it as it was, and so does everybody where the replacement ends half-way."""
+    engine, other = (make_engine(tmp_path / "store", MODEL, encode_batch_tokens=1) for _ in range(2))
     engine.add(TEXT.chunks)
     new = Text.of("d", [6, 9, 5], [0, 2], 7)
     chunks = [replace(chunk, id=f"new-{number}") for number, chunk in enumerate(new.chunks)]
@@ -120,7 +75,8 @@ def test_a_replacement(engine: BlendEngine, other: BlendEngine, tmp_path: Path, 
     if not dies:
         engine.add(chunks[:2], whole=True)
         assert other.document("d") == names[:2]
-        assert_none_has_seen(other, "new-2")
+        records = [record for record in other.records(names[:2]) if record is not None]
+        assert all("new-2" not in dict(record.later.seen) for record in records if record.later is not None)
         assert engine.add(chunks[:2], whole=True).unchanged == 2
         assert check_store(tmp_path / "store").is_clean
 
@@ -130,10 +86,9 @@ def test_what_has_seen_a_deleted_chunk_is_not_shared_with_later_prompts(make_eng
     engine.add([*TEXT.chunks, Chunk(words(6, 9), "alone")])
     chunks = ["alone", "d-0", "d-3", "d-2"]
     ahead, rows = 1 + 2, [6, 8, 8, 7]
-    text_of = {str(chunk.id): chunk.text for chunk in TEXT.chunks} | {"alone": words(6, 9)}
 
     def shared(question: str) -> int:
-        prompt = BlendPrompt(segments=["t5 t6", *(Chunk(text_of[id], id) for id in chunks), "t7 t8", question])
+        prompt = BlendPrompt(segments=["t5 t6", *map(ChunkRef, chunks), "t7 t8", question])
         return engine.generate(prompt, 1).report.prefix_tokens
 
     assert shared("t9 t10") == 0

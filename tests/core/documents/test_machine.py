@@ -72,30 +72,20 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         companions=st.sampled_from(["own", "similar"]),
         separator=st.sampled_from(["", "t3 t4"]),
         ttl_s=st.sampled_from([None, None, 70.0]),
-        ram_bytes=st.sampled_from([0, 4_000, 10**7]),
-        device_bytes=st.sampled_from([0, 4_000, 10**7]),
-        disk_bytes=st.sampled_from([None, None, 12_000]),
-        write_back_bytes=st.sampled_from([0, 10**6]),
+        options=st.fixed_dictionaries(
+            {
+                "ram_bytes": st.sampled_from([0, 4_000, 10**7]),
+                "device_bytes": st.sampled_from([0, 4_000, 10**7]),
+                "disk_bytes": st.sampled_from([None, None, 12_000]),
+                "write_back_bytes": st.sampled_from([0, 10**6]),
+            }
+        ),
     )
-    def make(
-        self,
-        companions: str,
-        separator: str,
-        ttl_s: float | None,
-        ram_bytes: int,
-        device_bytes: int,
-        disk_bytes: int | None,
-        write_back_bytes: int,
-    ) -> None:
+    def make(self, companions: str, separator: str, ttl_s: float | None, options: dict[str, Any]) -> None:
         given = {"companions": companions, "separator": separator, "ttl_s": ttl_s}
         reuse = {"encode_batch_tokens": 32, "recompute_ratio": 0.0, "selector": "none", "self_check": False}
         self.settings = engine_settings(**given, **reuse)
-        self.options = {
-            "ram_bytes": ram_bytes,
-            "device_bytes": device_bytes,
-            "disk_bytes": disk_bytes,
-            "write_back_bytes": write_back_bytes,
-        }
+        self.options = options
         self.engines = [self.open(False), self.open(True)]
         self.library = Library(separator_of(self.engines[0]))
         # Until when KV may be there, by its context and its tokens.
@@ -105,7 +95,7 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         return self.folder
 
     def store_of(self, second: bool) -> KVStore:
-        return open_store(self.folder_of(second), clock=lambda: self.now, **self.options)  # type: ignore[arg-type]
+        return open_store(self.folder_of(second), clock=lambda: self.now, **self.options)
 
     def open(self, second: bool) -> BlendEngine:
         store = self.store_of(second)

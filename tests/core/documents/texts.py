@@ -12,6 +12,7 @@ from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import KVCache
 from cacheblend_rag.rope import shift_layer
+from cacheblend_rag.store import KVReader
 from tests.engines import preamble_of, store_of
 from tests.families import words
 
@@ -75,25 +76,23 @@ def expected(engine: BlendEngine, context: Sequence[int], ids: Sequence[int]) ->
     return rows
 
 
-def distances(engine: BlendEngine, id: str) -> list[float]:
-    """Return how far the KV that is stored of a chunk is from what it should be, relative to each layer's largest value.
+def distance(reader: KVReader, rows: Sequence[LayerKV]) -> float:
+    """Return how far stored KV is from what it should be, relative to each layer's largest value."""
+    return max(
+        float((ours - own).abs().max() / own.abs().max())
+        for number, layer in enumerate(rows)
+        for ours, own in zip(reader.layer(number), layer, strict=True)
+    )
 
-    That is the KV right behind the preamble, and that behind other chunks, one after the other.
-    """
+
+def distances(engine: BlendEngine, id: str) -> list[float]:
+    """Return how far what is stored of a chunk is off: its KV right behind the preamble, and that behind other chunks."""
     [record] = engine.records([id])
     assert record is not None and record.later is not None
     ids = record.token_ids + record.separator
     found = []
     for key, behind in ((record.key, ()), (record.later.key, record.later.behind)):
-        if (reader := store_of(engine).open(key)) is None:
-            continue
-        assert reader.token_ids == ids
-        pairs = zip(map(reader.layer, range(reader.num_layers)), expected(engine, behind, ids), strict=True)
-        found.append(
-            max(
-                float((our - own).abs().max() / own.abs().max())
-                for layers in pairs
-                for our, own in zip(*layers, strict=True)
-            )
-        )
+        if (reader := store_of(engine).open(key)) is not None:
+            assert reader.token_ids == ids
+            found.append(distance(reader, expected(engine, behind, ids)))
     return found
