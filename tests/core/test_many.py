@@ -5,7 +5,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,9 @@ TOLERANCE = 1e-5
 _model = cache(tiny_model)
 
 
-def engine_of(family: str = "llama", attention: str = "sdpa", store: Path | None = None, **values: Any) -> BlendEngine:
+def engine_of(family: str = "llama", attention: str = "sdpa", **values: Any) -> BlendEngine:
     settings = engine_settings(**{"self_check": False} | values)
-    return BlendEngine(_model(family, attention), tiny_tokenizer(), **settings, store=store)
+    return BlendEngine(_model(family, attention), tiny_tokenizer(), **settings)
 
 
 def some_prompts(count: int = 6) -> list[BlendPrompt]:

@@ -38,23 +38,20 @@ class Text:
             cuts.append((begin, begin + size))
         return cls(name, tuple(words(max(stop for _, stop in cuts), seed).split()), tuple(cuts))
 
-    def chunk(self, number: int, *, placed: bool = True) -> Chunk:
-        """Return one of its chunks, with its place or without."""
+    def chunk(self, number: int) -> Chunk:
+        """Return one of its chunks."""
         begin, stop = self.cuts[number]
         starts = list(accumulate((len(word) + 1 for word in self.words), initial=0))
         return Chunk(
             " ".join(self.words[begin:stop]),
             f"{self.name}-{number}",
             document=self.name,
-            start=starts[begin] if placed else None,
+            start=starts[begin],
         )
 
     @property
     def chunks(self) -> list[Chunk]:
         return [self.chunk(number) for number in range(len(self.cuts))]
-
-    def tokens(self, begin: int, stop: int) -> tuple[int, ...]:
-        return tuple(int(word[1:]) for word in self.words[begin:stop])
 
 
 @torch.no_grad()
