@@ -24,8 +24,9 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import open_store
-from tests.engines import MakeEngine, damage
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import damage
 
 GOOD = Chunk(words(12, 1), "good")
 OPTIONS = dict(num_beams=2, num_return_sequences=3, use_cache=False, prefill_chunk_size=4, prompt_lookup_num_tokens=2)

@@ -21,8 +21,8 @@ from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
-from tests.engines import damage
 from tests.families import tiny_model
+from tests.store.kit import damage
 
 
 @pytest.fixture(scope="module")

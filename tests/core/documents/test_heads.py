@@ -17,7 +17,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, UnknownChunkError
 from cacheblend_rag.store import open_store
 from tests.core.gapped import own_logits
-from tests.engines import MakeEngine, damage
+from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import damage, files_of
 
