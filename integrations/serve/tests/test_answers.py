@@ -29,7 +29,7 @@ def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:
 
 def events(client: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> list[Any]:
     with client.stream("POST", path, json={"stream": True, **body}) as reply:
-        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.strip(": ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

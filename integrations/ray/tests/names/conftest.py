@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sql
 
+from tests.limits import wait_until
 from tests.store.remote.conftest import free_port, wait_for_port
 
 
@@ -37,7 +38,9 @@ def postgres() -> Iterator[str]:
         with subprocess.Popen(command, user=user, stderr=subprocess.DEVNULL) as process:
             try:
                 wait_for_port(port, process)
-                yield f"postgresql+psycopg://test@127.0.0.1:{port}/postgres"
+                url = f"postgresql+psycopg://test@127.0.0.1:{port}/postgres"
+                wait_until(lambda: takes_questions(url))
+                yield url
             finally:
                 process.terminate()
 
@@ -50,6 +53,14 @@ def names(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     url: str = request.getfixturevalue("postgres")
     run_sql(url, "DROP TABLE IF EXISTS cacheblend_log, cacheblend_units")
     return url
+
+
+def takes_questions(url: str) -> bool:
+    """Whether a database is there yet."""
+    try:
+        return bool(run_sql(url, "SELECT 1"))
+    except sql.exc.OperationalError:
+        return False
 
 
 def run_sql(url: str, statement: str, **values: object) -> list[sql.Row[tuple[object, ...]]]:
