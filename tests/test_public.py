@@ -26,6 +26,7 @@ MODULES = {
 }
 PUBLIC |= MODULES
 # What examples ask about.
+PUBLIC |= {"cacheblend_lab.demo.manual": {"QUESTIONS", "pages"}, "cacheblend_lab.real_model": {"RealModel"}}
 PUBLIC["cacheblend_lab.reference"] = {"demo_documents", "demo_questions"}
 
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("integrations/*/README.md")]
