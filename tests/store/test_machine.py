@@ -115,6 +115,14 @@ class FolderMachine(RuleBasedStateMachine):
             self.model.names[space][node] = number
         if self.model.names[space].get(node) == number and not gone:
             self.hold(space, number, ttl_s)
+        elif (
+            not gone
+            and (space, number) not in self.model.held
+            and number in self.model.names[space].values()
+            and store.call("holds", [key(space, number)])[0]
+        ):
+            # The name that was met leads elsewhere by now, and another one leads to it.
+            self.hold(space, number, ttl_s)
         if gone:
             self.model.forget(space, node)
             # It may have been written and named before the deletion, which then took what was there without a name along.
