@@ -21,8 +21,6 @@ from integrations.serve.tests.conftest import serving
 from integrations.serve.tests.test_clients import (  # noqa: F401
     CHUNKS,
     QUESTION,
-    test_a_langchain_chain_is_served_from_stored_chunks,
-    test_a_llama_index_query_engine_is_served_from_stored_chunks,
     test_openai_is_answered,
 )
 from tests.thinking import TOOL_TEMPLATE
