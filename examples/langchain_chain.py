@@ -33,7 +33,7 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     )
     chain = prompt | llm
 
-    for question in QUESTIONS[:4]:
+    for question in QUESTIONS[6:10]:
         found = store.as_retriever(search_kwargs={"k": 5}).invoke(question.text)
         context = "\n\n".join(document.page_content for document in found)
         answer = chain.invoke({"context": context, "question": question.text})

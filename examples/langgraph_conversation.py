@@ -58,7 +58,7 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     graph = builder.compile(checkpointer=InMemorySaver())
 
     thread: RunnableConfig = {"configurable": {"thread_id": "1"}}
-    for question in QUESTIONS[:2]:
+    for question in QUESTIONS[6:8]:
         state = graph.invoke({"messages": [HumanMessage(question.text)]}, thread)
         message = state["messages"][-1]
         blend = message.response_metadata["blend"]

@@ -36,7 +36,7 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
         context_template="Answer the question from the context only.\n\n{context_str}\n",
     )
 
-    for question in QUESTIONS[:4]:
+    for question in QUESTIONS[6:10]:
         response = chat.stream_chat(question.text)
         print(f"{question.text}\n  ", end="")
         for piece in response.response_gen:

@@ -58,7 +58,7 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     print(f"warming: {done.encoded} of {done.nodes} chunks were encoded, {done.unchanged} were there")
 
     query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=4)
-    response = query_engine.query(QUESTIONS[1].text)
+    response = query_engine.query(QUESTIONS[6].text)
     blend = response.metadata["blend"]
     print(f"{blend['hits']} of {len(response.source_nodes)} chunks hit: {str(response).strip()}")
 

@@ -32,7 +32,7 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     )
     query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=5)
 
-    for question in QUESTIONS[:4]:
+    for question in QUESTIONS[6:10]:
         response = query_engine.query(question.text)
         blend = response.metadata["blend"]
         print(f"{question.text}\n  {response}  (expected: {question.answers[0]})")

@@ -19,6 +19,11 @@ import torch
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several of these processes each have a core.
+    _cores = sorted(os.sched_getaffinity(0))
+    _own = _cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(_cores)]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(_own))
 
 from vllm_cacheblend.prefix import StoredPrefix, stored_prefix
 
