@@ -1,8 +1,8 @@
 """What a chunk is read behind, for the KV that serves it behind other chunks of a prompt.
 
 A chunk that was read right behind the preamble is not in the state in which the model meets it in a prompt, where it follows
-another chunk. It is read behind a companion instead, and behind the end of its own document, each set off as chunks are in
-prompts; docs/encoding.md has what that is worth.
+other chunks. It is read behind passages of the same kind of text instead, a companion, and the end of its own document, each
+set off as chunks are in prompts; docs/encoding.md has what that is worth.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ __all__ = ["Companions", "Nearness"]
 
 _MOST_TOKENS = 256
 """Of a companion; the beginning of a longer one is taken, which is read for its own KV too."""
+
+_PASSAGES = 2
+"""Those nearest to a chunk's document, first of all: so that what is read behind them begins alike, and they are read once."""
 
 _ENDING_TOKENS = 64
 """Of its own document, right before the chunk."""
@@ -78,6 +81,7 @@ class _Document:
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self.numbers = {member.id: number for number, member in enumerate(members)}
+        self.passages: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def nearness(self) -> Nearness:
@@ -101,7 +105,7 @@ class Companions:
         self._pool: _Pool | None = None
 
     @cached_property
-    def _passages(self) -> tuple[list[tuple[int, ...]], Nearness]:
+    def _known_passages(self) -> tuple[list[tuple[int, ...]], Nearness]:
         texts = files("cacheblend_rag").joinpath("passages.txt").read_text("utf-8").split("\n%\n")
         found = [self._tokenize(text.strip("\n"))[:_MOST_TOKENS] for text in texts]
         return found, Nearness(found)
@@ -166,20 +170,27 @@ class Companions:
         if number is not None:
             ending = end_before(document.members, number, _ENDING_TOKENS, self._separator)
         seen = {id: document.members[document.numbers[id]].token_ids for id in ending.ids}
-        if other is None:
-            passages, nearness = self._passages
-            companion = passages[nearness.nearest(record.token_ids, 1)[0]]
-        else:
+        companion: tuple[int, ...] = ()
+        if other is not None:
             companion = other[1][:_MOST_TOKENS]
             seen[other[0]] = other[1]
             if ending.ids == other[:1] and len(other[1]) <= _MOST_TOKENS:
                 # It is what stands before the chunk.
                 ending = Ending()
-        parts = [part + self._separator for part in (companion, ending.token_ids) if part]
-        behind = tuple(chain.from_iterable(parts))
+        texts = (*self._passages(record, document, number), companion, ending.token_ids)
+        behind = tuple(chain.from_iterable(text + self._separator for text in texts if text))
         if room < len(behind):
-            # The end stays: of the companion less, and then of the document.
+            # The end stays: of the passages less, of the companion, and then of the document.
             behind = behind[len(behind) - max(int(room), 0) :]
         keys = tuple((id, chunk_key(self._namespace, text + record.separator)) for id, text in sorted(seen.items()))
         key = chunk_key(self._namespace, own, None, context_digest(behind))
         return Later(key, behind, keys if behind else ())
+
+    def _passages(self, record: NodeRecord, document: _Document, number: int | None) -> tuple[tuple[int, ...], ...]:
+        """Return the passages nearest to a chunk's document, or to what is of none, in the package's order."""
+        if not document.passages or number is None:
+            passages, nearness = self._known_passages
+            texts = [record.token_ids] if number is None else [member.token_ids for member in document.members]
+            near = nearness.nearest(tuple(chain.from_iterable(texts)), _PASSAGES)
+            document.passages = tuple(passages[each] for each in sorted(near))
+        return document.passages

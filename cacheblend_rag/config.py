@@ -169,13 +169,12 @@ class EngineConfig(SettingsBase):
         report says why.
     preamble : str or tuple of int, optional
         What precedes every chunk when it is encoded, as text or token ids; "" is the tokenizer's BOS alone. By default the
-        beginning of the tokenizer's chat template, an instruction and a passage of some 60 tokens; the BOS if the model's KV
-        cannot be moved.
+        beginning of the tokenizer's chat template and an instruction; the BOS if the model's KV cannot be moved.
     companions : {"own", "similar", "neutral"}
-        What a chunk is read behind for its KV to serve it behind other chunks of a prompt: "own", another chunk of its document,
-        or a passage that the package brings where there is none, and the end of what precedes it in its document; "similar", the
-        most similar chunk of all, for a corpus that every reader may read whole, instead of the chunk of its document; "neutral",
-        such a passage alone, for documents of which some readers may see only some chunks.
+        What a chunk is read behind for its KV to serve it behind other chunks of a prompt: "own", two passages that the package
+        brings, of the same kind of text, another chunk of its document, and the end of what precedes it there; "similar", the
+        same with the most similar chunk of all instead of the document's, for a corpus that every reader may read whole;
+        "neutral", the passages alone, for documents of which some readers may see only some chunks.
     separator : str
         The text between chunks, in prompts and in what they are read behind. Its KV is kept with each chunk, and used if a prompt
         has exactly this text after the chunk.

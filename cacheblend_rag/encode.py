@@ -16,13 +16,15 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache, ModelCard, text_decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 
-__all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches", "shared_length"]
+__all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "kept_of", "plan_batches", "shared_length"]
 
 # Sharing the preamble saves its rows, but rows after a cache need a mask where rows from the start are plainly causal, and the
 # preamble's KV is copied for each row: with a few tokens it is no faster.
 _SHARED_PREAMBLE_TOKENS = 16
 # Of a batch's width, in each of its rows.
 _LEAST_FILLED = 0.75
+# Of what the last text was read behind: neighbours begin with the same passages, whether they come together or one by one.
+_KEPT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,12 @@ class ChunkEncoder(ABC):
     def num_tokens(self, targets: Sequence[Target]) -> int:
         """Return how many tokens are computed to encode targets, the preamble and padding not counted."""
         count = 0
+        read: tuple[int, ...] = ()
         for reading in _readings(targets, range(len(targets)), self.batch_tokens):
-            read: tuple[int, ...] = ()
             for sequence, _ in reading:
                 count += len(sequence) - shared_length(read, sequence)
                 read = sequence
+            read = kept_of(reading, targets)
         return count
 
     def batches(self, targets: Sequence[Target]) -> list[list[Reading]]:
@@ -139,6 +142,8 @@ class Encoder(ChunkEncoder):
         self._read = text_decoder(decoder.model)
         self._shares_preamble = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS
         self._preamble_kv: list[LayerKV] | None = None
+        # The beginning of what was read last, and its KV with the preamble's.
+        self._kept: tuple[tuple[int, ...], list[LayerKV]] = (), []
 
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         for batch in self.batches(targets):
@@ -160,8 +165,9 @@ class Encoder(ChunkEncoder):
 
     def _run(self, batch: Sequence[Reading], targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
         """Yield the targets of readings: of several that have one step each, or of one."""
-        ahead, cache = self._begin(len(batch), max(len(sequence) for reading in batch for sequence, _ in reading))
-        read: tuple[int, ...] = ()
+        read, ahead, cache = self._begin(
+            [reading[0][0] for reading in batch], max(len(sequence) for reading in batch for sequence, _ in reading)
+        )
         for steps in zip(*batch, strict=True):
             width = max(len(sequence) for sequence, _ in steps)
             known = min(shared_length(read, steps[0][0]), width - 1)
@@ -174,14 +180,27 @@ class Encoder(ChunkEncoder):
                 own = [LayerKV(kv.keys[number], kv.values[number]) for kv in layers]
                 for index in indices:
                     yield index, self.cut_out(own, targets[index])
+        kept = kept_of(batch[0], targets)
+        if kept != self._kept[0]:
+            stop = len(self.preamble) + len(kept)
+            self._kept = kept, [LayerKV(*(part[:1, :, :stop].clone() for part in kv)) for kv in layers if kept]
 
-    def _begin(self, rows: int, length: int) -> tuple[tuple[int, ...], KVCache]:
-        """Return what rows begin with, the preamble or nothing after its shared KV, and a cache with room for `length` tokens."""
-        if not self._shares_preamble:
-            return self.preamble, KVCache(self._decoder.num_layers)
-        if self._preamble_kv is None:
-            self._preamble_kv = self._forward([self.preamble], KVCache(self._decoder.num_layers))
-        return (), KVCache.after(self._preamble_kv, rows, len(self.preamble) + length)
+    def _begin(self, rows: Sequence[Sequence[int]], length: int) -> tuple[tuple[int, ...], tuple[int, ...], KVCache]:
+        """Return what all rows begin with, of which the cache has the KV, what is read before the rest of them, the preamble or
+        nothing after its KV, and the cache, with room for `length` tokens.
+        """
+        kept, layers = self._kept
+        known = min(shared_length(kept, row) for row in rows)
+        stop = len(self.preamble) + known
+        if known:
+            layers = [LayerKV(*(part[:, :, :stop] for part in kv)) for kv in layers]
+        elif not self._shares_preamble:
+            return (), self.preamble, KVCache(self._decoder.num_layers)
+        else:
+            if self._preamble_kv is None:
+                self._preamble_kv = self._forward([self.preamble], KVCache(self._decoder.num_layers))
+            layers = self._preamble_kv
+        return kept[:known], (), KVCache.after(layers, len(rows), len(self.preamble) + length)
 
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
         """Return the KV of the preamble and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
@@ -228,6 +247,12 @@ def _readings(targets: Sequence[Target], indices: Sequence[int], most_tokens: in
         readings.append([(sequence, [index])])
         tokens = len(sequence)
     return readings
+
+
+def kept_of(reading: Reading, targets: Sequence[Target]) -> tuple[int, ...]:
+    """Return what an encoder keeps of a reading for the next: the beginning of what its last target was read behind."""
+    _, indices = reading[-1]
+    return targets[indices[-1]].context[:_KEPT_TOKENS]
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:

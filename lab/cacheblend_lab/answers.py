@@ -170,13 +170,11 @@ class Trial:
             return BlendEngine(self._model.model, self._tokenizer, config=config, store=store)
         return self._model.another(config=config, store=store)
 
-    def after(
-        self, engine: Any, prompt: BlendPrompt, answer: Sequence[int], blend: BlendConfig
-    ) -> tuple[torch.Tensor, float]:
-        """Return the log-probabilities at each token of an answer, ``(tokens, vocab)``, and the seconds that they took."""
+    def after(self, engine: Any, prompt: BlendPrompt, answer: Sequence[int], blend: BlendConfig) -> torch.Tensor:
+        """Return the log-probabilities at each token of an answer, ``(tokens, vocab)``."""
         forced = BlendPrompt(segments=[*prompt.segments, answer[:-1]]) if answer[1:] else prompt
         found = engine.prefill(forced, blend=blend, logits_to_keep=len(answer))
-        return found.logits.float().reshape(len(answer), -1).log_softmax(-1), found.report.ttft_s
+        return found.logits.float().reshape(len(answer), -1).log_softmax(-1)
 
     def ask(self, number: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield what each way makes of the question of a number, full prefill first.
@@ -188,8 +186,8 @@ class Trial:
         some = self.engine(ways[0].partition("/")[0])
         given = some.generate(prompt, ANSWER_TOKENS, blend=FULL_PREFILL, do_sample=False)
         text, answer = given.text, list(given.token_ids)
-        wanted, seconds = self.after(some, prompt, answer, FULL_PREFILL)
-        yield self._row(number, "full", text, True, 0.0, seconds)
+        wanted = self.after(some, prompt, answer, FULL_PREFILL)
+        yield self._row(number, "full", text, True, 0.0, given.report.ttft_s)
         for way in ways:
             companions, _, rest = way.partition("/")
             selector, _, ratio = rest.partition("@")
@@ -197,15 +195,17 @@ class Trial:
                 BlendConfig(selector=selector, recompute_ratio=float(ratio)) if rest else BlendConfig(recompute_ratio=0)
             )
             engine = self.engine(companions)
-            if engine.prefill(prompt, blend=blend).report.misses:
+            report = engine.prefill(prompt, blend=blend).report
+            if report.misses:
                 # Now they are stored, as they are for the next question.
                 engine.flush()
-            found, seconds = self.after(engine, prompt, answer, blend)
+                report = engine.prefill(prompt, blend=blend).report
+            found = self.after(engine, prompt, answer, blend)
             loss = float((wanted.exp() * (wanted - found)).sum(-1).mean())
             own, same = text, bool((found.argmax(-1) == torch.tensor(answer)).all())
             if not same:
                 own = engine.generate(prompt, ANSWER_TOKENS, blend=blend, do_sample=False).text
-            yield self._row(number, way, own, same, loss, seconds)
+            yield self._row(number, way, own, same, loss, report.ttft_s)
 
     def _row(self, number: int, way: str, answer: str, same: bool, loss: float, seconds: float) -> dict[str, Any]:
         question = self._set.questions[number]

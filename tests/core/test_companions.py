@@ -2,17 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from importlib.resources import files
+from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag.companions import Companions
+from cacheblend_rag.reading import Member, Place
 from cacheblend_rag.store import NodeRecord
 from tests.families import tiny_model, tiny_tokenizer
 
 MODEL = tiny_model("llama")
+PASSAGES = files("cacheblend_rag").joinpath("passages.txt").read_text("utf-8").split("\n%\n")
 texts = st.lists(st.sampled_from([f"t{number}" for number in range(1, 9)]), min_size=2, max_size=6).map(" ".join)
 libraries = st.lists(st.lists(texts, min_size=1, max_size=4), min_size=1, max_size=4)
 
@@ -47,10 +52,14 @@ def test_a_chunk_is_read_behind_the_most_similar_one_that_it_may_see(companions:
         for document, members in ids.items():
             for number, id in enumerate(members):
                 later = records[id].later
-                assert later is not None and later.behind
+                assert later is not None
+                # The passages have no word of this tokenizer: as none is nearer, they are the first two.
+                unknown = engine.tokenizer.unk_token_id
+                begin = sum(len(text.split()) + 1 for text in PASSAGES[:2])
+                assert later.behind[:begin] == (unknown,) * begin
                 seen = set(dict(later.seen))
                 if companions == "neutral":
-                    assert not seen
+                    assert not seen and len(later.behind) == begin
                     continue
                 before = set(members[:number])
                 visible = tokens if companions == "similar" else {each: tokens[each] for each in members}
@@ -61,4 +70,26 @@ def test_a_chunk_is_read_behind_the_most_similar_one_that_it_may_see(companions:
                 if wanted:
                     assert seen & wanted
                     shown = {tokens[each] for each in wanted}
-                    assert any(later.behind[: len(text)] == text for text in shown)
+                    assert any(later.behind[begin:][: len(text)] == text for text in shown)
+
+
+@given(
+    one=st.integers(0, len(PASSAGES) - 1),
+    other=st.integers(0, len(PASSAGES) - 1),
+    companions=st.sampled_from(["own", "neutral"]),
+)
+def test_the_passages_are_those_nearest_to_the_document(one: int, other: int, companions: str) -> None:
+    """To the whole document, of which the chunk says nothing, or with "neutral" to the chunk."""
+    assume(one != other)
+    ids: dict[str, int] = {}
+
+    def tokenize(text: str) -> tuple[int, ...]:
+        return tuple(ids.setdefault(word, len(ids)) for word in text.split())
+
+    chooser = Companions(companions, "n", (), None, tokenize, lambda: pytest.fail("no store is asked"))
+    texts = [tokenize(PASSAGES[number]) for number in (one, other)]
+    members = [Member(str(number), text, Place("d")) for number, text in enumerate([(-1, -2), *texts])]
+    record = NodeRecord("0", "key", "hash", (-1, -2) if companions == "own" else texts[0] + texts[1])
+    [later] = chooser.choose([(record, members)])
+    wanted = tuple(chain.from_iterable(tokenize(PASSAGES[number])[:256] for number in sorted((one, other))))
+    assert later.behind[: len(wanted)] == wanted

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from cacheblend_gguf.llama import Llama
-from cacheblend_rag.encode import ChunkEncoder, Target, shared_length
+from cacheblend_rag.encode import ChunkEncoder, Target, kept_of, shared_length
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.keys import context_digest
 from cacheblend_rag.kv import ChunkKV
@@ -56,9 +56,8 @@ class LlamaEncoder(ChunkEncoder):
         self, reading: Sequence[tuple[tuple[int, ...], list[int]]], targets: Sequence[Target]
     ) -> list[tuple[int, ChunkKV]]:
         start = len(self.preamble)
-        read: tuple[int, ...] = ()
         found = []
-        self._llama.read_preamble(self.preamble)
+        read = self._llama.begin_reading(self.preamble, reading[0][0])
         for sequence, indices in reading:
             known = shared_length(read, sequence)
             self._llama.read(sequence[known:], start + known)
@@ -68,4 +67,5 @@ class LlamaEncoder(ChunkEncoder):
                 first = start + len(target.context)
                 layers = self._llama.take(first, len(target.token_ids))
                 found.append((index, ChunkKV(target.token_ids, first, layers, context_digest(target.context))))
+        self._llama.keep_reading(kept_of(reading, targets))
         return found

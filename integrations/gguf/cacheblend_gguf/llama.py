@@ -21,6 +21,7 @@ from cacheblend_gguf.files import parts_of
 from cacheblend_gguf.state import join_state, split_state
 from cacheblend_gguf.tokenizer import LlamaTokenizer
 from cacheblend_rag.config import SettingsBase, warn_of_unknown_variables
+from cacheblend_rag.encode import shared_length
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
@@ -35,16 +36,18 @@ _KV_TYPES: dict[_KVType, int] = {"f16": 1, "f32": 0, "bf16": 30, "q8_0": 8, "q4_
 _DEFAULT_TOKENS = 8192
 _PREFIX = "CACHEBLEND_GGUF_"
 _BATCH = 2048
-# Cells beside a prompt's: of the preamble, which stay, and of a prompt's head while it is encoded.
-_BESIDE = 1024
+# Cells beside a prompt's: of the preamble and of what the last chunk was read behind, which stay, and of a prompt's head while
+# it is encoded.
+_BESIDE = 1536
 HEAD_CELLS = 512
 _READ_BYTES = 1 << 24
 # The level of errors in ggml's log.
 _ERROR = 4
 _NONE = np.empty(0, np.int64)
 
-# Sequences that no answer has: what all chunks are encoded after, where they are encoded, and where states are put in and out.
-_PREAMBLE, _ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2, 3
+# Sequences that no answer has: what all chunks are encoded after, that and what the last one was read behind, where they are
+# encoded, and where states are put in and out.
+_PREAMBLE, _KEPT, _ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2, 3, 4
 
 
 class LlamaOptions(SettingsBase):
@@ -146,6 +149,7 @@ class Llama:
         self.kept: WeakSet[PrefixCache] = WeakSet()
         self._cuts: deque[tuple[int, int]] = deque()
         self._preamble: tuple[int, ...] = ()
+        self._kept: tuple[int, ...] = ()
         if llama_cpp.llama_model_has_encoder(self._model) or not llama_cpp.llama_memory_can_shift(self._memory):
             raise UnsupportedModelError(
                 f"the KV of {path.name} cannot be moved to another position (a recurrent, hybrid or encoder model), so its "
@@ -213,7 +217,7 @@ class Llama:
         What is alone always fits.
         """
         self._apply_cuts()
-        limit = self.cells - len(self._preamble) - HEAD_CELLS - cells
+        limit = self.cells - len(self._preamble) - len(self._kept) - HEAD_CELLS - cells
         if self._answers and _count(shared, *(self._held[each] for each in self._answers)) > limit:
             return False
         while _count(shared, *self._held.values()) > limit and self._drop_oldest():
@@ -289,15 +293,27 @@ class Llama:
         self.remove(_ENCODING, first)
         self.decode(ids, first, _ENCODING)
 
-    def read_preamble(self, preamble: Sequence[int]) -> None:
-        """Have the encoding sequence begin with the preamble alone, which is computed once."""
+    def begin_reading(self, preamble: Sequence[int], sequence: Sequence[int]) -> tuple[int, ...]:
+        """Have the encoding sequence begin with the preamble, which is computed once, and what is kept of `sequence`: return that."""
         if self._preamble != tuple(preamble):
             self.remove(_PREAMBLE)
+            self.keep_reading(())
             self._preamble = tuple(preamble)
             self.decode(self._preamble, 0, _PREAMBLE)
         self.remove(_ENCODING)
-        if preamble:
-            llama_cpp.llama_memory_seq_cp(self._memory, _PREAMBLE, _ENCODING, -1, -1)
+        known = self._kept[: shared_length(self._kept, sequence)]
+        if preamble or known:
+            source = _KEPT if known else _PREAMBLE
+            llama_cpp.llama_memory_seq_cp(self._memory, source, _ENCODING, 0, len(preamble) + len(known))
+        return known
+
+    def keep_reading(self, begun: tuple[int, ...]) -> None:
+        """Keep what the encoding sequence begins with behind the preamble, instead of what was kept."""
+        if begun != self._kept:
+            self.remove(_KEPT)
+            self._kept = begun
+            if begun:
+                llama_cpp.llama_memory_seq_cp(self._memory, _ENCODING, _KEPT, 0, len(self._preamble) + len(begun))
 
     def forget_reading(self) -> None:
         """Free the cells of the encoding sequence."""

@@ -6,6 +6,7 @@ from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
@@ -14,6 +15,7 @@ from cacheblend_gguf import GGUFEngine
 from cacheblend_gguf.decoding import Scores
 from cacheblend_rag import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.prefixes import drop_oldest
+from cacheblend_rag.store.base import NodeRecord
 
 _GEMMA_PARTS = 4
 _BETWEEN = 300
@@ -112,6 +114,33 @@ def read_in_full(engine: GGUFEngine, ids: tuple[int, ...], batch: int = 512) -> 
                 llama.decode(ids[first : min(first + batch, len(ids) - 1)], first, sequence)
             return llama.step([(ids[-1], len(ids) - 1, sequence, True)])[0]
         finally:
+            llama.end(sequence)
+
+
+def read_blended(engine: GGUFEngine, ids: tuple[int, ...], chunk: NodeRecord, place: int, run: int) -> Scores:
+    """Return the logits after a prompt with a chunk at a place, of which all but the first `run` rows are as read elsewhere.
+
+    That is behind the preamble and what its KV is read behind; llama.cpp turns them.
+    """
+    llama, memory = engine.llama, engine.llama._memory
+    assert chunk.later is not None
+    before = (*engine._assembler.preamble, *chunk.later.behind)
+    own = chunk.token_ids + chunk.separator
+    first, stop = len(before) + run, place + len(own)
+    with llama.scheduler:
+        sequence, other = llama.begin(len(ids)), llama.begin(len(before) + len(own))
+        assert sequence is not None and other is not None
+        try:
+            llama.decode((*before, *own), 0, other)
+            llama_cpp.llama_memory_seq_rm(memory, other, 0, first)
+            llama_cpp.llama_memory_seq_add(memory, other, -1, -1, place - len(before))
+            llama.decode(ids[: place + run], 0, sequence)
+            llama_cpp.llama_memory_seq_cp(memory, other, sequence, -1, -1)
+            return llama.step([(id, stop + n, sequence, n == len(ids) - stop - 1) for n, id in enumerate(ids[stop:])])[
+                0
+            ]
+        finally:
+            llama.end(other)
             llama.end(sequence)
 
 

@@ -1,4 +1,4 @@
-"""Prompts of stored chunks compute their question and nothing else, and chunks that have met give the model's own logits."""
+"""Prompts of stored chunks compute their question and nothing else, and a prompt's first chunk gives the model's own logits."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +62,7 @@ def counting_rows(engine: BlendEngine) -> Iterator[list[int]]:
     batch_tokens=st.sampled_from([16, 4096]),
 )
 @settings(max_examples=3)
-def test_what_has_seen_what_stands_before_it_is_exact(
+def test_what_is_stored_is_what_the_model_reads_there(
     family: str,
     attention: str,
     sizes: list[int],
@@ -71,7 +71,7 @@ def test_what_has_seen_what_stands_before_it_is_exact(
     preamble: str | None,
     batch_tokens: int,
 ) -> None:
-    """So is what is stored; two chunks stand behind each other, or one right behind the head."""
+    """A chunk right behind the head is exact; behind another one it is not, unless all of it is computed."""
     document = Text.of("long", sizes, [overlap] * 4, 7)
     text = Text.of("d", sizes[:2], [0], 5)
     ids = [str(chunk.id) for chunk in text.chunks]
@@ -84,15 +84,11 @@ def test_what_has_seen_what_stands_before_it_is_exact(
             assert len(worst) == 2 and max(worst) < KV_TOLERANCE
         head = engine.tokenizer.decode(preamble_of(engine)[1:])
         for start in (head, FixedText(head)):
-            for each in (ids, ids[::-1], ids[:1], ids[1:]):
+            for each in (ids[:1], ids[1:]):
                 assert off(engine, prompt_of(each, separator, start)) < TOLERANCE
+        assert off(engine, prompt_of(ids, separator, head)) > 100 * TOLERANCE
         engine.delete(ids[:1])
         assert off(engine, prompt_of(ids[1:], separator, head)) < TOLERANCE
-        engine.add(text.chunks)
-        assert off(engine, prompt_of(ids, separator, head)) < TOLERANCE
-    with engine_of(family, attention, separator=separator, preamble=preamble, companions="neutral") as neutral:
-        neutral.add(text.chunks)
-        assert off(neutral, prompt_of(ids, separator, head)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("head", ["", HEAD, FixedText(HEAD)], ids=["none", "declared not", "fixed"])
@@ -139,5 +135,3 @@ def test_separators_are_stored_and_other_text_is_computed(segments: list[Any], c
         # A chunk at the end is computed.
         assert hits == (1 if isinstance(segments[-1], ChunkRef) else 2)
         assert rows == [computed]
-        if segments[1] == SEPARATOR:
-            assert off(engine, BlendPrompt(segments=segments)) < TOLERANCE
