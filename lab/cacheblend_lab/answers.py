@@ -173,8 +173,8 @@ class Trial:
     def after(self, engine: Any, prompt: BlendPrompt, answer: Sequence[int], blend: BlendConfig) -> torch.Tensor:
         """Return the log-probabilities at each token of an answer, ``(tokens, vocab)``."""
         forced = BlendPrompt(segments=[*prompt.segments, answer[:-1]]) if answer[1:] else prompt
-        found = engine.prefill(forced, blend=blend, logits_to_keep=len(answer))
-        return found.logits.float().reshape(len(answer), -1).log_softmax(-1)
+        logits: torch.Tensor = engine.prefill(forced, blend=blend, logits_to_keep=len(answer)).logits
+        return logits.float().reshape(len(answer), -1).log_softmax(-1)
 
     def ask(self, number: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield what each way makes of the question of a number, full prefill first.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from cacheblend_gguf.llama import Llama
-from cacheblend_rag.encode import ChunkEncoder, Target, kept_of, shared_length
+from cacheblend_rag.encode import ChunkEncoder, Reading, Target, kept_of, shared_length
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.keys import context_digest
 from cacheblend_rag.kv import ChunkKV
@@ -52,9 +52,7 @@ class LlamaEncoder(ChunkEncoder):
         finally:
             self._llama.forget_reading()
 
-    def _read(
-        self, reading: Sequence[tuple[tuple[int, ...], list[int]]], targets: Sequence[Target]
-    ) -> list[tuple[int, ChunkKV]]:
+    def _read(self, reading: Reading, targets: Sequence[Target]) -> list[tuple[int, ChunkKV]]:
         start = len(self.preamble)
         found = []
         read = self._llama.begin_reading(self.preamble, reading[0][0])

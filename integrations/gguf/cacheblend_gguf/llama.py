@@ -294,7 +294,10 @@ class Llama:
         self.decode(ids, first, _ENCODING)
 
     def begin_reading(self, preamble: Sequence[int], sequence: Sequence[int]) -> tuple[int, ...]:
-        """Have the encoding sequence begin with the preamble, which is computed once, and what is kept of `sequence`: return that."""
+        """Have the encoding sequence begin with the preamble, which is computed once, and what is kept of `sequence`.
+
+        That is returned.
+        """
         if self._preamble != tuple(preamble):
             self.remove(_PREAMBLE)
             self.keep_reading(())

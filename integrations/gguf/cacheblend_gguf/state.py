@@ -60,7 +60,7 @@ def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[La
     `UnsupportedModelError` if the state is not of the tokens at `first` and the `count` - 1 after it, each in a cell of its own
     in every layer: that of a recurrent layer is not.
     """
-    place, caches, layers = 0, [], []
+    place, caches, layers, order = 0, [], [], np.empty(0, np.int64)
 
     def take(form: str) -> Any:
         nonlocal place
@@ -72,14 +72,17 @@ def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[La
         rows = Rows(*take("iQ"))
         begin, place = place, place + count * rows.nbytes
         found = np.frombuffer(data, np.uint8, count * rows.nbytes, begin).reshape(count, rows.nbytes)
-        return rows, torch.from_numpy(found.copy()).view(rows.dtype)[None]
+        # In the order of their positions.
+        return rows, torch.from_numpy(found[order]).view(rows.dtype)[None]
 
     try:
         magic, _ = take("Ii")
         while place < len(data):
             streams, cells = take("II")
             places = [take("iIi")[:2] for _ in range(cells)]
-            if streams != 1 or places != [(first + number, 1) for number in range(count)]:
+            # Tokens lie in whatever cells were free.
+            order = np.argsort([position for position, _ in places])
+            if streams != 1 or sorted(places) != [(first + number, 1) for number in range(count)]:
                 raise ValueError(f"{cells} cells in {streams} streams for {count} tokens")
             is_turned, num_layers = take("II")
             if is_turned:

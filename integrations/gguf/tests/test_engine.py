@@ -37,8 +37,8 @@ def test_chunks_are_put_together_as_llama_cpp_reads_them(filled: GGUFEngine, rat
         result = filled.generate(prompt, 1, blend=BlendConfig(recompute_ratio=ratio, selector="boundary"))
     assert result.report.hits == 2
     first, second = result.report.chunks
-    run = result.report.recomputed_tokens
-    assert run == min(round(ratio * result.report.context_tokens), second.tokens)
+    run = second.recomputed_tokens
+    assert result.report.recomputed_tokens == round(ratio * result.report.context_tokens)
     [record] = filled.records(["p1"])
     assert record is not None
     place = len(preamble) + first.tokens
@@ -47,8 +47,9 @@ def test_chunks_are_put_together_as_llama_cpp_reads_them(filled: GGUFEngine, rat
     # What llama.cpp's own reads of it differ by, with other batch sizes.
     noise = abs(full - again).max()
     assert abs(seen[0] - wanted).max() <= 2 * noise
-    # With all of the second recomputed it is the prompt as llama.cpp reads it.
-    assert (abs(seen[0] - full).max() <= 2 * noise) == (run == second.tokens)
+    if run == second.tokens:
+        # That is the prompt as llama.cpp reads it.
+        assert abs(seen[0] - full).max() <= 2 * noise
     filled.delete(["p0", "p1"])
 
 

@@ -1,5 +1,7 @@
 """States of sequences: taken apart and put together again, whatever the form of the model."""
 
+import struct
+
 import pytest
 import torch
 from hypothesis import given
@@ -31,6 +33,15 @@ def test_there_and_back(form: StateForm, count: int, first: int) -> None:
     found, again = split_state(join_state(form, layers, first), first, count)
     assert found == form
     assert bits(again) == bits(layers)
+
+
+@given(FORMS, st.integers(2, 5), st.data())
+def test_tokens_may_lie_in_any_cells(form: StateForm, count: int, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(count)))
+    layers = random_layers(form, count)
+    state = join_state(form, [LayerKV(*(tensor[:, order] for tensor in layer)) for layer in layers], 3)
+    cells, moved = (b"".join(struct.pack("<iIi", 3 + n, 1, 0) for n in each) for each in (range(count), order))
+    assert bits(split_state(state.replace(cells, moved), 3, count)[1]) == bits(layers)
 
 
 @given(FORMS, st.integers(1, 5), st.data())
