@@ -33,7 +33,8 @@ help:  ## list the commands
 $(STAMP): $(PROJECTS) constraints.txt
 	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing everything into $(VENV), which takes minutes"
-	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt \
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --no-compile --no-build-isolation -c constraints.txt \
 		-e '.[dev]' -e lab \
 		-e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray \
 		-e integrations/vllm -e integrations/hybrid
@@ -50,7 +51,7 @@ $(DOC_STAMP): $(STAMP)
 $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	@test -x $(VLLM_VENV)/bin/python || { echo "making the virtual environment $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r requirements-vllm.txt
-	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
 		-e . -e lab -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray -e integrations/vllm
 	@touch $@
 
@@ -151,8 +152,9 @@ check-gguf: $(GGUF_STAMP) $(STAMP)  ## the tests of GGUF models, in a virtual en
 		integrations/gguf/tests lab/tests/test_real_model.py
 
 .PHONY: check-all
-check-all: lint  ## lint, and the tests at full counts in two processes, with the core's coverage; writes tests/check-all.txt
-	( $(PYTEST) -q -rN --cov=cacheblend_rag --cov-report= --cov-fail-under=91 && $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 && $(NBMAKE) -q examples ) 2>&1 \
+check-all: lint $(VLLM_STAMP)  ## lint, and the tests at full counts in two processes, with the core's coverage; writes tests/check-all.txt
+	( $(PYTEST) -q -rN --cov=cacheblend_rag --cov-report= --cov-fail-under=91 && $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 && $(NBMAKE) -q examples \
+		&& $(VLLM_VENV)/bin/python -m pytest -m full -n 2 --dist loadfile -o filterwarnings=default -q -rN integrations/vllm/tests ) 2>&1 \
 		| sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 
 .PHONY: gpu

@@ -361,8 +361,8 @@ def test_a_library_without_weights_stores_what_the_engine_stores(
     tokenizer.add_tokens(["<beyond>"])
     with VLLMLibrary(engine.card(), tokenizer, store, warm, config=config, num_embeddings=beyond) as library:
         added = library.add(chunks("mara"))
-        # Each chunk behind another one; what is read right behind the preamble is the beginning of such a reading.
-        assert (added.encoded, len(asked)) == (3, 3)
+        # Each chunk right behind the preamble; behind passages one reading is the beginning of another.
+        assert (added.encoded, len(asked)) == (3, 5)
         segments = ["Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0)), "Who lives in Oakford?"]
         prefix = stored_prefix(library, BlendPrompt(segments=segments))
         expected = prefix_of(engine, (2, 0))

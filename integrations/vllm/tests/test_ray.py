@@ -31,7 +31,8 @@ from integrations.vllm.tests.conftest import engine_answer
 
 __all__ = ["cluster", "ray_is_there", "redis_of_ray"]
 
-pytestmark = pytest.mark.timeout(600)
+# Two vLLMs and a cluster take minutes to start.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
