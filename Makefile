@@ -152,10 +152,12 @@ check-gguf: $(GGUF_STAMP) $(STAMP)  ## the tests of GGUF models, in a virtual en
 		integrations/gguf/tests lab/tests/test_real_model.py
 
 .PHONY: check-all
-check-all: lint $(VLLM_STAMP)  ## lint, and the tests at full counts in two processes, with the core's coverage; writes tests/check-all.txt
-	( $(PYTEST) -q -rN --cov=cacheblend_rag --cov-report= --cov-fail-under=91 && $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 && $(NBMAKE) -q examples \
-		&& $(VLLM_VENV)/bin/python -m pytest -m full -n 2 --dist loadfile -o filterwarnings=default -q -rN integrations/vllm/tests ) 2>&1 \
-		| sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
+check-all: lint $(VLLM_STAMP) $(GGUF_STAMP)  ## lint, and the tests at full counts in two processes, with the core's coverage; writes tests/check-all.txt
+	{ $(PYTEST) -q -rN --cov=cacheblend_rag --cov-report= --cov-fail-under=91 tests $(addsuffix /tests,$(OTHERS)) && \
+		$(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 tests $(addsuffix /tests,$(OTHERS)) && \
+		$(GGUF_VENV)/bin/python -m pytest -m full -n 2 --dist loadfile -q -rN -o filterwarnings=default integrations/gguf/tests && \
+		$(VLLM_VENV)/bin/python -m pytest -m full -n 2 --dist loadfile -q -rN -o filterwarnings=default integrations/vllm/tests && \
+		$(NBMAKE) -q examples; } 2>&1 | sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 
 .PHONY: gpu
 gpu: $(STAMP)  ## what needs a CUDA device, tests and measurements, nine minutes a call; makes docs/gpu.md (ARGS="--minutes 60")

@@ -14,7 +14,7 @@ pytest.importorskip("llama_cpp")
 
 # Of tests on both models, those whose outcome depends on Gemma's sliding windows; the others are on Gemma at full counts.
 _ON_GEMMA = (
-    "test_chunks_behind_the_preamble_that_have_met_are_read_as_llama_cpp_reads_them",
+    "test_chunks_are_put_together_as_llama_cpp_reads_them",
     "test_any_order_of_hits_and_misses",
     "test_answers_are_those_of_an_engine_without_sharing",
 )
@@ -37,5 +37,5 @@ def path(request: pytest.FixtureRequest) -> Iterator[Path]:
 def engine(path: Path) -> Iterator[GGUFEngine]:
     # What is asked twice is computed twice, unless a test is about that.
     config = EngineConfig(prefix_bytes=0)
-    with GGUFEngine.from_pretrained(path, n_ctx=2048, n_threads=2, config=config) as engine:
+    with GGUFEngine.from_pretrained(path, n_ctx=2048, config=config) as engine:
         yield engine

@@ -30,14 +30,14 @@ from tests.thinking import TOOL_TEMPLATE
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFEngine]:
     """What the suites call the model that they ask."""
     path = smollm(tmp_path_factory.mktemp("model"))
-    with GGUFEngine.from_pretrained(path, n_ctx=2048, n_threads=2, config=EngineConfig(separator=BLANK_LINE)) as engine:
+    with GGUFEngine.from_pretrained(path, n_ctx=2048, config=EngineConfig(separator=BLANK_LINE)) as engine:
         engine.model_name = "reference"
         yield engine
 
 
 @pytest.fixture(scope="module")
 def tool_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFEngine]:
-    llama = Llama(smollm(tmp_path_factory.mktemp("model")), LlamaOptions(n_ctx=2048, n_threads=2))
+    llama = Llama(smollm(tmp_path_factory.mktemp("model")), LlamaOptions(n_ctx=2048))
     llama.tokenizer.chat_template = TOOL_TEMPLATE.replace("<|", "<|im_start|>").replace("|>\n", "\n")
     with GGUFEngine(llama) as engine:
         yield engine

@@ -26,7 +26,7 @@ def text(draw: random.Random, most: int) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, most)))
 
 
-@pytest.mark.parametrize("pairs", [12, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("pairs", [12, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, sharing: GGUFEngine, pairs: int) -> None:
     engine.add(harbour())
     shared = 0

@@ -24,7 +24,7 @@ def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     folder = tmp_path_factory.mktemp("store")
     # What is asked twice is read from disk twice.
     config = EngineConfig(ram_bytes=0, disk_codec="native", prefix_bytes=0)
-    with GGUFEngine.from_pretrained(model, store=folder, config=config, n_ctx=512, n_threads=2) as engine:
+    with GGUFEngine.from_pretrained(model, store=folder, config=config, n_ctx=512) as engine:
         engine.add(harbour())
         yield engine, folder
 
