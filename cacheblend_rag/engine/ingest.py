@@ -54,7 +54,6 @@ class _Text:
         self.is_counted = is_counted
         self.num_tokens = len(record.token_ids) if is_counted else 0
         self.target = Target(record.token_ids + record.separator, behind, positions)
-        self.units = {_unit(target) for target in names}
 
 
 Batch = Sequence[tuple[_Text, ChunkKV]]
@@ -88,30 +87,9 @@ class _Todo:
         self.waits.subtract(ids)
         return sum(not self.waits[each] for each in set(ids))
 
-
-class _Naming:
-    """Says when chunks can be named: once their KV is stored, all chunks of a document together."""
-
-    def __init__(self, todo: _Todo) -> None:
-        self._names: dict[tuple[str, str], list[NodeRecord]] = {}
-        for target in todo.names:
-            self._names.setdefault(_unit(target), []).append(target.record)
-        self._waits = Counter(unit for text in todo.texts for unit in text.units)
-
-    def ready(self, stored: Iterable[_Text] = ()) -> list[NodeRecord]:
-        """Return the records that can be named now that these texts are stored, each once."""
-        self._waits.subtract(unit for text in stored for unit in text.units)
-        units = [unit for unit in self._names if not self._waits[unit]]
-        return [record for unit in units for record in self._names.pop(unit)]
-
     def left(self) -> list[str]:
-        """Return the ids that could not be named."""
-        return [record.id for records in self._names.values() for record in records if record.id]
-
-
-def _unit(target: NamedTarget) -> tuple[str, str]:
-    """Return what a chunk is named together with: its document, or what has the same KV."""
-    return ("key", target.record.key) if target.document is None else ("document", target.document)
+        """Return the ids of the chunks that still wait for a text."""
+        return list(dict.fromkeys(each.record.id for text in self.texts for each in text.names if self.waits[id(each)]))
 
 
 class Ingest:
@@ -150,29 +128,23 @@ class Ingest:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
+        # Names come first: whoever is killed leaves misses.
+        self._name([target.record for target in todo.names], ttl_s, whole)
         if background:
-            self._name([target.record for target in todo.names], ttl_s, whole)
             refusals, todo.refusals = todo.refusals, []
             job = self.jobs.submit(todo.job, partial(self._encode, todo, self._store_late))
             if refusals:
                 raise refusals[0]
             return job
-        naming = _Naming(todo)
-        self._name(naming.ready(), ttl_s, whole)
-        result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s, whole=whole))
-        if self._config.companions == "similar":
-            # What they were read behind may have been named after them.
-            self._name([target.record for target in todo.names], ttl_s, whole)
-        # What another process has deleted or replaced since then is no longer valid, nor what has seen it.
-        self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
+        result = self._encode(todo, self._store_late)
         if todo.refusals:
-            left = naming.left()
+            left = [id for id in todo.left() if id]
+            self._store.forget(self._namespace, left)
             if on_refused is None or not left:
                 raise todo.refusals[0]
-            self._store.forget(self._namespace, left)
-            why = f"it, or another chunk of its document, could not be encoded: {todo.refusals[0]}"
             for id in left:
-                on_refused(todo.chunks[id], PromptError(f"chunk {id!r} is left out: {why}"))
+                why = PromptError(f"chunk {id!r} is left out: it could not be encoded: {todo.refusals[0]}")
+                on_refused(todo.chunks[id], why)
         return result
 
     def encode_later(self, ids: Sequence[str]) -> None:
@@ -419,12 +391,6 @@ class Ingest:
                 raise
             except Exception as error:  # of one text: the others are encoded
                 todo.refusals.append(error)
-
-    def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None, whole: bool) -> None:
-        for text, kv in batch:
-            self._put(text, kv, [target.lives_s for target in text.names])
-        # Named only now: a process that dies before leaves KV without a name, which the next run finds.
-        self._name(naming.ready(text for text, _ in batch), ttl_s, whole)
 
     def _store_late(self, batch: Batch, *, missed: bool = False) -> None:
         """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now."""

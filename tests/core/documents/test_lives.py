@@ -50,7 +50,7 @@ def test_waiting_lengthens_no_life(make_engine: MakeEngine, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_replacement(make_engine: MakeEngine, tmp_path: Path, dies: bool) -> None:
-    """Whoever looks meanwhile finds it as it was, and so does everybody where the replacement ends half-way."""
+    """Whoever looks meanwhile finds the new text, as everybody does where its encoding ends half-way; the rest are misses."""
     engine, other = (make_engine(tmp_path / "store", MODEL, encode_batch_tokens=1) for _ in range(2))
     engine.add(TEXT.chunks)
     new = Text.of("d", [6, 9, 5], [0, 2], 7)
@@ -68,11 +68,15 @@ def test_a_replacement(make_engine: MakeEngine, tmp_path: Path, dies: bool) -> N
                 engine.add(chunks, whole=True)
         else:
             assert engine.add(chunks, whole=True).named == 3
-    assert seen and all(found == IDS for found in seen)
-    there = IDS if dies else names
-    assert (sorted(other.ids()), other.document("d")) == (there, there)
-    assert all(max(distances(other, id)) < TOLERANCE for id in there)
-    if not dies:
+    assert seen and all(found == names for found in seen)
+    assert (sorted(other.ids()), other.document("d")) == (names, names)
+    found = [distances(other, id) for id in names]
+    assert all(each < TOLERANCE for kv in found for each in kv)
+    assert all(len(kv) == 2 for kv in found) is not dies
+    if dies:
+        assert engine.add(chunks, whole=True).encoded
+        assert all(len(distances(other, id)) == 2 for id in names)
+    else:
         engine.add(chunks[:2], whole=True)
         assert other.document("d") == names[:2]
         records = [record for record in other.records(names[:2]) if record is not None]
