@@ -376,6 +376,10 @@ class ChunkLibrary(ABC):
             self._ingest.encode_later(missing)
         return assembled, held
 
+    def __repr__(self) -> str:
+        tenant = f"tenant={self.config.tenant!r}, " if self.config.tenant else ""
+        return f"{type(self).__name__}({getattr(self, 'model_name', '')!r}, {tenant}store={self._store!r})"
+
     def __enter__(self: Own) -> Own:
         return self
 

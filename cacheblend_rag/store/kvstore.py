@@ -54,6 +54,9 @@ class KVStore:
         self._failure: StoreError | None = None
         self._refused: Counter[str] = Counter()
 
+    def __repr__(self) -> str:
+        return f"KVStore({'in memory' if self.path is None else str(self.path)!r})"
+
     @property
     def names(self) -> Names:
         """The names, to be looked up; where machines share them, as all have left them (`RemoteUnavailableError` if unknown)."""

@@ -31,6 +31,7 @@ def test_what_one_tenant_has_and_removes_is_its_own(make_engine: MakeEngine, tmp
         # One without a name too.
         assert engine.add([*CHUNKS, Chunk(words(9, 9))]).encoded == 3
     assert len({engine.namespace for engine in every}) == 3
+    assert repr(one) == f"BlendEngine('LlamaForCausalLM', tenant='acme', store=KVStore('{tmp_path}'))"
     with closing(open_store(tmp_path, 0)) as store:
         assert store.tenants() == ["", "acme", "globex"]
         shares = [engine.store.stats() for engine in every]
