@@ -111,27 +111,20 @@ class FolderMachine(RuleBasedStateMachine):
         if by is not None:
             assert self.stores[by].call("forget", space, [node]) == 1
         store.call("flush")
-        if before is None and not gone:
-            self.model.names[space][node] = number
-        if self.model.names[space].get(node) == number and not gone:
-            self.hold(space, number, ttl_s)
-        elif (
-            not gone
-            and (space, number) not in self.model.held
-            and number in self.model.names[space].values()
-            and store.call("holds", [key(space, number)])[0]
-        ):
-            # The name that was met leads elsewhere by now, and another one leads to it.
-            self.hold(space, number, ttl_s)
         if gone:
             self.model.forget(space, node)
-            # It may have been written and named before the deletion, which then took what was there without a name along.
-            held = store.call("holds", [key(space, number)])[0]
-            if before is None and not held:
-                self.model.drop_nameless(space, number)
-            # Or it stays for another name that leads to it.
-            elif held and (space, number) not in self.model.held and number in self.model.names[space].values():
-                self.hold(space, number, ttl_s)
+        elif before is None:
+            self.model.names[space][node] = number
+        held = store.call("holds", [key(space, number)])[0]
+        if not gone and self.model.names[space].get(node) == number:
+            self.hold(space, number, ttl_s)
+        elif held and number in self.model.names[space].values():
+            # Another name leads to it: whether it was written for that one, and prolonged, cannot be told.
+            store.call("prolong", [key(space, number)], None)
+            self.hold(space, number, None)
+        elif gone and before is None and not held:
+            # It was written and named before the deletion, which then took what was there without a name along.
+            self.model.drop_nameless(space, number)
 
     @rule(second=st.booleans(), space=SPACES, number=NUMBERS, layers=st.integers(0, 3))
     def open(self, second: bool, space: str, number: int, layers: int) -> None:

@@ -41,6 +41,20 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return None if request.param == "ram" else tmp_path / "kv"
 
 
+def test_the_longest_life_asked_for_counts(folder: Path | None) -> None:
+    now = 1.8e9
+    store = open_store(folder, 10**6, clock=lambda: now)
+    keys = [key_of(number) for number in range(3)]
+    for number, (key, ttl_s) in enumerate(zip(keys, (10.0, 200.0, None), strict=True)):
+        store.put(key, make_kv(number), ttl_s=100.0)
+        store.prolong([key], ttl_s)
+    now += 150
+    assert store.holds(keys) == [False, True, True]
+    now += 100
+    assert store.holds(keys) == [False, False, True]
+    store.close()
+
+
 def test_what_was_used_last_is_kept(folder: Path | None) -> None:
     """Four chunks in a budget of three: the one that was not used goes, and names stay."""
     size = KV_BYTES
