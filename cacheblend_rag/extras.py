@@ -18,5 +18,6 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
     except ImportError as error:
         # fsspec names what a filesystem needs in words alone.
         raise ConfigError(
-            f'{what} needs a package that is not installed ({error.name or error}): pip install "cacheblend-rag[{extra}]"'
+            f'{what} needs a package that is not installed ({error.name or error}): pip install "cacheblend-rag[{extra}]", or '
+            "in a clone as docs/install.md says"
         ) from error

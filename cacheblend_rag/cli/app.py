@@ -42,7 +42,9 @@ class _Commands(TyperGroup):
         """Find the subcommand; where it is another distribution's, say what to install."""
         if args and args[0] in _ELSEWHERE and args[0] not in self.commands:
             typer.echo(
-                f"error: the command {args[0]} comes with another package: pip install {_ELSEWHERE[args[0]]}", err=True
+                f"error: the command {args[0]} comes with another package: pip install {_ELSEWHERE[args[0]]}, or in a clone as "
+                "docs/install.md says",
+                err=True,
             )
             raise typer.Exit(2)
         return super().resolve_command(ctx, args)

@@ -192,7 +192,7 @@ def calibrate(
     if not full_loss < bare_loss:
         raise ConfigError(
             f"full prefill finds the answers no likelier than without any chunk ({full_loss:.2f} and {bare_loss:.2f} nats a "
-            f"token, {len(measured)} questions), so there is nothing to recover; give questions that the documents answer"
+            f"token, {len(measured)} questions), so there is nothing to recover; give more text, or questions that it answers"
         )
     draws = np.random.default_rng(0).integers(len(measured), size=(_RESAMPLES, len(measured)))
     rows = []
