@@ -201,11 +201,10 @@ def test_the_readmes_commands_answer_the_readmes_question(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     lines = block.strip().replace("Qwen/Qwen2.5-0.5B-Instruct", "reference").splitlines()
     said = [run(*shlex.split(line, comments=True)[1:]).output for line in lines]
-    assert len(said) == 4
+    assert len(said) == 3
     assert "3 encoded" in said[1]
     assert "Sella Borler keeps a black horse." in said[2]
     assert "the same answer" in said[2]
-    assert (tmp_path / "inspect.html").is_file()
 
 
 def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
