@@ -33,7 +33,7 @@ help:  ## list the commands
 $(STAMP): $(PROJECTS) constraints.txt
 	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing everything into $(VENV), which takes minutes"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt hatchling editables setuptools wheel
 	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --no-compile --no-build-isolation -c constraints.txt \
 		-e '.[dev]' -e lab \
 		-e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray \
