@@ -78,10 +78,9 @@ class _Pool:
 class _Document:
     """A document in the order of reading."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self.members = members
+    def __init__(self, members: Sequence[Member], passages: tuple[tuple[int, ...], ...]) -> None:
+        self.members, self.passages = members, passages
         self.numbers = {member.id: number for number, member in enumerate(members)}
-        self.passages: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def nearness(self) -> Nearness:
@@ -119,7 +118,8 @@ class Companions:
         found = []
         for record, members in given:
             if id(members) not in documents:
-                documents[id(members)] = _Document(() if self._kind == "neutral" else members)
+                own = () if self._kind == "neutral" else members
+                documents[id(members)] = _Document(own, self._passages(*(member.token_ids for member in own)))
             document = documents[id(members)]
             number = document.numbers.get(record.id)
             candidates: Iterator[tuple[str, tuple[int, ...]]] = iter(())
@@ -177,7 +177,8 @@ class Companions:
             if ending.ids == other[:1] and len(other[1]) <= _MOST_TOKENS:
                 # It is what stands before the chunk.
                 ending = Ending()
-        texts = (*self._passages(record, document, number), companion, ending.token_ids)
+        passages = self._passages(record.token_ids) if number is None else document.passages
+        texts = (*passages, companion, ending.token_ids)
         behind = tuple(chain.from_iterable(text + self._separator for text in texts if text))
         if room < len(behind):
             # The end stays: of the passages less, of the companion, and then of the document.
@@ -186,11 +187,8 @@ class Companions:
         key = chunk_key(self._namespace, own, None, context_digest(behind))
         return Later(key, behind, keys if behind else ())
 
-    def _passages(self, record: NodeRecord, document: _Document, number: int | None) -> tuple[tuple[int, ...], ...]:
-        """Return the passages nearest to a chunk's document, or to what is of none, in the package's order."""
-        if not document.passages or number is None:
-            passages, nearness = self._known_passages
-            texts = [record.token_ids] if number is None else [member.token_ids for member in document.members]
-            near = nearness.nearest(tuple(chain.from_iterable(texts)), _PASSAGES)
-            document.passages = tuple(passages[each] for each in sorted(near))
-        return document.passages
+    def _passages(self, *texts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the passages nearest to texts together, in the package's order."""
+        passages, nearness = self._known_passages
+        near = nearness.nearest(tuple(chain.from_iterable(texts)), _PASSAGES)
+        return tuple(passages[each] for each in sorted(near))

@@ -88,8 +88,9 @@ class _Todo:
         return sum(not self.waits[each] for each in set(ids))
 
     def left(self) -> list[str]:
-        """Return the ids of the chunks that still wait for a text."""
-        return list(dict.fromkeys(each.record.id for text in self.texts for each in text.names if self.waits[id(each)]))
+        """Return the ids, of chunks that have one, that still wait for a text."""
+        waiting = (each.record.id for text in self.texts for each in text.names if self.waits[id(each)])
+        return list(dict.fromkeys(filter(None, waiting)))
 
 
 class Ingest:
@@ -132,13 +133,13 @@ class Ingest:
         self._name([target.record for target in todo.names], ttl_s, whole)
         if background:
             refusals, todo.refusals = todo.refusals, []
-            job = self.jobs.submit(todo.job, partial(self._encode, todo, self._store_late))
+            job = self.jobs.submit(todo.job, partial(self._encode, todo, self._store_named))
             if refusals:
                 raise refusals[0]
             return job
-        result = self._encode(todo, self._store_late)
+        result = self._encode(todo, self._store_named)
         if todo.refusals:
-            left = [id for id in todo.left() if id]
+            left = todo.left()
             self._store.forget(self._namespace, left)
             if on_refused is None or not left:
                 raise todo.refusals[0]
@@ -392,7 +393,7 @@ class Ingest:
             except Exception as error:  # of one text: the others are encoded
                 todo.refusals.append(error)
 
-    def _store_late(self, batch: Batch, *, missed: bool = False) -> None:
+    def _store_named(self, batch: Batch, *, missed: bool = False) -> None:
         """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now."""
         ids = [target.record.id for text, _ in batch for target in text.names if target.document is not None]
         known = self._store.names.targets(self._namespace, ids) if ids else []
@@ -413,7 +414,7 @@ class Ingest:
 
     def _store_missed(self, batch: Batch) -> None:
         try:
-            self._store_late(batch, missed=True)
+            self._store_named(batch, missed=True)
         except StoreError as error:
             logger.warning("the KV of misses was not stored: %s", error)
 

@@ -52,7 +52,6 @@ def test_the_longest_life_asked_for_counts(folder: Path | None) -> None:
     assert store.holds(keys) == [False, True, True]
     now += 100
     assert store.holds(keys) == [False, False, True]
-    store.close()
 
 
 def test_what_was_used_last_is_kept(folder: Path | None) -> None:

@@ -60,14 +60,14 @@ def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[La
     `UnsupportedModelError` if the state is not of the tokens at `first` and the `count` - 1 after it, each in a cell of its own
     in every layer: that of a recurrent layer is not.
     """
-    place, caches, layers, order = 0, [], [], np.empty(0, np.int64)
+    place, caches, layers = 0, [], []
 
     def take(form: str) -> Any:
         nonlocal place
         begin, place = place, place + struct.calcsize("<" + form)
         return struct.unpack_from("<" + form, data, begin)
 
-    def take_rows() -> tuple[Rows, torch.Tensor]:
+    def take_rows(order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Rows, torch.Tensor]:
         nonlocal place
         rows = Rows(*take("iQ"))
         begin, place = place, place + count * rows.nbytes
@@ -87,7 +87,7 @@ def split_state(data: bytes, first: int, count: int) -> tuple[StateForm, list[La
             is_turned, num_layers = take("II")
             if is_turned:
                 raise ValueError("it keeps an element of all values together")
-            keys, values = ([take_rows() for _ in range(num_layers)] for _ in ("keys", "values"))
+            keys, values = ([take_rows(order) for _ in range(num_layers)] for _ in ("keys", "values"))
             both = list(zip(keys, values, strict=True))
             caches.append(tuple((key[0], value[0]) for key, value in both))
             layers += [LayerKV(key[1], value[1]) for key, value in both]

@@ -71,7 +71,7 @@ def test_what_is_stored_is_what_the_model_reads_there(
     preamble: str | None,
     batch_tokens: int,
 ) -> None:
-    """A chunk right behind the head is exact; behind another one it is not, unless all of it is computed."""
+    """A chunk right behind the head is exact; behind another one it is not."""
     document = Text.of("long", sizes, [overlap] * 4, 7)
     text = Text.of("d", sizes[:2], [0], 5)
     ids = [str(chunk.id) for chunk in text.chunks]
