@@ -22,6 +22,7 @@ LONG = Piece("long", "what is not begun", f"{_TINY} 1", 60)
 TESTS = Piece("tests", "a test", "pytest -q -p no:cacheprovider tests/chat/test_tools.py", 1)
 
 
+@pytest.mark.full
 def test_what_fails_or_is_too_slow_does_not_keep_the_others_from_being_measured(tmp_path: Path) -> None:
     lines: list[str] = []
     assert run_pieces([BAD, GOOD, TESTS], tmp_path, None, 5, lines.append) == [BAD]

@@ -6,8 +6,10 @@ Where llama.cpp is installed it reads the GGUF file, elsewhere transformers read
 import hashlib
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -38,6 +40,16 @@ from tests.command import read_rows, run
 PAGES = {name: pages()[name] for name in ("assert", "break", "continue", "lambda", "pass")}
 ASKED = [QUESTIONS[number] for number in (0, 1, 8)]
 """On a page each, and answered in a few words."""
+
+
+def _in_full_unless(condition: bool) -> Callable[[Callable[..., None]], Any]:
+    """Return the mark of a test that, where the condition does not hold, is for full counts."""
+    return (lambda test: test) if condition else pytest.mark.full
+
+
+# Each door is asked by one of the two engines, and by both at full counts.
+_by_llama_cpp = _in_full_unless(find_spec("llama_cpp") is not None)
+_by_transformers = _in_full_unless(find_spec("llama_cpp") is None)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +101,7 @@ def test_parts_are_joined_in_order_and_another_file_is_refused(tmp_path: Path, m
         assert not model.file.exists() and model.found() is None
 
 
+@_by_transformers
 def test_llama_index(model: Path, folder: Path) -> None:
     blend.install()
     llm = blend.BlendLLM(model=str(model), store=str(folder))
@@ -107,6 +120,7 @@ def test_llama_index(model: Path, folder: Path) -> None:
     blend.uninstall()
 
 
+@_by_llama_cpp
 def test_langchain(model: Path, folder: Path) -> None:
     llm = ChatBlend(model=str(model), store=str(folder))  # type: ignore[call-arg]
     embeddings = HuggingFaceEmbeddings(model=str(get_model_path()), model_kwargs={"device": "cpu"})
@@ -126,6 +140,7 @@ def test_langchain(model: Path, folder: Path) -> None:
             assert message.response_metadata["blend"]["hits"] == 4
 
 
+@_by_transformers
 def test_the_command(model: Path, tmp_path: Path) -> None:
     documents, store, file = tmp_path / "pages", tmp_path / "store", tmp_path / "answer.json"
     documents.mkdir()
@@ -138,6 +153,7 @@ def test_the_command(model: Path, tmp_path: Path) -> None:
     assert row["misses"] == 0 < row["hits"]
 
 
+@_by_llama_cpp
 def test_the_server(model: Path, folder: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "log", "--model", str(model), "--store", str(folder)) as server:
         items = [{"id": name, "text": text} for name, text in PAGES.items()]

@@ -188,7 +188,7 @@ def test_more_prompts_than_there_are_cells(path: Path) -> None:
     with GGUFEngine.from_pretrained(path, n_ctx=512, n_seq_max=3) as engine:
         engine.add(harbour())
         prompts = [ask("h0", "h1", "h2", question=f"{QUESTION} {number}") for number in range(6)]
-        assert all(each.text for each in engine.generate_many(prompts, 60))
+        assert all(each.text for each in engine.generate_many(prompts, 30))
         results: list[Any] = []
         late = [Chunk(f"{HARBOUR[0]} {number}", f"late{number}") for number in range(8)]
         adding = threading.Thread(target=lambda: results.append(engine.add(late)))

@@ -254,6 +254,7 @@ def test_what_vllm_encodes_is_what_the_engine_encodes(corpus: Corpus, llm: LLM, 
     check_encoding(corpus, llm, tmp_path / "kv")
 
 
+@pytest.mark.full
 def test_two_ranks_take_their_heads(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Left to itself, vLLM gives each rank a NUMA node of its own, of which small machines have one.
     cores = sorted(os.sched_getaffinity(0))

@@ -135,6 +135,7 @@ def test_what_was_acknowledged_is_there_when_the_server_was_killed(tmp_path: Pat
         assert sorted(engine.places(engine.ids())) == ["0", "1", "2"]
 
 
+@pytest.mark.full
 def test_the_server_ends_when_vllm_does(tmp_path: Path) -> None:
     with serving(tmp_path / "kv", tmp_path / "log") as server:
         [core] = [pid for pid in server.children() if "EngineCore" in " ".join(psutil.Process(pid).cmdline())]
