@@ -93,39 +93,40 @@ class TooLong(Exception):
         self.excess = excess
 
 
-def interpret(children: list[Spec], items: list[Request | str]) -> dict[int, tuple[int, str]]:
+class _Positions:
     """The tokens of a prompt by their positions, each with what it is: cached, an argument, or new text."""
-    taken: dict[int, tuple[int, str]] = {0: (BOS, "text")}
-    reserved: set[int] = set()
-    whole = {node[1]: (node, at) for node, at in starts(children, 1) if node[0] == "module"}
 
-    def put_cached(nodes: list[Spec], start: int, arguments: dict[str, str], wanted: dict[str, Request]) -> None:
-        at = start
+    def __init__(self, children: list[Spec]) -> None:
+        self.taken: dict[int, tuple[int, str]] = {0: (BOS, "text")}
+        self.reserved: set[int] = set()
+        self.whole = {node[1]: (node, at) for node, at in starts(children, 1) if node[0] == "module"}
+
+    def write(self, text: str, at: int, what: str) -> None:
+        self.taken |= {place: (ord(character), what) for place, character in enumerate(text, at)}
+
+    def put_cached(self, nodes: list[Spec], at: int, arguments: dict[str, str], wanted: dict[str, Request]) -> None:
         for node in nodes:
             if node[0] == "text":
-                for offset, character in enumerate(node[1]):
-                    taken[at + offset] = (ord(character), "cached")
+                self.write(node[1], at, "cached")
             elif node[0] == "param":
                 argument = arguments[node[1]]
                 if len(argument) > node[2]:
                     raise TooLong(len(argument) - node[2])
-                for offset, character in enumerate(argument):
-                    taken[at + offset] = (ord(character), "argument")
-                reserved.update(range(at, at + node[2]))
+                self.write(argument, at, "argument")
+                self.reserved.update(range(at, at + node[2]))
             elif node[0] == "scaffold":
-                put_cached(node[1], at, arguments, wanted)
+                self.put_cached(node[1], at, arguments, wanted)
             else:
                 for member in node[1] if node[0] == "union" else [node]:
                     if member[1] in wanted:
                         request = wanted[member[1]]
-                        put_cached(member[2], at, request.arguments, requests_of(request.items))
+                        self.put_cached(member[2], at, request.arguments, requests_of(request.items))
             at += size(node)
 
-    def last_position(request: Request) -> int:
+    def last_position(self, request: Request) -> int:
         """The concluding position of an imported module: behind its own last token and those of what it imports."""
-        node, at = whole[request.name]
+        node, at = self.whole[request.name]
         ends = [at]
-        offset = at
 
         def own(nodes: list[Spec], position: int) -> None:
             for child in nodes:
@@ -135,23 +136,25 @@ def interpret(children: list[Spec], items: list[Request | str]) -> dict[int, tup
                     own(child[1], position)
                 position += size(child)
 
-        own(node[2], offset)
-        return max([*ends, *(last_position(inner) for inner in request.items if isinstance(inner, Request))])
+        own(node[2], at)
+        return max([*ends, *(self.last_position(inner) for inner in request.items if isinstance(inner, Request))])
 
-    def put_text(text: str, behind: int, limit: int | None) -> int:
+    def is_free(self, at: int) -> bool:
+        return at not in self.taken and at not in self.reserved
+
+    def put_text(self, text: str, behind: int, limit: int | None) -> int:
         at = behind
-        while at in taken or at in reserved:
+        while not self.is_free(at):
             at += 1
         free = at
-        while free < at + len(text) and free not in taken and free not in reserved and (limit is None or free < limit):
+        while free < at + len(text) and self.is_free(free) and (limit is None or free < limit):
             free += 1
         if free - at < len(text):
             raise TooLong(len(text) - (free - at))
-        for offset, character in enumerate(text):
-            taken[at + offset] = (ord(character), "text")
+        self.write(text, at, "text")
         return at + len(text)
 
-    def put_texts(here: list[Request | str], start: int, end: int | None, *, top: bool) -> int:
+    def put_texts(self, here: list[Request | str], start: int, end: int | None, *, top: bool) -> int:
         behind = furthest = start
         for number, item in enumerate(here):
             later = [each for each in here[number + 1 :] if isinstance(each, Request)]
@@ -159,22 +162,25 @@ def interpret(children: list[Spec], items: list[Request | str]) -> dict[int, tup
                 if top and not later:
                     continue
                 limits = [] if end is None else [end]
-                if later and whole[later[0].name][1] >= behind:
-                    limits.append(whole[later[0].name][1])
-                behind = put_text(item, behind, min(limits) if limits else None)
+                if later and self.whole[later[0].name][1] >= behind:
+                    limits.append(self.whole[later[0].name][1])
+                behind = self.put_text(item, behind, min(limits) if limits else None)
             else:
-                node, at = whole[item.name]
-                inner = put_texts(item.items, at, at + size(node), top=False)
-                behind = max(inner, last_position(item))
+                node, at = self.whole[item.name]
+                inner = self.put_texts(item.items, at, at + size(node), top=False)
+                behind = max(inner, self.last_position(item))
             furthest = max(furthest, behind)
         return furthest
 
-    put_cached(children, 1, {}, requests_of(items))
-    put_texts(items, 1, None, top=True)
+
+def interpret(children: list[Spec], items: list[Request | str]) -> dict[int, tuple[int, str]]:
+    """The tokens of a prompt by their positions, each with what it is."""
+    found = _Positions(children)
+    found.put_cached(children, 1, {}, requests_of(items))
+    found.put_texts(items, 1, None, top=True)
     if items and isinstance(items[-1], str):
-        for offset, character in enumerate(items[-1], max([*taken, *reserved]) + 1):
-            taken[offset] = (ord(character), "text")
-    return taken
+        found.write(items[-1], max([*found.taken, *found.reserved]) + 1, "text")
+    return found.taken
 
 
 def requests_of(items: list[Request | str]) -> dict[str, Request]:
