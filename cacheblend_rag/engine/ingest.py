@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cacheblend_rag.chunk import Chunk
-from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, Jobs
+from cacheblend_rag.engine.estimate import measure
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import BackendError, ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
@@ -24,15 +24,12 @@ from cacheblend_rag.reading import Member
 from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import earliest
-from cacheblend_rag.store.chunkfile import encode_chunk
 from cacheblend_rag.store.documents import MOST_RECORDS
 
 __all__ = ["Ingest"]
 
 logger = logging.getLogger(__name__)
 
-# An estimate tries texts, more and more of them, for this long.
-_TRIAL_S = 1.0
 # Batches that are planned together.
 _TOGETHER = 8
 # Tokens a byte that text seldom has, and how many tokens of such chunks are worth a warning.
@@ -169,33 +166,9 @@ class Ingest:
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost, by encoding a few of its texts; see `BlendEngine.estimate`."""
         todo = self._todo(chunks, self._ttl_s, on_refused=lambda chunk, error: None, is_trial=True)
-        targets, tokens = [text.target for text in todo.texts], sum(text.num_tokens for text in todo.texts)
-        if not targets:
-            return WarmEstimate(0, tokens)
-        encoder = self._supply.encoder
         plan = [[text.target for text in batch] for batch in self._planned(todo.texts)]
-        # One whose texts are of about the usual length.
-        usual = sorted(plan, key=lambda batch: sum(len(target.token_ids) for target in batch) / len(batch))[
-            len(plan) // 2
-        ]
-        tried_s, token_s, encoded = 0.0, 0.0, list[ChunkKV]()
-        while len(encoded) < len(usual) and tried_s < _TRIAL_S:
-            trial = usual[: max(1, 4 * len(encoded))]
-            started = time.perf_counter()
-            encoded = [kv for batch in self._supply.encode(trial) for _, kv in batch]
-            elapsed = time.perf_counter() - started
-            tried_s += elapsed
-            # That of the most texts counts: a token takes less time among many, and more where much stands before it.
-            token_s = elapsed / encoder.num_tokens(trial)
-        ram, disk = make_codec(self._config.ram_codec), make_codec(self._config.disk_codec)
-        files = [pack_kv(kv, disk) for kv in encoded]
-        # Over a folder, RAM holds what the disk gives back.
-        held = [pack_kv(kv, ram).nbytes for kv in (encoded if self._store.path is None else files)]
-        share = sum(len(target.token_ids) for target in targets) / sum(len(kv.token_ids) for kv in encoded)
-        disk_bytes = sum(encode_chunk("0" * 32, kv).nbytes for kv in files)
-        new = sum(text.is_counted for text in todo.texts)
-        seconds = token_s * sum(map(encoder.num_tokens, plan))
-        return WarmEstimate(new, tokens, round(share * sum(held)), round(share * disk_bytes), seconds)
+        new, tokens = sum(text.is_counted for text in todo.texts), sum(text.num_tokens for text in todo.texts)
+        return WarmEstimate(new, tokens, *measure(plan, self._supply, self._config, self._store.path is None))
 
     def _todo(
         self,
