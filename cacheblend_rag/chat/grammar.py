@@ -22,15 +22,33 @@ from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError, StructuredOutputError
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["Guide", "after_thoughts", "json_grammar", "schema_request", "written"]
+__all__ = ["Guide", "after_thoughts", "answer_form", "json_grammar", "written"]
 
 # How deep a schema is searched for what has no end; below that an answer may come to it.
 _DEEPEST = 32
 
 
-def schema_request(schema: dict[str, Any]) -> str:
-    """Return what a user's message says at its end, so that the model knows what its words will be."""
-    return f"\n\nAnswer with JSON of this schema and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"
+def answer_form(response_format: Any) -> tuple[str | None, list[str]]:
+    """Return the grammar of the answers that OpenAI's ``response_format`` asks for, and what the user's last message says of it.
+
+    For text there are neither. `ConfigError` if it is of no known form, or its schema cannot be enforced.
+    """
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    asked = response_format.get("json_schema") if kind else None
+    if response_format is None or (kind == "text" and asked is None):
+        return None, []
+    if kind == "json_object" and asked is None:
+        return json_grammar({"type": "object"}), []
+    schema = asked.get("schema") if kind == "json_schema" and isinstance(asked, dict) else None
+    if not isinstance(schema, dict):
+        raise ConfigError(
+            f"response_format={response_format!r:.200} is not known; give {{'type': 'json_object'}}, or {{'type': 'json_schema', "
+            "'json_schema': {'name': ..., 'schema': ...}}"
+        )
+    shown = {"description": asked["description"]} | schema if asked.get("description") else schema
+    # So that the model knows what its words will be.
+    said = f"\n\nAnswer with JSON of this schema and nothing else:\n{json.dumps(shown, ensure_ascii=False)}"
+    return json_grammar(schema), [said]
 
 
 def written(text: str, read: Callable[[str], Sequence[int]]) -> str:

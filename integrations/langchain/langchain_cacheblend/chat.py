@@ -18,15 +18,15 @@ from pydantic import Field
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
-from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
-from cacheblend_rag.chat.render import VARIABLES, knows_tools, render_chat, template_variables
+from cacheblend_rag.chat.grammar import Guide, after_thoughts, answer_form, json_grammar
+from cacheblend_rag.chat.render import VARIABLES, around_question, knows_tools, render_chat, template_variables
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.chunk import carried_prompt
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.thoughts import Thought
 from langchain_cacheblend.calls import Call, info_of, usage_of
-from langchain_cacheblend.forms import AnswerForm, as_functions, call_chunks, calls_of, requested_schema, with_schema
+from langchain_cacheblend.forms import AnswerForm, as_functions, call_chunks, calls_of
 from langchain_cacheblend.messages import passages, turns_of
 from langchain_cacheblend.model import BlendModel
 
@@ -89,6 +89,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         *,
         tools: Sequence[Any] = (),
         documents: Sequence[Document] = (),
+        response_format: dict[str, Any] | None = None,
         **variables: Any,
     ) -> BlendPrompt:
         """Return the prompt that the engine is given for `input`, with the stored chunks that were found in it.
@@ -101,6 +102,8 @@ class ChatBlend(BlendModel, BaseChatModel):
             Tools that the model is told about.
         documents : sequence of Document
             Documents in addition to the conversation.
+        response_format : dict, optional
+            The form of the answer, as OpenAI writes it; a schema is stated in the last user message.
         **variables : Any
             ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``.
         """
@@ -110,6 +113,7 @@ class ChatBlend(BlendModel, BaseChatModel):
             return prompt.blend(self.engine)
         shown = as_functions(tools) if tools else []
         turns = turns_of(messages)
+        turns = around_question(turns, after=answer_form(response_format)[1]) or turns
         if variables or self.chat_template_kwargs or self.enable_thinking is not None or self.reasoning_effort:
             variables = template_variables(self.engine.tokenizer, vars(self), variables)
         beside = passages(documents) if documents else ()
@@ -258,16 +262,13 @@ class ChatBlend(BlendModel, BaseChatModel):
             raise ConfigError(f"tool_choice={choice!r:.80} asks for a call, and there are no tools; give tools")
         for name in ("strict", "parallel_tool_calls"):
             options.pop(name, None)
-        grammar = None
-        if response_format not in (None, _TEXT):
-            schema = requested_schema(response_format)
-            grammar = json_grammar(schema)
-            if response_format["type"] == "json_schema":
-                messages = with_schema(messages, schema)
-        elif must_call:
+        grammar = answer_form(response_format)[0]
+        if grammar is None and must_call:
             grammar = call_grammar(tools, self.engine.tokenizer)
         variables = {name: options.pop(name) for name in VARIABLES if name in options}
-        prompt = self.blend_prompt(messages, tools=tools, documents=documents, **variables)
+        prompt = self.blend_prompt(
+            messages, tools=tools, documents=documents, response_format=response_format, **variables
+        )
         lexer = lexer_of(self.engine.tokenizer)
         thinking = lexer.thoughts and lexer.thinking(prompt.segments)
         if grammar is not None:

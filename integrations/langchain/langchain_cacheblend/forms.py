@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import BaseMessage, HumanMessage, InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.messages import InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
-from cacheblend_rag.chat.grammar import schema_request
 from cacheblend_rag.chat.tools import ToolReply
 from cacheblend_rag.errors import ConfigError, StructuredOutputError
 
@@ -25,8 +24,6 @@ __all__ = [
     "as_functions",
     "call_chunks",
     "calls_of",
-    "requested_schema",
-    "with_schema",
 ]
 
 
@@ -87,32 +84,6 @@ class AnswerForm:
         if missing:
             raise ValueError(f"{', '.join(missing)} missing")
         return value
-
-
-def requested_schema(response_format: Any) -> dict[str, Any]:
-    """Return the JSON schema that OpenAI's ``response_format`` asks for; `ConfigError` if it is of no known form."""
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind == "json_object":
-        return {"type": "object"}
-    asked = response_format.get("json_schema") if kind == "json_schema" else None
-    if isinstance(asked, dict) and isinstance(asked.get("schema"), dict):
-        schema: dict[str, Any] = asked["schema"]
-        return schema
-    raise ConfigError(
-        f"response_format={response_format!r:.200} is not known; give {{'type': 'json_object'}}, or {{'type': 'json_schema', "
-        "'json_schema': {'name': ..., 'schema': ...}}}, or use with_structured_output"
-    )
-
-
-def with_schema(messages: list[BaseMessage], schema: dict[str, Any]) -> list[BaseMessage]:
-    """Return the messages with the schema said in the last one of the user, so that the model knows what its words will be."""
-    said = schema_request(schema)
-    for place in range(len(messages) - 1, -1, -1):
-        message = messages[place]
-        if isinstance(message, HumanMessage):
-            content = message.content + said if isinstance(message.content, str) else [*message.content, said]
-            return [*messages[:place], message.model_copy(update={"content": content}), *messages[place + 1 :]]
-    return messages
 
 
 def as_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:

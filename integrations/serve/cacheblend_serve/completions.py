@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.catalog import catalog_of
-from cacheblend_rag.chat.grammar import after_thoughts, json_grammar, schema_request
+from cacheblend_rag.chat.grammar import after_thoughts, answer_form
 from cacheblend_rag.chat.render import (
     VARIABLES,
     Passage,
@@ -35,10 +35,11 @@ from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError, 
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.thoughts import Thought
 from cacheblend_serve.backend import Asked
+from cacheblend_serve.replies import Replies
 from cacheblend_serve.responses import event_stream, unless_left
 from cacheblend_serve.server import FromLibrary, FromServer, Server, in_thread
 from cacheblend_serve.settings import ServeConfig
-from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, Replies, ToolItem
+from cacheblend_serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem, ToolItem
 
 __all__ = ["router", "calls_for"]
 
@@ -191,15 +192,9 @@ def _chat_call(library: ChunkLibrary, request: ChatRequest, config: ServeConfig)
     offered = [tool.model_dump(exclude_unset=True) for tool in request.tools]
     tools, must_call = chosen_tools(offered, choice) if offered else ([], False)
     turns = [message.turn() for message in request.messages]
-    grammar: str | None = None
-    if request.response_format is not None and request.response_format.type != "text":
-        form = request.response_format.json_schema
-        schema = {"type": "object"} if form is None else form.shape
-        grammar = json_grammar(schema)
-        if form is not None:
-            shown = schema if form.description is None else {"description": form.description} | schema
-            turns = around_question(turns, after=[schema_request(shown)]) or turns
-    elif must_call and tools:
+    grammar, said = answer_form(request.response_format)
+    turns = around_question(turns, after=said) or turns
+    if grammar is None and must_call and tools:
         grammar = call_grammar(tools, library.tokenizer)
     documents = _passages(library, request.documents)
     variables = _variables(library.tokenizer, request)

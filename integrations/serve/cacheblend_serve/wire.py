@@ -1,23 +1,17 @@
-"""Messages of clients and server: OpenAI's requests and replies, with the documents that are ours."""
+"""Requests in OpenAI's form, with the documents that are ours."""
 
 from __future__ import annotations
 
-import json
-import time
-import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.render import Passage, past_call
-from cacheblend_rag.chat.tools import ToolReply
 from cacheblend_rag.chunk import Chunk, ChunkRef, FixedText, Segment
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.thoughts import Thought
 
 __all__ = [
     "AddRequest",
@@ -29,19 +23,13 @@ __all__ = [
     "DocumentItem",
     "DocumentRequest",
     "IdsRequest",
-    "Replies",
 ]
 
 # Of one request.
 _MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000
 _MOST_MESSAGES, _MOST_PARTS, _MOST_TOOLS = 10_000, 20_000, 1000
-# Fields that are taken with the value that asks for what is done anyway, and refused with any other.
-_Zero = Annotated[float, Field(ge=0, le=0)]
-_One = Annotated[float, Field(ge=1, le=1)]
-_NoList = Annotated[list[Any], Field(max_length=0)]
 # The first thing that is wrong is said: a list of a million has a million.
 _Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-_NoObject = Annotated[dict[str, Any], Field(max_length=0)]
 # Of an unknown field, in what is said of it.
 _NAME_CHARS = 60
 
@@ -50,6 +38,9 @@ class _Sent(BaseModel):
     """An object of a request. Only its fields may be given, each of its own type; null says that one is not."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    # Fields of OpenAI and of other servers that are taken with the value which asks for what is done anyway, and with no other;
+    # with None any value is, as no answer depends on it.
+    usual: ClassVar[dict[str, Any]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -58,11 +49,13 @@ class _Sent(BaseModel):
             return given
         known = [field.alias or name for name, field in cls.model_fields.items()]
         said = {name: value for name, value in given.items() if value is not None}
-        for name in said:
-            if name not in known:
+        for name in [name for name in said if name not in known]:
+            usual, value = cls.usual.get(name, ...), said.pop(name)
+            if usual is not None and (value != usual or isinstance(value, bool) != isinstance(usual, bool)):
+                hint = did_you_mean(name[:_NAME_CHARS], known) or "; leave it out"
                 words = {
                     "field": name[:_NAME_CHARS],
-                    "hint": did_you_mean(name[:_NAME_CHARS], known) or "; leave it out",
+                    "hint": hint if usual is ... else f", except as {usual!r}; leave it out",
                 }
                 raise PydanticCustomError("unknown_field", "not supported here{hint}", words)
         return said
@@ -116,7 +109,7 @@ class Message(_Sent):
     content: str | Annotated[list[_MessagePart], Field(max_length=_MOST_PARTS, fail_fast=True)] = ""
     name: str | None = None
     # Evaluation harnesses say of a whole message that it is text.
-    type: Literal["text"] = "text"
+    usual = {"type": "text"}
 
     def turn(self) -> dict[str, Any]:
         """Return it as chat templates take it, its content being a list of text and chunks."""
@@ -160,7 +153,7 @@ class AssistantMessage(Message):
     tool_calls: list[PastCall] = Field(default=[], max_length=_MOST_TOOLS, fail_fast=True)
     # As clients wrote a call before there were tools.
     function_call: PastFunction | None = None
-    annotations: _NoList = Field(default=[])
+    usual = Message.usual | {"annotations": []}
 
     def turn(self) -> dict[str, Any]:
         """Return it as chat templates take it."""
@@ -181,8 +174,7 @@ class StreamOptions(_Sent):
     """What a stream has beside the pieces of its answer."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
+    usual = {"include_obfuscation": False, "continuous_usage_stats": False}
 
 
 class Decoding(_Sent):
@@ -203,30 +195,16 @@ class Decoding(_Sent):
     ignore_eos: bool = False
     timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     recompute_ratio: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
-    prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=1000)
     report: bool = False
-    # Who asks and why: no answer depends on it.
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] = Field(default={}, max_length=16)
-    # Fields of OpenAI and of other servers, each with the one value that it may have.
-    bad_words: _NoList = Field(default=[])
-    best_of: _One = 1
-    echo: Literal[False] = False
-    frequency_penalty: _Zero = 0
-    include_stop_str_in_output: Literal[False] = False
-    length_penalty: _One = 1
-    logit_bias: _NoObject = Field(default={})
-    min_tokens: _Zero = 0
-    n: _One = 1
-    presence_penalty: _Zero = 0
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    skip_special_tokens: Literal[True] = True
-    spaces_between_special_tokens: Literal[True] = True
-    stop_token_ids: _NoList = Field(default=[])
-    store: Literal[False] = False
-    use_beam_search: Literal[False] = False
+    usual = (
+        dict.fromkeys(("user", "safety_identifier", "metadata", "prompt_cache_key"))
+        | dict.fromkeys(("n", "best_of", "length_penalty"), 1)
+        | dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), 0)
+        | dict.fromkeys(("echo", "store", "use_beam_search", "include_stop_str_in_output"), False)
+        | dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True)
+        | {"bad_words": [], "stop_token_ids": [], "logit_bias": {}}
+        | {"prompt_cache_retention": "in_memory", "service_tier": "auto"}
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Decoding:
@@ -258,30 +236,6 @@ class ToolItem(_Sent):
     function: FunctionItem
 
 
-class SchemaItem(_Sent):
-    """The JSON schema of an answer."""
-
-    name: str
-    description: str | None = None
-    shape: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(_Sent):
-    """The form of an answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaItem | None = None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError(
-                f"type={self.type!r} and json_schema do not fit; give a json_schema with this type, and with no other"
-            )
-        return self
-
-
 class ChatRequest(Decoding):
     """A request of ``/v1/chat/completions``."""
 
@@ -290,16 +244,13 @@ class ChatRequest(Decoding):
     tools: list[ToolItem] = Field(default=[], max_length=_MOST_TOOLS, fail_fast=True)
     tool_choice: str | ToolItem | None = None
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    logprobs: Literal[False] = False
-    modalities: list[Literal["text"]] = Field(default=[], max_length=1)
-    top_logprobs: _Zero = 0
-    verbosity: Literal["medium"] | None = None
+    usual = Decoding.usual | {"logprobs": False, "top_logprobs": 0, "modalities": ["text"], "verbosity": "medium"}
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -308,7 +259,7 @@ class ChatRequest(Decoding):
                 raise ValueError(
                     f"tool_choice={self.tool_choice!r:.80} asks for a call, and there are no tools; give tools"
                 )
-            if self.response_format is not None and self.response_format.type != "text":
+            if self.response_format not in (None, {"type": "text"}):
                 raise ValueError("tool_choice asks for a call and response_format for JSON; leave one of them out")
         if (
             self.continue_final_message
@@ -381,8 +332,8 @@ class CompletionRequest(Decoding):
         | Annotated[list[_Tokens], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
         | Annotated[list[_Part], Field(min_length=1, max_length=_MOST_PARTS, fail_fast=True)]
     )
-    suffix: Literal[""] = ""
     grammar: str | None = Field(default=None, min_length=1)
+    usual = Decoding.usual | {"suffix": ""}
 
     @property
     def prompts(self) -> list[Any]:
@@ -434,75 +385,3 @@ class DeleteRequest(_Sent):
 
     ids: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
     sources: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
-
-
-class Replies:
-    """The replies to one request, whole or piece by piece."""
-
-    def __init__(self, model: str, request: ChatRequest | CompletionRequest) -> None:
-        self._request = request
-        self._is_chat = isinstance(request, ChatRequest)
-        kind, mark = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
-        self._head: dict[str, Any] = {"id": f"{mark}-{uuid.uuid4().hex}", "object": kind}
-        self._head |= {"created": int(time.time()), "model": model}
-        self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
-
-    def whole(self, answers: list[Answer], reply: ToolReply | None) -> dict[str, Any]:
-        """Return the reply that holds the answers; `reply` is what is read of the only one where there were tools."""
-        choices: list[dict[str, Any]] = []
-        for number, answer in enumerate(answers):
-            said: dict[str, Any] = {"text": answer.text}
-            if self._is_chat:
-                message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-                message |= {"reasoning_content": answer.thoughts} if answer.thoughts else {}
-                if reply is not None:
-                    message["content"] = reply.text or (None if reply.calls else "")
-                    message |= {"tool_calls": _calls(reply)} if reply.calls else {}
-                said = {"message": message}
-            choices.append({"index": number, "finish_reason": _reason(answer, reply), "logprobs": None} | said)
-        return self._head | {"choices": choices} | self._figures(answers)
-
-    def begin(self) -> list[dict[str, Any]]:
-        """Return the events that a stream begins with."""
-        return [self._piece({"delta": {"role": "assistant", "content": ""}})] if self._is_chat else []
-
-    def piece(self, text: str, number: int = 0) -> dict[str, Any]:
-        """Return a piece of an answer, or of what was thought before an answer to a chat."""
-        name = "reasoning_content" if isinstance(text, Thought) else "content"
-        return self._piece({"delta": {name: text}} if self._is_chat else {"text": text}, number=number)
-
-    def end(self, answer: Answer, reply: ToolReply | None, number: int = 0) -> list[dict[str, Any]]:
-        """Return the events that an answer ends with: the calls of tools, and why it ended."""
-        calls = [] if reply is None else [call | {"index": place} for place, call in enumerate(_calls(reply))]
-        rest: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
-        end = self._piece(rest, _reason(answer, reply), number)
-        return [self._piece({"delta": {"tool_calls": calls}}), end] if calls else [end]
-
-    def last(self, answers: list[Answer]) -> list[dict[str, Any]]:
-        """Return the events that a stream ends with, where they were asked for."""
-        asked = self._request.stream_options is not None and self._request.stream_options.include_usage
-        return [self._chunk_head | {"choices": []} | self._figures(answers)] if asked or self._request.report else []
-
-    def _piece(self, choice: dict[str, Any], reason: str | None = None, number: int = 0) -> dict[str, Any]:
-        return self._chunk_head | {"choices": [{"index": number, **choice, "logprobs": None, "finish_reason": reason}]}
-
-    def _figures(self, answers: list[Answer]) -> dict[str, Any]:
-        """Return how many tokens were used, and, where that was asked for, what the answers cost."""
-        reports = [answer.report for answer in answers]
-        prompt, output = (sum(getattr(each, name) for each in reports) for name in ("prompt_tokens", "output_tokens"))
-        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(answer.cached_tokens for answer in answers)}
-        usage["completion_tokens_details"] = {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)}
-        told = {"blend": [report.to_dict() for report in reports]} if self._request.report else {}
-        return {"usage": usage} | told
-
-
-def _reason(answer: Answer, reply: ToolReply | None) -> str:
-    return "tool_calls" if reply is not None and reply.calls else answer.finish_reason
-
-
-def _calls(reply: ToolReply) -> list[dict[str, Any]]:
-    said = [(call, json.dumps(call.arguments, ensure_ascii=False)) for call in reply.calls]
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}} for call, text in said
-    ]
