@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,7 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import cut_at_stop
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["Answer", "Deadline", "Ending", "ModelCall"]
+__all__ = ["Answer", "Deadline", "Ending", "ModelCall", "calls_made"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,25 @@ class ModelCall:
     engine: Engine
     prompt: BlendPrompt
     blend: BlendConfig | None
+
+    def note(self) -> None:
+        """Tell who gathers calls of it."""
+        if (calls := _gathered.get()) is not None:
+            calls.append(self)
+
+
+_gathered: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_gathered", default=None)
+
+
+@contextmanager
+def calls_made() -> Iterator[list[ModelCall]]:
+    """Gather the calls that frameworks' models note within a ``with`` block, in threads and tasks of its runs too."""
+    calls: list[ModelCall] = []
+    token = _gathered.set(calls)
+    try:
+        yield calls
+    finally:
+        _gathered.reset(token)
 
 
 class Deadline(StoppingCriteria):

@@ -1,4 +1,4 @@
-from .calibration import calibrate
+from .calibration import calibrate, calibrate_asking
 from .compare import CompareAnswers, ComparedAnswers
 from .inspector import InspectorPage, inspector_page
 from .ratio import choose_ratio
@@ -14,6 +14,7 @@ __all__ = [
     "SnapKV",
     "SourceAttention",
     "calibrate",
+    "calibrate_asking",
     "choose_ratio",
     "inspector_page",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cacheblend_attachments.answers import right_losses, written_after
-from cacheblend_rag.chat.answer import ModelCall
+from cacheblend_rag.chat.answer import ModelCall, calls_made
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
@@ -220,21 +220,43 @@ def calibrate(
 
 
 def calibrate_asking(
-    ask: Callable[[Any], Sequence[ModelCall]],
+    ask: Callable[[Any], object],
     questions: Sequence[Any],
     *,
     answers: Sequence[str | None] = (),
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Calibration:
-    """Calibrate with the prompts that come of asking questions: of each question's calls, the last with chunks.
+    """Find the smallest recompute ratio that keeps full prefill's quality, on the prompts that an application makes.
 
-    It takes the options of `calibrate`. Questions that no chunks were found for are among the skipped; `ConfigError` if no
-    question was answered from chunks, or these were several engines', and as `calibrate` raises it.
+    Each question is asked once; of the calls of the model, the last with chunks counts, under its own settings.
+
+    Parameters
+    ----------
+    ask : callable
+        What answers a question with a `BlendLLM` or `ChatBlend`: ``query_engine.query`` of LlamaIndex, ``chain.invoke`` of
+        LangChain. Nothing else should use the model meanwhile.
+    questions : sequence
+        What it is called with, ten at least.
+    answers, progress, **options
+        As for `calibrate`.
+
+    Returns
+    -------
+    Calibration
+        As of `calibrate`; questions for which no chunks were found are among the `skipped`.
+
+    Raises
+    ------
+    ConfigError
+        If no question was answered from chunks, or several engines answered, and as `calibrate` raises it.
     """
     # Before anything is answered.
-    if isinstance(questions, str):
-        raise ConfigError(f"questions={questions[:80]!r} is a string; give a list of questions")
+    if isinstance(questions, str) or not callable(ask):
+        raise ConfigError(
+            "give what answers a question, as query_engine.query or chain.invoke, and a list of questions, not "
+            f"{ask!r:.80} and {questions!r:.80}"
+        )
     given = inspect.signature(calibrate).bind(None, [], **options)
     given.apply_defaults()
     _checked_ratios(given.arguments["ratios"], given.arguments["target"])
@@ -242,10 +264,11 @@ def calibrate_asking(
     asked: list[tuple[ModelCall, str | None]] = []
     for number, (question, answer) in enumerate(zip(questions, chain(answers, repeat(None)), strict=False), 1):
         say(f"asking question {number} of {len(questions)}")
-        calls = [
-            call for call in ask(question) if any(isinstance(each, Chunk | ChunkRef) for each in call.prompt.segments)
-        ]
-        asked += [(call, answer) for call in calls[-1:]]
+        with calls_made() as calls:
+            # A stream is read, since it may ask the model only then.
+            str(ask(question))
+        blended = [call for call in calls if any(isinstance(each, Chunk | ChunkRef) for each in call.prompt.segments)]
+        asked += [(call, answer) for call in blended[-1:]]
     if not asked:
         raise ConfigError(
             f"none of {len(questions)} questions was answered by blending chunks; ask a query engine with response_mode='blend', "

@@ -2,7 +2,7 @@
 
 import lazy_loader  # type: ignore[import-untyped]
 
-from langchain_cacheblend.chain import calibrate, create_blend_documents_chain
+from langchain_cacheblend.chain import create_blend_documents_chain
 from langchain_cacheblend.chat import ChatBlend
 from langchain_cacheblend.llm import BlendLLM
 from langchain_cacheblend.messages import documents_to_blocks
@@ -16,7 +16,6 @@ __all__ = [
     "BlendVectorStore",
     "ChatBlend",
     "PMLPromptTemplate",
-    "calibrate",
     "create_blend_documents_chain",
     "documents_to_blocks",
     "estimate",

@@ -1,10 +1,10 @@
-"""The chain that stuffs documents into a prompt, as chunks, and the calibration of any chain."""
+"""The chain that stuffs documents into a prompt, as chunks."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
@@ -14,17 +14,11 @@ from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_do
 from langchain_core.runnables import Runnable, RunnableLambda
 
 from cacheblend_rag import Chunk
-from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.chat.render import Holes
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
-from langchain_cacheblend.calls import calls_made
 from langchain_cacheblend.messages import TextPromptValue, as_chunks, as_content
 
-if TYPE_CHECKING:
-    from cacheblend_attachments.calibration import Calibration
-
-__all__ = ["calibrate", "create_blend_documents_chain"]
+__all__ = ["create_blend_documents_chain"]
 
 
 def create_blend_documents_chain(
@@ -81,40 +75,6 @@ def create_blend_documents_chain(
 
     chain = RunnableLambda(fill).with_config(run_name="format_inputs") | llm | (output_parser or StrOutputParser())
     return chain.with_config(run_name="blend_documents_chain")
-
-
-def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: Any) -> Calibration:
-    """Find the smallest recompute ratio that keeps full prefill's quality, on the prompts that a chain makes.
-
-    The chain is invoked once with each question, and `cacheblend_attachments.calibrate` is given the prompts and the settings of
-    the chain's model. Nothing is changed: give what was found to the model,
-    ``blend_config=BlendConfig(recompute_ratio=found.recompute_ratio)``.
-
-    Parameters
-    ----------
-    chain : Runnable
-        A chain with a `ChatBlend` or `BlendLLM`, which nothing else should use meanwhile.
-    questions : sequence
-        What the chain is invoked with, ten at least.
-    **options : Any
-        As for `cacheblend_attachments.calibrate`: ``answers``, ``selector``, ``ratios``, ``target`` and so on.
-
-    Returns
-    -------
-    Calibration
-        What was measured (``rows``), what was chosen (``recompute_ratio``, or None), and why (``reason``).
-    """
-    if not isinstance(chain, Runnable):
-        raise ConfigError(f"chain is a {type(chain).__name__}; give a chain, as prompt | llm")
-
-    def ask(question: Any) -> list[ModelCall]:
-        with calls_made() as calls:
-            chain.invoke(question)
-        return calls
-
-    with needs_extra("attachments", "calibrate"):
-        from cacheblend_attachments.calibration import calibrate_asking
-    return calibrate_asking(ask, questions, **options)
 
 
 def _written(document: Document, writer: BasePromptTemplate[Any], holes: Holes[Chunk]) -> str:

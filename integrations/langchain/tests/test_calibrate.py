@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.output_parsers import StrOutputParser
@@ -10,10 +9,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from cacheblend_attachments import calibrate as calibrate_prompts
+from cacheblend_attachments import calibrate, calibrate_asking
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
-from cacheblend_rag.errors import ConfigError
-from langchain_cacheblend import BlendVectorStore, ChatBlend, calibrate
+from langchain_cacheblend import BlendVectorStore, ChatBlend
 
 QUESTIONS = ["Who lives there?", "Where is the goat?", "Who bakes bread?", "When does the ferry leave?"]
 ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "target": 0.3, "max_new_tokens": 6}
@@ -35,22 +33,9 @@ def test_finds_what_prompts_show(engine: BlendEngine, embedding: Embeddings, chu
     )
     template = ChatPromptTemplate.from_template("{context}\n\nQuestion: {question}")
     chain = {"context": found_texts, "question": RunnablePassthrough()} | template | RunnableLambda(remember) | llm
-    found = calibrate(chain | StrOutputParser(), QUESTIONS, **ASKED)
+    found = calibrate_asking((chain | StrOutputParser()).invoke, QUESTIONS, **ASKED)
     assert (found.questions, found.skipped, found.selector) == (4, 0, "boundary")
     assert len(prompts) == 4
-    expected = calibrate_prompts(engine, prompts, blend=blend, **ASKED)
+    expected = calibrate(engine, prompts, blend=blend, **ASKED)
     assert found.recompute_ratio == expected.recompute_ratio
     assert [row.recovered for row in found.rows] == [row.recovered for row in expected.rows]
-
-
-def test_what_cannot_be_calibrated_is_said(engine: BlendEngine) -> None:
-    def ask(question: str) -> str:
-        raise AssertionError(question)
-
-    # Before anything is asked.
-    with pytest.raises(ConfigError, match="target"):
-        calibrate(RunnableLambda(ask), QUESTIONS, target=0)
-    with pytest.raises(ConfigError):
-        calibrate(ask, QUESTIONS)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError):
-        calibrate(ChatBlend(engine=engine, max_tokens=2), QUESTIONS, **ASKED)

@@ -2,7 +2,6 @@
 
 import lazy_loader  # type: ignore[import-untyped]
 
-from llama_index_cacheblend.calibrate import calibrate
 from llama_index_cacheblend.chat import BlendCondensePlusContextChatEngine, BlendContextChatEngine
 from llama_index_cacheblend.install import install, uninstall
 from llama_index_cacheblend.llm import BlendLLM
@@ -22,7 +21,6 @@ __all__ = [
     "BlendVectorStore",
     "PMLPromptTemplate",
     "WarmResult",
-    "calibrate",
     "estimate",
     "install",
     "uninstall",

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -51,10 +50,7 @@ from llama_index_cacheblend.messages import (
 )
 from llama_index_cacheblend.structured import JSONAnswers
 
-__all__ = ["BlendLLM", "blend_llm", "find_engine", "recording"]
-
-recording: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_recording", default=None)
-"""Where the calls that are made here are noted, if anybody wants to know."""
+__all__ = ["BlendLLM", "blend_llm", "find_engine"]
 
 # Options of ``generate`` by which callers constrain answers themselves.
 _CONSTRAINTS = {"logits_processor", "prefix_allowed_tokens_fn"}
@@ -318,8 +314,7 @@ class BlendLLM(JSONAnswers):
         if output_cls is not None and not options.keys() & _CONSTRAINTS:
             grammar = after_thoughts(json_grammar(output_cls.model_json_schema()), thinking)
             options["logits_processor"] = [Guide(self.engine, grammar)]
-        if (calls := recording.get()) is not None:
-            calls.append(ModelCall(self.engine, prompt, asked["blend"]))
+        ModelCall(self.engine, prompt, asked["blend"]).note()
         return asked | options, ending
 
     def _stream(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[BlendStream, Ending]:

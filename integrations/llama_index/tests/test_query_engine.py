@@ -17,8 +17,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine, retriever_query_
 from llama_index.core.response_synthesizers import ResponseMode, factory
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from cacheblend_attachments import calibrate as calibrate_prompts
-from cacheblend_attachments import inspector_page
+from cacheblend_attachments import calibrate, calibrate_asking, inspector_page
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from integrations.llama_index.tests.conftest import (
@@ -38,7 +37,6 @@ from llama_index_cacheblend import (
     BlendRetriever,
     BlendSynthesizer,
     BlendVectorStore,
-    calibrate,
     install,
     uninstall,
     warm_index,
@@ -210,24 +208,12 @@ def test_calibration_finds_what_prompts_show(index: VectorStoreIndex, llm: Blend
     blend = BlendConfig(selector="boundary")
     synthesizer = BlendSynthesizer(llm=llm, streaming=streaming, blend_config=blend)
     query_engine = index.as_query_engine(llm=llm, response_synthesizer=synthesizer, similarity_top_k=2)
-    found = calibrate(query_engine, QUESTIONS, **ASKED)
+    found = calibrate_asking(query_engine.query, QUESTIONS, **ASKED)
     assert (found.questions, found.skipped, found.selector) == (3, 0, "boundary")
     prompts = []
     for question in QUESTIONS:
         chunks = node_chunks(each.node for each in index.as_retriever(similarity_top_k=2).retrieve(question))
         template = synthesizer.get_prompts()["text_qa_template"]
         prompts.append(make_context_prompt(llm, template, chunks, {"query_str": question}, keeps_head=True).blend)
-    own = calibrate_prompts(llm.engine, prompts, blend=blend, **ASKED)
+    own = calibrate(llm.engine, prompts, blend=blend, **ASKED)
     assert [replace(row, ttft_ratio=0.0) for row in own.rows] == [replace(row, ttft_ratio=0.0) for row in found.rows]
-
-
-def test_what_cannot_be_calibrated_is_refused(index: VectorStoreIndex, llm: BlendLLM) -> None:
-    blend = index.as_query_engine(llm=llm, response_synthesizer=BlendSynthesizer(llm=llm))
-    for engine, questions, options in (
-        (blend, QUESTIONS, {"target": 0}),
-        (blend, "Where?", {}),
-        (llm, QUESTIONS, {}),
-        (index.as_query_engine(llm=llm, similarity_top_k=1), QUESTIONS, ASKED),
-    ):
-        with pytest.raises(ConfigError):
-            calibrate(engine, questions, **options)  # type: ignore[arg-type]
