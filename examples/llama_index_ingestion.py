@@ -55,7 +55,7 @@ def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     collection.update(ids=[node_id], documents=[text], embeddings=[embedding.get_text_embedding(text)])
     index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
     done = warm_index(index)
-    print(f"warming: {done.encoded} of {done.nodes} chunks were encoded, {done.unchanged} were there")
+    print(f"warming: {done.encoded} chunks were encoded, {done.unchanged} were there")
 
     query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=4)
     response = query_engine.query(QUESTIONS[6].text)

@@ -8,7 +8,7 @@ from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.retriever import BlendRetriever
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 from llama_index_cacheblend.vector_store import BlendVectorStore
-from llama_index_cacheblend.warm import WarmResult, estimate, warm_index
+from llama_index_cacheblend.warm import estimate, warm_index
 
 __getattr__ = lazy_loader.attach(__name__, submod_attrs={"pml": ["PMLPromptTemplate"]})[0]  # needs cacheblend-pml
 
@@ -20,7 +20,6 @@ __all__ = [
     "BlendSynthesizer",
     "BlendVectorStore",
     "PMLPromptTemplate",
-    "WarmResult",
     "estimate",
     "install",
     "uninstall",

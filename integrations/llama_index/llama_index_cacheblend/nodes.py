@@ -33,6 +33,7 @@ TextOf = Callable[[BaseNode], str | None] | BaseNodePostprocessor
 postprocessor that changes a node's text, as `MetadataReplacementPostProcessor` does for sentence windows.
 """
 
+_WITHOUT = "node %s is stored without KV: %s"
 # The keys under which LlamaIndex writes the id of a node's document into every store's metadata.
 _DOCUMENT_KEYS = ("document_id", "doc_id", "ref_doc_id")
 
@@ -171,22 +172,15 @@ class NodeEncoder:
 
     def encode(
         self, nodes: Sequence[BaseNode], *, show_progress: bool = False, background: bool = False
-    ) -> tuple[AddResult | AddJob, tuple[str, ...], dict[str, str]]:
-        """Encode those nodes that are not stored exactly so; in the background when no prompt waits for the model.
-
-        Return what the engine did or will have done, the nodes that show the language model nothing, and the others of which no
-        chunk can be, and why.
-        """
-        chunks, failed = self._read(nodes)
-        with_text = {chunk.id for chunk in chunks}
-        without_text = tuple(node.node_id for node in nodes if node.node_id not in with_text | failed.keys())
-        if without_text or failed:
+    ) -> AddResult | AddJob:
+        """Encode those nodes that are not stored exactly so; in the background when no prompt waits for the model."""
+        chunks = self._chunks(nodes)
+        if lost := {node.node_id for node in nodes} - {chunk.id for chunk in chunks}:
             # An update may have left them so.
-            self.engine.delete([*without_text, *failed])
+            self.engine.delete(lost)
 
         def refuse(chunk: Chunk, error: PromptError) -> None:
-            logger.warning("node %s is stored without KV: %s", chunk.id, error)
-            failed[str(chunk.id)] = str(error)
+            logger.warning(_WITHOUT, chunk.id, error)
 
         hidden = background or not show_progress
         with tqdm(total=len(nodes), desc="Encoding nodes", unit="node", disable=hidden) as bar:
@@ -196,17 +190,15 @@ class NodeEncoder:
                 bar.update(max(0, len(nodes) - total + finished) - bar.n)
 
             progress = None if hidden else show
-            done = add_or_forget(self.engine, chunks, progress=progress, on_refused=refuse, background=background)
-        return done, without_text, failed
+            return add_or_forget(self.engine, chunks, progress=progress, on_refused=refuse, background=background)
 
     def estimate(self, nodes: Sequence[BaseNode]) -> WarmEstimate:
         """Say what encoding nodes would cost; see `BlendEngine.estimate`."""
-        return self.engine.estimate(self._read(nodes)[0])
+        return self.engine.estimate(self._chunks(nodes))
 
-    def _read(self, nodes: Sequence[BaseNode]) -> tuple[list[Chunk], dict[str, str]]:
-        """Return the nodes' chunks, and the nodes of which none can be made, and why."""
+    def _chunks(self, nodes: Sequence[BaseNode]) -> list[Chunk]:
+        """Return the nodes' chunks, but of those of which none can be made."""
         chunks: list[Chunk] = []
-        failed: dict[str, str] = {}
         for node in nodes:
             try:
                 for chunk in node_chunks([node], self.text_of):
@@ -217,9 +209,5 @@ class NodeEncoder:
                     indexed = NodeRelationship.CHILD not in node.relationships
                     chunks.append(replace(chunk, source=node.ref_doc_id, indexed=indexed))
             except (ConfigError, PromptError) as error:
-                failed[node.node_id] = str(error)
-        if failed:
-            logger.warning(
-                "%d of %d nodes are stored without KV: %s", len(failed), len(nodes), next(iter(failed.values()))
-            )
-        return chunks, failed
+                logger.warning(_WITHOUT, node.node_id, error)
+        return chunks

@@ -3,76 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import Any
 
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag.chunk import is_part
-from cacheblend_rag.engine import AddJob, Engine, WarmEstimate
+from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.llm import BlendLLM, find_engine
 from llama_index_cacheblend.nodes import Boundary, NodeEncoder, TextOf
 from llama_index_cacheblend.vector_store import BlendVectorStore, listed_ids, listed_nodes
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["WarmResult", "estimate", "warm_index"]
+__all__ = ["estimate", "warm_index"]
 
 
-@dataclass(frozen=True, slots=True)
-class WarmResult:
-    """Result of `warm_index`: `named`, `unchanged`, `without_text` and `failed` are the nodes, each counted once.
-
-    Attributes
-    ----------
-    nodes : int
-        Nodes of the index.
-    encoded, tokens : int
-        Texts whose KV was computed now, and their tokens.
-    named : int
-        Nodes that are new to the engine or have a new text; more than were encoded if texts recur or their KV was there
-        already, for example under another id.
-    unchanged : int
-        Nodes that were already stored in exactly this form.
-    without_text : tuple of str
-        Ids of nodes of which the language model sees nothing.
-    failed : dict of str to str
-        Ids of the other nodes that have no KV now, and why. They are computed when they are retrieved.
-    pruned : int
-        Chunks that the engine knew and the index does not, whose KV was dropped.
-    """
-
-    nodes: int
-    encoded: int
-    tokens: int
-    named: int
-    unchanged: int
-    without_text: tuple[str, ...] = ()
-    failed: dict[str, str] = field(default_factory=dict)
-    pruned: int = 0
-
-
-class WarmOptions(TypedDict, total=False):
-    """Options of `warm_index`."""
-
-    engine: Engine | BlendLLM | None
-    text_of: TextOf | None
-    nodes: Sequence[BaseNode] | None
-    show_progress: bool
-    prune: bool
-
-
-@overload
-def warm_index(
-    index: BaseIndex[Any], *, background: Literal[False] = ..., **options: Unpack[WarmOptions]
-) -> WarmResult: ...
-@overload
-def warm_index(index: BaseIndex[Any], *, background: Literal[True], **options: Unpack[WarmOptions]) -> AddJob: ...
 def warm_index(
     index: BaseIndex[Any],
     *,
@@ -80,9 +26,8 @@ def warm_index(
     text_of: TextOf | None = None,
     nodes: Sequence[BaseNode] | None = None,
     show_progress: bool = False,
-    prune: bool = False,
     background: bool = False,
-) -> WarmResult | AddJob:
+) -> AddResult | AddJob:
     """Compute the KV of the nodes of an index that was made before, or without, `BlendVectorStore`.
 
     The index stays as it is: nothing is embedded, and only KV is written. What is already stored is not computed again, so an
@@ -102,50 +47,29 @@ def warm_index(
         The nodes to encode, instead of all of the index: those of a docstore, for example, that a retriever merges others into.
     show_progress : bool
         Whether to show a progress bar.
-    prune : bool
-        Whether KV of chunks that are not in the index is dropped, as of nodes that were deleted behind the store's back. Only for
-        an engine that keeps nothing but this index.
     background : bool
         Whether to return when the nodes are read and named, and to encode them when no prompt waits for the model.
 
     Returns
     -------
-    WarmResult or AddJob
-        What was done; in the background, the engine's job, with ``progress``, ``done()`` and ``result(timeout_s)``.
+    AddResult or AddJob
+        What was done; in the background, the engine's job, with ``progress``, ``done()`` and ``result(timeout_s)``. A warning
+        names each node without KV, which is computed when it is retrieved.
 
     Raises
     ------
     ConfigError
-        If there is no engine, the index cannot list its nodes, or `prune` is combined with `nodes`.
+        If there is no engine, or the index cannot list its nodes.
     StoreError
         If the KV cannot be stored; what was stored until then stays.
     """
-    if prune and nodes is not None:
-        raise ConfigError(
-            "prune drops everything that is not in the index, but nodes are only a part of it; leave out one of them"
-        )
     encoder = _encoder_of(index, text_of, engine)
     store = _store_of(index)
     found = _nodes_of(index) if nodes is None else list(nodes)
-    pruned = 0
-    if prune:
-        gone = set(encoder.engine.ids()) - {node.node_id for node in found}
-        pruned = encoder.engine.delete(id for id in gone if not is_part(id))
-    done, without_text, failed = encoder.encode(found, show_progress=show_progress, background=background)
+    done = encoder.encode(found, show_progress=show_progress, background=background)
     if isinstance(store, BlendVectorStore) and store.engine is encoder.engine:
         store.sync_documents(found)
-    if isinstance(done, AddJob):
-        return done
-    return WarmResult(
-        nodes=len(found),
-        encoded=done.encoded,
-        tokens=done.tokens,
-        named=done.named,
-        unchanged=done.unchanged,
-        without_text=without_text,
-        failed=failed,
-        pruned=pruned,
-    )
+    return done
 
 
 def estimate(

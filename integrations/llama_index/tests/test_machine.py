@@ -190,12 +190,9 @@ class IndexMachine(RuleBasedStateMachine):
         self._gone({*self.live})
         self.check()
 
-    @rule(prune=st.booleans())
-    def warm(self, prune: bool) -> None:
-        warm_index(self.index, prune=prune)
-        if prune:
-            self.names.clear()
-            self.owned.clear()
+    @rule()
+    def warm(self) -> None:
+        warm_index(self.index)
         self.names.update({node_id: self._chunk(node_id) for node_id in self.live})
         self.owned |= self.live.keys()
         self._synced({document for document, _ in self.live.values()}, set())

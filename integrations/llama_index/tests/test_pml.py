@@ -14,7 +14,7 @@ import llama_index_cacheblend
 from cacheblend_pml import Import, Schema, Schemas
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ConfigError, PMLError, PromptError
-from llama_index_cacheblend import BlendLLM, BlendVectorStore, PMLPromptTemplate, warm_index
+from llama_index_cacheblend import BlendLLM, BlendVectorStore, PMLPromptTemplate
 
 FACTS = [
     "Mara Lindell was born in Oslo.",
@@ -79,7 +79,7 @@ def test_nodes_stand_in_the_place_of_a_module(llm: BlendLLM, chroma: ChromaVecto
     assert len(documents) == 3 and all(chunk["hit"] for chunk in first.metadata["blend"]["chunks"][:2])
     assert (report["misses"], report["recomputed_tokens"], report["dropped"]) == (0, 0, [])
     # A loaded schema is in no index, and stays.
-    assert warm_index(index, prune=True).pruned == 0
+    assert index.vector_store.sync() == 0
 
 
 def test_what_does_not_fit_is_refused(llm: BlendLLM) -> None:
