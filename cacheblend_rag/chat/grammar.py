@@ -34,7 +34,7 @@ def answer_form(response_format: Any) -> tuple[str | None, list[str]]:
     For text there are neither. `ConfigError` if it is of no known form, or its schema cannot be enforced.
     """
     kind = response_format.get("type") if isinstance(response_format, dict) else None
-    asked = response_format.get("json_schema") if kind else None
+    asked: Any = response_format.get("json_schema") if kind else None
     if response_format is None or (kind == "text" and asked is None):
         return None, []
     if kind == "json_object" and asked is None:

@@ -9,11 +9,11 @@ from cacheblend_rag.cli.options import (
     AnswerTokensOption,
     CompareOption,
     JsonOption,
+    LibraryOption,
     QuestionArgument,
     RatioOption,
     SelectorOption,
     StoredModelOption,
-    StoreOption,
     StreamOption,
     TopKOption,
 )
@@ -25,7 +25,7 @@ __all__ = ["ask"]
 
 def ask(
     question: QuestionArgument,
-    store: StoreOption = Path(".cacheblend"),
+    store: LibraryOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     top_k: TopKOption = 6,
     ratio: RatioOption = None,

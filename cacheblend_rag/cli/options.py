@@ -12,6 +12,7 @@ __all__ = [
     "CompareOption",
     "EmbeddingOption",
     "JsonOption",
+    "LibraryOption",
     "ModelOption",
     "QuestionArgument",
     "RatioOption",
@@ -50,7 +51,9 @@ ModelOption = Annotated[str, typer.Option("--model", metavar="NAME", help=f"{_MO
 StoredModelOption = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help=f"{_MODEL}; by default the store's.")
 ]
-_STORE = "The folder with the vector store (chroma) and the chunk KV (kv)."
+_LIBRARY = "The folder with the passages (chroma) and their KV (kv)."
+LibraryOption = Annotated[Path, typer.Option("--library", metavar="DIR", file_okay=False, help=_LIBRARY)]
+_STORE = "The folder with the KV, or a library that has it in kv."
 StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", file_okay=False, help=_STORE)]
 _EMBEDDING = "A sentence-transformers model, id or folder; by default all-MiniLM-L6-v2."
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", metavar="NAME", help=_EMBEDDING)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
+from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, LibraryOption, StoredModelOption
 from cacheblend_rag.cli.output import (
     make_quiet,
     on_interrupt,
@@ -44,7 +44,7 @@ def warm(
         list[Path],
         typer.Argument(metavar="PATH...", exists=True, help="Files, and folders: text, Markdown, PDF, DOCX and HTML."),
     ],
-    store: StoreOption = Path(".cacheblend"),
+    store: LibraryOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[
@@ -164,7 +164,7 @@ def warmed(
     """Open what was warmed into a store: yields the engine, the library and the name of the model."""
     known = LibrarySettings.load(store)
     if known is None or not kv_folder(store).is_dir():
-        raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --store {store}")
+        raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --library {store}")
     from cacheblend_rag.documents.embedding import Embedding
     from cacheblend_rag.documents.library import open_library, passage_config
 
@@ -175,5 +175,5 @@ def warmed(
         open_library(store, engine, Embedding(embedding or known.embedding)) as library,
     ):
         if not len(library):
-            raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --store {store}")
+            raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --library {store}")
         yield engine, library, name

@@ -146,8 +146,8 @@ def test_the_command(model: Path, tmp_path: Path) -> None:
     documents.mkdir()
     for name, text in PAGES.items():
         (documents / f"{name}.txt").write_text(text)
-    run("warm", documents, "--store", store, "--model", model)
-    run("ask", ASKED[0].text, "--store", store, "--json", file)
+    run("warm", documents, "--library", store, "--model", model)
+    run("ask", ASKED[0].text, "--library", store, "--json", file)
     [row] = read_rows(file)
     assert ASKED[0].is_answered_by(row["answer"]), row["answer"]
     assert row["misses"] == 0 < row["hits"]

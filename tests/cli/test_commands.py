@@ -45,11 +45,11 @@ def test_a_command_of_another_package_names_it(command: str, package: str, monke
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ("ask why --store missing", "missing"),
+        ("ask why --library missing", "missing"),
         ("store stats --store missing", "missing"),
         ("bench index --entries 1,many", "'many'"),
-        ("warm empty --store new", "empty"),
-        ("warm . --model missing/model --store new", "'missing/model'"),
+        ("warm empty --library new", "empty"),
+        ("warm . --model missing/model --library new", "'missing/model'"),
         ("bench ttft --shape tiny --ratios 0,nan", "'0,nan'"),
         # These also show help.
         ("warm missing.txt", "'missing.txt' does not exist"),

@@ -28,7 +28,7 @@ def warm(documents: Path, model_folder: Path, store: Path, tmp_path: Path) -> An
 
     def call(*arguments: Any, code: int = 0, paths: list[Path] | None = None) -> dict[str, Any]:
         file = tmp_path / "warm.json"
-        options = ["--store", store, "--model", model_folder, "--chunk-tokens", "40", "--json", file]
+        options = ["--library", store, "--model", model_folder, "--chunk-tokens", "40", "--json", file]
         run("warm", *(paths or [documents]), *options, *arguments, code=code)
         return read_rows(file)[0]
 
@@ -122,14 +122,14 @@ def test_only_one_process_changes_a_store(warm: Any, documents: Path, store: Pat
     warm()
     with open(store / "warm.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        result = run("warm", documents, "--store", store, "--model", model_folder, code=1)
+        result = run("warm", documents, "--library", store, "--model", model_folder, code=1)
     assert "another process is changing" in result.stderr
 
 
 def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Path, tmp_path: Path) -> None:
     warm()
     file = tmp_path / "ask.json"
-    ask = partial(run, "ask", "Where was Mara born?", "--store", store, "--max-new-tokens", "8")
+    ask = partial(run, "ask", "Where was Mara born?", "--library", store, "--max-new-tokens", "8")
     said = ask("--top-k", "4", "--compare", "--json", file).stdout
     blend, full = read_rows(file)
     assert (blend["method"], full["method"], full["selector"]) == ("blend", "full", "full")
@@ -166,7 +166,7 @@ def test_clear_asks_first(warm: Any, store: Path, tmp_path: Path) -> None:
     assert names_in(store, tmp_path) == 8
     run("store", "clear", "--store", store, input="y\n")
     assert names_in(store, tmp_path) == 0
-    assert "holds no passages" in run("ask", "Where?", "--store", store, code=2).stderr
+    assert "holds no passages" in run("ask", "Where?", "--library", store, code=2).stderr
     assert warm()["encoded"] == 8
     run("store", "clear", "--yes", "--store", store)
     assert names_in(store, tmp_path) == 0
@@ -176,17 +176,17 @@ def test_a_damaged_chroma_and_settings_file_are_errors_of_one_line(warm: Any, do
     warm()
     (store / "chroma" / "chroma.sqlite3").write_bytes(b"no database" * 1000)
     for command in (["ask", "Where?"], ["warm", documents]):
-        [said] = run(*command, "--store", store, code=1).stderr.splitlines()
+        [said] = run(*command, "--library", store, code=1).stderr.splitlines()
         assert str(store / "chroma") in said
     (store / "library.json").write_text('{"model": 1}')
-    [said] = run("ask", "Where?", "--store", store, code=2).stderr.splitlines()
+    [said] = run("ask", "Where?", "--library", store, code=2).stderr.splitlines()
     assert "library.json" in said
 
 
 @pytest.mark.parametrize("package", ["chromadb", "sentence_transformers"])
 def test_no_package(warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    [said] = run("warm", documents, "--store", store, "--model", "reference", code=2).stderr.splitlines()
+    [said] = run("warm", documents, "--library", store, "--model", "reference", code=2).stderr.splitlines()
     assert package in said and "cacheblend-rag[documents]" in said
     assert not store.exists()
     assert warm("--estimate")["chunks"] == 8

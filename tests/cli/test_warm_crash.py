@@ -24,7 +24,7 @@ def test_it_is_finished(model_folder: Path, tmp_path: Path, number: int, how: si
     (tmp_path / "mara.txt").write_text("\n\n".join(lines), encoding="utf-8")
     store = tmp_path / "store"
     warm = ["warm", str(tmp_path / "mara.txt"), "--model", str(model_folder), "--chunk-tokens", "60"]
-    command = [sys.executable, "-m", "cacheblend_rag.cli", *warm, "--store", str(store)]
+    command = [sys.executable, "-m", "cacheblend_rag.cli", *warm, "--library", str(store)]
     # A shell has what it runs in the background ignore it.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -39,6 +39,6 @@ def test_it_is_finished(model_folder: Path, tmp_path: Path, number: int, how: si
     if how == signal.SIGINT:
         assert process.returncode == 130, said
         assert "Traceback" not in said
-    run(*warm, "--store", store)
+    run(*warm, "--library", store)
     report = check_store(kv_folder(store))
     assert (report.problems, report.names) == ([], 80) and len(passages_of(store)) == 80

@@ -131,13 +131,7 @@ class Eviction:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Evict during the model's next forward pass over the cache, for the duration of a ``with`` block.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If the model's attention cannot be watched, or depends on the distance between tokens in the cache.
-        """
+        """Evict during the model's next forward pass over the cache, for the duration of a ``with`` block."""
         with ExitStack() as stack:
             if self._waiting:
                 stack.enter_context(watch_attention(self._after_attention))

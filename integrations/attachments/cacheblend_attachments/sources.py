@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
-from cacheblend_attachments.watching import Watching, watching
+from cacheblend_attachments.watching import Watching
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import RunningForward
 from cacheblend_rag.layout import ChunkSpan
-from cacheblend_rag.model import AttentionCall, attention_weights
+from cacheblend_rag.model import AttentionCall, attention_weights, uncompiled, watch_attention
 from cacheblend_rag.selection.question import look_layers
 
 __all__ = ["SourceAttention"]
@@ -32,14 +32,15 @@ class SourceAttention(Watching):
 
     @contextmanager
     def around(self, forward: RunningForward) -> Iterator[None]:
-        length = len(forward.request.prompt.layout)
+        length, layers = len(forward.request.prompt.layout), forward.cache.kv_layers
         mass: dict[int, torch.Tensor] = {}
         steps, seen = Counter[int](), Counter[int]()
 
-        def note(layer: int, call: AttentionCall) -> None:
+        def note(call: AttentionCall) -> None:
+            layer = next((each for each in self._layers if layers[each].keys is call.key), None)
             columns = call.key.shape[2]
-            if columns <= seen[layer]:
-                # Rows that make up for a layer later on come without the last token.
+            # Rows that make up for a layer later on come without the last token.
+            if layer is None or columns <= seen[layer]:
                 return
             seen[layer] = columns
             weights = attention_weights(call, 1)[:, 0, :length].mean(dim=0)
@@ -51,7 +52,7 @@ class SourceAttention(Watching):
             return sum(shares) / len(shares) if shares else 0.0
 
         forward.request.attention = share
-        with watching(forward.decoder.model, forward.cache, self._layers, note):
+        with uncompiled(forward.decoder.model), watch_attention(note):
             yield
 
     def for_tenant(self) -> SourceAttention:

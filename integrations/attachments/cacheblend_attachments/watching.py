@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeAlias
-
-from transformers import PreTrainedModel
-
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.model import AttentionCall, KVCache, uncompiled, watch_attention
 
-__all__ = ["LayerWatcher", "Watching", "watching"]
-
-LayerWatcher: TypeAlias = Callable[[int, AttentionCall], None]
-"""Called with a layer's number and what its attention was called with; the last row is the last token of the prompt."""
+__all__ = ["Watching"]
 
 
 class Watching(Attachment):
@@ -45,16 +35,3 @@ class Watching(Attachment):
 
     def alone_reason(self, request: Request) -> str | None:
         return f"{type(self).__name__} watches one answer at a time"
-
-
-@contextmanager
-def watching(model: PreTrainedModel, cache: KVCache, layers: Sequence[int], watcher: LayerWatcher) -> Iterator[None]:
-    """Call a watcher whenever one of these layers of a cache is attended to."""
-
-    def after_attention(call: AttentionCall) -> None:
-        layer = next((layer for layer in layers if cache.kv_layers[layer].keys is call.key), None)
-        if layer is not None:
-            watcher(layer, call)
-
-    with uncompiled(model), watch_attention(after_attention):
-        yield

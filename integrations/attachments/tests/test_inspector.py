@@ -241,9 +241,9 @@ def test_the_command_writes_a_page_where_it_can(
     run: Command, documents: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "store"
-    run("warm", documents, "--store", store, "--model", model_folder, "--chunk-tokens", "40")
+    run("warm", documents, "--library", store, "--model", model_folder, "--chunk-tokens", "40")
     monkeypatch.chdir(tmp_path)
-    options = ["--store", store, "--top-k", "3", "--max-new-tokens", "5"]
+    options = ["--library", store, "--top-k", "3", "--max-new-tokens", "5"]
     run("inspect", "Where was Mara born?", *options, "--full", "--attention")
     page = Page((tmp_path / "inspect.html").read_text(encoding="utf-8"))
     assert len([each for each in page.elements if each.tag == "label"]) == 2
@@ -252,4 +252,4 @@ def test_the_command_writes_a_page_where_it_can(
     assert all(" of " in said and "% of the attention" in said for view in (0, 1) for said in page.chunks(view))
     assert "Where was Mara born?" in page.all("question")[0].text
     missing = tmp_path / "nowhere" / "page.html"
-    assert "does not exist" in run("inspect", "Where?", "--store", store, "--html", missing, code=2).stderr
+    assert "does not exist" in run("inspect", "Where?", "--library", store, "--html", missing, code=2).stderr

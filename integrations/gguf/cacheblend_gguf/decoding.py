@@ -155,15 +155,7 @@ class Decoding:
         self._thread: threading.Thread | None = None
 
     def answer(self, answering: Answering) -> None:
-        """Decode an answer and return at its end.
-
-        Raises
-        ------
-        ChunkReadError
-            If stored KV turns out damaged, before anything is generated.
-        AnswerTimeoutError
-            If it has not begun within the time that its request may wait.
-        """
+        """Decode an answer and return at its end; `ChunkReadError` before it begins if stored KV turns out damaged."""
         request, done = answering.request, answering.done
         # The thread takes its time to begin, even where nobody else asks.
         until = time.perf_counter() + max(request.patience.left_s, _LEAST_S)

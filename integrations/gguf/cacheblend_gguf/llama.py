@@ -88,36 +88,7 @@ class LlamaOptions(SettingsBase):
 class Llama:
     """A GGUF model and its cells: one computation at a time, by who holds the engine's scheduler.
 
-    Parameters
-    ----------
-    path : Path
-        The GGUF file.
-    options : LlamaOptions
-        How it is loaded.
-
-    Attributes
-    ----------
-    window : int
-        Maximum tokens of a prompt and its answer.
-    window_hint : str
-        What makes it larger, where the model was trained on more.
-    tokenizer : LlamaTokenizer
-        Its tokenizer.
-    form : StateForm
-        The form of its KV.
-    row_bytes : int
-        Bytes of the KV of a token.
-    decoding : Decoding
-        What decodes the answers of all engines over it.
-    cells : int
-        Tokens that all sequences together can have.
-
-    Raises
-    ------
-    ConfigError
-        If llama.cpp cannot load it, or an option has no meaning.
-    UnsupportedModelError
-        If its KV cannot be moved or taken apart: that of recurrent and hybrid models.
+    `UnsupportedModelError` if its KV cannot be moved or taken apart: that of recurrent and hybrid models.
     """
 
     def __init__(self, path: Path, options: LlamaOptions) -> None:
@@ -133,10 +104,12 @@ class Llama:
             )
         self.tokenizer = LlamaTokenizer(path, self._model)
         trained = int(llama_cpp.llama_model_n_ctx_train(self._model))
+        # Maximum tokens of a prompt and its answer, and what makes it larger, where the model was trained on more.
         self.window = min(_DEFAULT_TOKENS if options.n_ctx is None else options.n_ctx or trained, trained)
         self.window_hint = f", or open the file with a larger n_ctx, up to {trained}" if self.window < trained else ""
         self._context = self._open_context()
         self._memory = llama_cpp.llama_get_memory(self._context)
+        # Tokens that all sequences together can have.
         self.cells = int(llama_cpp.llama_n_ctx(self._context))
         self._sliding = int(llama_cpp.llama_model_n_swa(self._model))
         self._free = list(range(_FIRST_ANSWER, _FIRST_ANSWER + 2 * options.n_seq_max))

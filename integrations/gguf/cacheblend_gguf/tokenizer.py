@@ -21,18 +21,7 @@ _MOST_BYTES = 1 << 14
 
 
 class LlamaTokenizer(PreTrainedTokenizerBase):
-    """The tokenizer of a model that llama.cpp has loaded, in the form of one of transformers.
-
-    Attributes
-    ----------
-    end_ids : tuple of int
-        The tokens that end an answer.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the file has no tokenizer.
-    """
+    """The tokenizer of a model that llama.cpp has loaded, in the form of one of transformers; `end_ids` end an answer."""
 
     is_fast = False
 

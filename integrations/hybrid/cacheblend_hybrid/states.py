@@ -36,23 +36,8 @@ class _Part:
 class States:
     """The end states of a model: recurrent and convolutional ones, and the KV of layers that attend.
 
-    No table of families: which tensors there are is seen in the model's own cache, and that it goes on after a restored one as
-    if it had read all itself is tried when this is made.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-
-    Attributes
-    ----------
-    parts : list
-        The tensors of a state, in the order in which they are taken.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If it does not go on after its states as if it had read all, or its cache holds anything else.
+    No table of families: which tensors (`parts`) there are is seen in the model's own cache, and that it goes on after a restored
+    one as if it had read all itself is tried when this is made; `UnsupportedModelError` if it does not.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -13,16 +13,13 @@ from transformers import GenerationConfig
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer, Ending
 from cacheblend_rag.config import did_you_mean
-from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.report import CallReport
 
 __all__ = [
     "Call",
     "DecodingFields",
     "checked_options",
-    "chosen_engine",
     "explain",
     "generation_options",
     "info_of",
@@ -92,23 +89,6 @@ def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         raise ConfigError(explain(error)) from error
     return dict(given) | {name: getattr(fields, name) for name in named}
-
-
-def chosen_engine(engine: Any, server: str | None) -> Engine:
-    """Return the engine that is given, or that of the server whose address is given; `ConfigError` if it is not one of both."""
-    if engine is not None and server is not None:
-        raise ConfigError("engine and server are both given; give only one of them")
-    if server is not None:
-        with needs_extra("serve", "server="):
-            from cacheblend_serve.client.engine import served_engine
-
-        return served_engine(server)
-    if not isinstance(engine, Engine):
-        raise ConfigError(
-            f"engine is a {type(engine).__name__}, not an engine; give that of the model, llm.engine, or server=, the address of "
-            "one"
-        )
-    return engine
 
 
 def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -317,7 +317,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         return super()._identifying_params | {name: getattr(self, name) for name in VARIABLES}
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        # What the inherited method makes of an object with a ready-made engine does not tell engines apart.
+        # In the inherited one the stop strings of a call, given or not, stand in the place of this object's.
         stop = stop if stop is not None else self.stop
         asked = {name: value for name, value in kwargs.items() if name != "timeout"}
         return str(sorted((self._identifying_params | asked | {"stop": stop, "_type": self._llm_type}).items()))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
+from cacheblend_rag import BlendConfig, BlendPrompt, EngineConfig
 from cacheblend_rag.chat.answer import Answer, Deadline, Ending, ModelCall
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
+from cacheblend_rag.chat.engines import model_engine
 from cacheblend_rag.chat.finder import HEAD_CHARS
-from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
@@ -27,7 +26,6 @@ from langchain_cacheblend.calls import (
     Call,
     DecodingFields,
     checked_options,
-    chosen_engine,
     explain,
     generation_options,
 )
@@ -48,7 +46,7 @@ class BlendModel(DecodingFields):
     ----------
     model : str, optional
         A Hugging Face id, a folder, or a GGUF file.
-    engine : BlendEngine or ServedEngine, optional
+    engine : BlendEngine or ServedEngine, or a model that has one, optional
         A ready-made engine instead of `model`, which may then be omitted or must be the engine's own.
     server : str, optional
         The address of a server (`cacheblend-rag serve`) whose engine answers, instead of `model`; its key is taken from
@@ -58,9 +56,9 @@ class BlendModel(DecodingFields):
     model_kwargs : dict, optional
         With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``;
         of a GGUF file options of llama.cpp, for example ``n_ctx``.
-    engine_config : EngineConfig or mapping, optional
+    engine_config : EngineConfig, optional
         With `model`: the settings of its engine; the `separator` is a blank line unless another is given.
-    blend_config : BlendConfig or mapping, optional
+    blend_config : BlendConfig, optional
         How this object's prompts are blended; by default as the engine is set.
     max_tokens, temperature, top_p, top_k : optional
         Generation options under LangChain's names; a temperature of 0 decodes greedily. By default the model's own.
@@ -86,25 +84,22 @@ class BlendModel(DecodingFields):
 
     model: str
     engine: Engine = Field(exclude=True, repr=False)
-    engine_config: EngineConfig | None = None
     blend_config: BlendConfig | None = None
     generation_kwargs: dict[str, Any] = Field(default_factory=dict)
     min_chunk_chars: int = Field(default=HEAD_CHARS, ge=HEAD_CHARS)
     max_retries: int | None = Field(default=None, ge=0, exclude=True, repr=False)
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
 
-    # How the engine was loaded, where this object did it.
-    _loaded: dict[str, Any] | None = PrivateAttr(default=None)
     _catalog: ChunkCatalog = PrivateAttr()
 
     def __init__(
         self,
         *,
         model: str | Path | None = None,
-        engine: Engine | None = None,
+        engine: Any = None,
         server: str | None = None,
-        engine_config: EngineConfig | Mapping[str, Any] | None = None,
-        blend_config: BlendConfig | Mapping[str, Any] | None = None,
+        engine_config: EngineConfig | None = None,
+        blend_config: BlendConfig | None = None,
         store: Any = None,
         model_kwargs: dict[str, Any] | None = None,
         **fields: Any,
@@ -118,36 +113,20 @@ class BlendModel(DecodingFields):
                 "into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
             )
         generation_options(fields.get("generation_kwargs") or {})
-        blend, config = _settings(blend_config, BlendConfig), _settings(engine_config, EngineConfig)
+        blend = None if blend_config is None else BlendConfig.of(blend_config)
         loads = engine is None and server is None
-        if loads:
-            if model is None:
-                raise ConfigError(
-                    "name a model (a Hugging Face id, a folder or a GGUF file), or give a ready-made engine or the address "
-                    "of a server"
-                )
-            loaded_with = EngineConfig.of(config)
-            if "separator" not in loaded_with.model_fields_set:
-                loaded_with = loaded_with.replace(separator=BLANK_LINE)
-            engine = BlendEngine.from_pretrained(
-                model, config=loaded_with, blend=blend, store=store, **(model_kwargs or {})
-            )
-        else:
-            if store is not None or model_kwargs or config is not None:
-                raise ConfigError(
-                    "store, engine_config and model_kwargs apply when a model is loaded; a ready-made engine has them already"
-                )
-            engine = chosen_engine(engine, server)
-        if model is not None and not engine.is_called(str(model)):
-            raise ConfigError(
-                f"model={str(model)!r} is not {engine.model_name!r}, the model of the given engine, which would answer "
-                "under that name; leave model out, or make one object per model and choose by configurable_alternatives"
-            )
+        engine = model_engine(
+            model,
+            engine,
+            server,
+            engine_config=engine_config,
+            blend_config=blend,
+            store=store,
+            model_kwargs=model_kwargs,
+        )
         name = engine.model_name if model is None else str(model)
         try:
-            super().__init__(  # type: ignore[call-arg]
-                model=name, engine=engine, engine_config=config, blend_config=blend, **fields
-            )
+            super().__init__(model=name, engine=engine, blend_config=blend, **fields)  # type: ignore[call-arg]
         except (ConfigError, ValidationError) as error:
             if loads:
                 engine.close()
@@ -155,10 +134,6 @@ class BlendModel(DecodingFields):
                 raise
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from error
         self._catalog = catalog_of(engine)
-        if loads:
-            self._loaded = {"store": str(store) if isinstance(store, Path) else store, "model_kwargs": model_kwargs}
-        elif server is not None:
-            self._loaded = {"server": server}
 
     # What is asked
 
@@ -172,7 +147,7 @@ class BlendModel(DecodingFields):
         """Merge the options of this object and of one call, which wins; `thinking` says how thoughts are told from the answer."""
         given = checked_options({**kwargs, "stop": stop})
         asked = given.pop("blend_config", None)
-        blend = self.blend_config if asked is None else _settings(asked, BlendConfig)
+        blend = self.blend_config if asked is None else BlendConfig.of(asked)
         model = given.pop("model", None)
         if model is not None and model != self.model:
             raise ConfigError(
@@ -269,38 +244,3 @@ class BlendModel(DecodingFields):
         if self.custom_get_token_ids is not None:  # type: ignore[attr-defined]  # a field of LangChain's classes
             return list(self.custom_get_token_ids(text))  # type: ignore[attr-defined]
         return list(self.engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    # Serialisation
-
-    @classmethod
-    def is_lc_serializable(cls) -> bool:
-        """Return True: an object that was made with a model's name can be written down; `to_json` says when not."""
-        return True
-
-    def to_json(self) -> Any:
-        """Return how this object was made, so that LangChain's ``load`` can make one like it, loading the model again.
-
-        An object around a ready-made engine, a store object or options that are not plain values cannot be serialised, and says
-        so. The address of a remote tier is left out, since it may hold a password; the environment provides it.
-        """
-        try:
-            loaded = json.loads(json.dumps(self._loaded))
-        except TypeError:
-            loaded = None
-        if loaded is None:
-            return self.to_json_not_implemented()  # type: ignore[attr-defined]
-        written = super().to_json()  # type: ignore[misc]
-        kwargs = written["kwargs"]
-        for name in ("engine_config", "blend_config"):
-            kwargs.pop(name, None)
-            if (settings := getattr(self, name)) is not None:
-                kwargs[name] = settings.model_dump(mode="json", exclude_unset=True, exclude=_SECRET)
-        kwargs |= {name: value for name, value in loaded.items() if value}
-        return written
-
-
-_Settings = TypeVar("_Settings", BlendConfig, EngineConfig)
-
-
-def _settings(given: _Settings | Mapping[str, Any] | None, kind: type[_Settings]) -> _Settings | None:
-    return kind(**given) if isinstance(given, Mapping) else None if given is None else kind.of(given)

@@ -13,10 +13,10 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag import Chunk
+from cacheblend_rag.chat.engines import given_engine
 from cacheblend_rag.chunk import document_name
 from cacheblend_rag.engine import AddJob, AddResult, Engine, add_or_forget
 from cacheblend_rag.errors import ConfigError, PromptError
-from langchain_cacheblend.calls import chosen_engine
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.places import Places
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
@@ -40,7 +40,7 @@ class BlendVectorStore(SearchesInner):
     ----------
     inner : VectorStore
         Your store: Chroma, FAISS or any other.
-    engine : BlendEngine or ServedEngine
+    engine : BlendEngine or ServedEngine, or a model that has one
         The engine of the model that will read the documents, as in ``llm.engine``.
     server : str, optional
         The address of a server whose engine it is, instead of `engine`.
@@ -73,7 +73,7 @@ class BlendVectorStore(SearchesInner):
             raise ConfigError(
                 "inner is a BlendVectorStore already; use it as it is, or wrap what is in it: BlendVectorStore(store.inner, ...)"
             )
-        self.engine = engine = chosen_engine(engine, server)
+        self.engine = engine = given_engine(engine, server)
         self.background = background
         self._inventory = Inventory(inner)
         self._places = Places(inner, engine, name, boundary)
@@ -153,7 +153,7 @@ class BlendVectorStore(SearchesInner):
                 f"inner={inner!r:.60} is not the class of a vector store, as Chroma; wrap a store that is there already: "
                 "BlendVectorStore(store, engine=...)"
             )
-        engine = chosen_engine(engine, kwargs.pop("server", None))
+        engine = given_engine(engine, kwargs.pop("server", None))
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         given = [id or str(uuid.uuid4()) for id in ids or [""] * len(texts)]
         made = inner.from_texts(texts, embedding, metadatas, ids=given, **kwargs)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ __all__ = ["estimate", "warm"]
 
 
 def warm(
-    store: BlendVectorStore,
+    vector_store: BlendVectorStore,
     text_of: Callable[[Document], str] | None = None,
     *,
     ids: Sequence[str] | None = None,
@@ -29,7 +29,7 @@ def warm(
 
     Parameters
     ----------
-    store : BlendVectorStore
+    vector_store : BlendVectorStore
         The store; with ``background=True`` the documents are encoded in the background.
     text_of : callable, optional
         Gives the text that the model will see for a document, if that is not its ``page_content``.
@@ -43,21 +43,21 @@ def warm(
     AddResult or AddJob
         What was done; in the background, a job that reports it. `ConfigError` if documents cannot be listed, or have no ids.
     """
-    _check(store, "warm")
-    documents = store._inventory.documents(ids)
+    _check(vector_store, "warm")
+    documents = vector_store._inventory.documents(ids)
     nameless = sum(not document.id for document in documents)
     if nameless:
         raise ConfigError(
-            f"{nameless} of the {len(documents)} documents of this {type(store.inner).__name__} have no id, so their chunks "
-            "cannot be named; add them again with ids"
+            f"{nameless} of the {len(documents)} documents of this {type(vector_store.inner).__name__} have no id, so their "
+            "chunks cannot be named; add them again with ids"
         )
     texts = [document.page_content if text_of is None else text_of(document) for document in documents]
     metadatas = [document.metadata for document in documents]
-    return store.encode([str(document.id) for document in documents], texts, metadatas, progress)
+    return vector_store.encode([str(document.id) for document in documents], texts, metadatas, progress)
 
 
 def estimate(
-    store: BlendVectorStore,
+    vector_store: BlendVectorStore,
     documents: Iterable[Document] | None = None,
     text_of: Callable[[Document], str] | None = None,
 ) -> WarmEstimate:
@@ -67,7 +67,7 @@ def estimate(
 
     Parameters
     ----------
-    store : BlendVectorStore
+    vector_store : BlendVectorStore
         The store.
     documents : iterable of Document, optional
         What would be added, split as it would be; by default what the store has already, as for `warm`.
@@ -80,11 +80,11 @@ def estimate(
         What is not encoded yet: its `chunks` and `tokens`, and what they would take, `ram_bytes`, `disk_bytes` and `seconds`
         (embedding them not counted).
     """
-    _check(store, "estimate")
-    given = list(store._inventory.documents() if documents is None else documents)
+    _check(vector_store, "estimate")
+    given = list(vector_store._inventory.documents() if documents is None else documents)
     ids = [document.id or str(uuid.uuid4()) for document in given]
     texts = [document.page_content if text_of is None else text_of(document) for document in given]
-    return store.engine.estimate(store._chunks(ids, texts, [document.metadata for document in given]))
+    return vector_store.engine.estimate(vector_store._chunks(ids, texts, [document.metadata for document in given]))
 
 
 def _check(store: Any, caller: str) -> None:

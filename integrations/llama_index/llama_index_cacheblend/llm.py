@@ -31,13 +31,13 @@ from llama_index.core.types import BaseOutputParser
 from pydantic.json_schema import SkipJsonSchema
 
 from cacheblend_rag.chat.answer import Ending, ModelCall
+from cacheblend_rag.chat.engines import given_engine, model_engine
 from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
 from cacheblend_rag.chat.render import VARIABLES, template_variables
-from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, carried_prompt
+from cacheblend_rag.chunk import BlendPrompt, carried_prompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.engine import BlendEngine, BlendStream, Engine
+from cacheblend_rag.engine import BlendStream, Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lexer import lexer_of
 from llama_index_cacheblend.messages import (
     aresponses,
@@ -68,24 +68,22 @@ class BlendLLM(JSONAnswers):
 
     Parameters
     ----------
-    model : str, Path or PreTrainedModel, optional
-        A Hugging Face id, a folder, a GGUF file, or a model object.
-    tokenizer : Any, optional
-        The tokenizer of a model object.
-    engine : BlendEngine or ServedEngine or BlendLLM, optional
-        An engine to share, instead of `model`.
+    model : str or Path, optional
+        A Hugging Face id, a folder, or a GGUF file.
+    engine : BlendEngine or ServedEngine, or a model that has one, optional
+        A ready-made engine instead of `model`, which may then be omitted or must be the engine's own.
     server : str, optional
         The address of a server (`cacheblend-rag serve`) whose engine answers, instead of `model`; its key is taken from
         ``CACHEBLEND_SERVER_KEY``.
-    config : EngineConfig, optional
-        The engine's settings; by default those of the environment.
+    engine_config : EngineConfig, optional
+        With `model`: the settings of its engine; the `separator` is a blank line unless another is given.
     blend_config : BlendConfig, optional
-        How its prompts are blended; by default the environment's settings.
-    store : KVStore, str, Path or None
-        Where KV is kept: a folder, your own store, or None for this process's RAM.
+        How this object's prompts are blended; by default as the engine is set.
+    store : KVStore, str or Path, optional
+        With `model`: where KV is kept, for example a folder; by default this process's RAM.
     model_kwargs : dict, optional
-        Passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``; of a GGUF file
-        options of llama.cpp, for example ``n_ctx``.
+        With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``;
+        of a GGUF file options of llama.cpp, for example ``n_ctx``.
     model_name : str, optional
         What the model is called in logs.
     temperature : float
@@ -118,17 +116,17 @@ class BlendLLM(JSONAnswers):
     generation_kwargs: dict[str, Any] = Field(description="Further options of transformers' generate.")
     chat_template_kwargs: dict[str, Any] = Field(description="Variables of the chat template.")
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
+    blend_config: SkipJsonSchema[BlendConfig | None] = Field(description="How its prompts are blended.")
 
     engine: SkipJsonSchema[Engine] = Field(exclude=True, repr=False, description="The engine that computes.")
 
     def __init__(
         self,
-        model: Any = None,
+        model: str | Path | None = None,
         *,
-        tokenizer: Any = None,
-        engine: Engine | BlendLLM | None = None,
+        engine: Any = None,
         server: str | None = None,
-        config: EngineConfig | None = None,
+        engine_config: EngineConfig | None = None,
         blend_config: BlendConfig | None = None,
         store: Any = None,
         model_kwargs: dict[str, Any] | None = None,
@@ -150,8 +148,15 @@ class BlendLLM(JSONAnswers):
         _, stops = _decoding_options(temperature, stop, generation_kwargs or {})
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number from 1 upwards")
-        computing = _make_engine(
-            model, engine, server, tokenizer, model_kwargs, config=config, blend=blend_config, store=store
+        blend = None if blend_config is None else BlendConfig.of(blend_config)
+        computing = model_engine(
+            model,
+            engine,
+            server,
+            engine_config=engine_config,
+            blend_config=blend,
+            store=store,
+            model_kwargs=model_kwargs,
         )
         chat = bool(getattr(computing.tokenizer, "chat_template", None))
         given = dict(zip(VARIABLES, (chat_template_kwargs, enable_thinking, reasoning_effort), strict=True))
@@ -169,6 +174,7 @@ class BlendLLM(JSONAnswers):
             "generation_kwargs": generation_kwargs or {},
             "chat_template_kwargs": variables,
             "is_chat_model": chat if is_chat_model is None else is_chat_model,
+            "blend_config": blend,
             "system_prompt": system_prompt,
             "messages_to_prompt": write,
             "completion_to_prompt": completion_to_prompt,
@@ -298,7 +304,7 @@ class BlendLLM(JSONAnswers):
                 f"{', '.join(variables)} set variables of the chat template, which does not write this prompt; give them to "
                 "chat, or to BlendLLM"
             )
-        asked = {"prompt": prompt, "blend": others.pop("blend_config", None)}
+        asked = {"prompt": prompt, "blend": others.pop("blend_config", self.blend_config)}
         output_cls = others.pop("output_cls", None)
         asked["max_new_tokens"] = others.pop("max_new_tokens", self.max_new_tokens)
         temperature, stop = others.pop("temperature", self.temperature), others.pop("stop", self.stop)
@@ -356,55 +362,6 @@ def blend_llm(llm: Any) -> BlendLLM:
 
 
 def find_engine(engine: Any, server: str | None = None) -> Engine:
-    """Return the engine that an argument named ``engine`` means: an engine, or what has one; None for that of ``Settings.llm``.
-
-    With the address of a server instead it is that server's. `ConfigError` if it is none, or both are given.
-    """
-    if server is not None:
-        if engine is not None:
-            raise ConfigError("engine and server are both given; give only one of them")
-        with needs_extra("serve", "server="):
-            from cacheblend_serve.client.engine import served_engine
-
-        return served_engine(server)
+    """Return the engine that arguments of these names mean, by default that of ``Settings.llm``."""
     # `Settings.llm` would make a default model where none is set.
-    given = Settings._llm if engine is None else engine
-    found = given if isinstance(given, Engine) else getattr(given, "engine", None)
-    if not isinstance(found, Engine):
-        what = "no engine is given" if engine is None else f"a {type(engine).__name__} computes no KV"
-        raise ConfigError(f"{what}; pass engine=llm.engine, or set Settings.llm to a BlendLLM")
-    return found
-
-
-def _make_engine(
-    model: Any, engine: Any, server: str | None, tokenizer: Any, model_kwargs: dict[str, Any] | None, **settings: Any
-) -> Engine:
-    """Return the engine that the arguments of `BlendLLM` describe; `settings` are its config, blend and store.
-
-    If the settings do not give the separator, it is what LlamaIndex's prompts put between nodes.
-    """
-    if sum(each is not None for each in (model, engine, server)) != 1:
-        raise ConfigError(
-            "give BlendLLM either a model (a Hugging Face id, a folder, a GGUF file, or an object), or an engine, or the address "
-            "of a server"
-        )
-    if model is None:
-        if any(each is not None for each in (tokenizer, model_kwargs, *settings.values())):
-            raise ConfigError(
-                "config, blend_config, store, tokenizer and model_kwargs belong to the engine: pass them where it is made, not "
-                "beside engine or server (a blend_config also to BlendSynthesizer, for its questions alone)"
-            )
-        return find_engine(engine, server)
-    config = EngineConfig.of(settings["config"])
-    if "separator" not in config.model_fields_set:
-        config = config.replace(separator=BLANK_LINE)
-    settings["config"] = config
-    is_named = isinstance(model, str | Path)
-    if is_named == (tokenizer is not None) or (model_kwargs is not None and not is_named):
-        raise ConfigError(
-            f"the model is a {type(model).__name__}: the name of one brings its tokenizer, and takes model_kwargs; an object is "
-            "loaded already, and needs tokenizer"
-        )
-    if is_named:
-        return BlendEngine.from_pretrained(model, **settings, **(model_kwargs or {}))
-    return BlendEngine(model, tokenizer, **settings)
+    return given_engine(Settings._llm if engine is None and server is None else engine, server)

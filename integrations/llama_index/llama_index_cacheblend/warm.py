@@ -73,7 +73,7 @@ def warm_index(
 
 
 def estimate(
-    store: BaseIndex[Any] | BlendVectorStore,
+    index: BaseIndex[Any] | BlendVectorStore,
     nodes: Sequence[BaseNode] | None = None,
     *,
     engine: Engine | BlendLLM | None = None,
@@ -85,7 +85,7 @@ def estimate(
 
     Parameters
     ----------
-    store : BaseIndex or BlendVectorStore
+    index : BaseIndex or BlendVectorStore
         An index, with a `BlendVectorStore` or without one, or such a store.
     nodes : sequence of BaseNode, optional
         Nodes that would be added; by default what is there already, as for `warm_index`.
@@ -98,8 +98,8 @@ def estimate(
         What is not encoded yet: its `chunks` and `tokens`, and what they would take, `ram_bytes`, `disk_bytes` and `seconds`
         (embedding them not counted).
     """
-    found = _nodes_of(store) if nodes is None else nodes
-    return _encoder_of(store, text_of, engine).estimate(found)
+    found = _nodes_of(index) if nodes is None else nodes
+    return _encoder_of(index, text_of, engine).estimate(found)
 
 
 def _store_of(source: BaseIndex[Any] | BlendVectorStore) -> BasePydanticVectorStore | None:

@@ -54,7 +54,7 @@ async def test_all_forms_say_what_generate_says_and_what_llama_index_says(
     kind: str, form: str, llm: BlendLLM, index: VectorStoreIndex, events: EventLog
 ) -> None:
     full = llm.engine.blend.replace(recompute_ratio=1.0)
-    llm = BlendLLM(engine=llm, max_new_tokens=8, generation_kwargs={"blend_config": full})
+    llm = BlendLLM(engine=llm, max_new_tokens=8, blend_config=full)
     ours, theirs = ENGINES[kind]
     retriever = index.as_retriever(similarity_top_k=3)
     chat, unblended = ours.from_defaults(retriever, llm=llm), theirs.from_defaults(retriever, llm=llm)

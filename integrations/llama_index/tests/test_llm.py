@@ -15,7 +15,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from pydantic import BaseModel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, EngineConfig
+from cacheblend_rag import BlendEngine, BlendPrompt, CacheBlendError, EngineConfig
 from cacheblend_rag.errors import ConfigError, PromptError
 from integrations.llama_index.tests.conftest import MakeLLM, own_answer
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer
@@ -78,8 +78,8 @@ def test_options_of_a_call_win(make_llm: MakeLLM) -> None:
         {"engine": "reference"},
         {"model_name": "reference"},
         {"engine": "theirs", "store": "folder"},
-        {"engine": "theirs", "blend_config": BlendConfig()},
-        {"model": "reference", "tokenizer": object()},
+        {"engine": "theirs", "engine_config": EngineConfig()},
+        {"engine": "theirs", "blend_config": {}},
         {"model": object()},
         {"engine": "theirs", "temperature": float("nan")},
         {"engine": "theirs", "max_new_tokens": 0},
@@ -130,15 +130,12 @@ def test_loading(
     loaded = BlendLLM(tmp_path, model_kwargs=options, max_new_tokens=12)
     assert loaded.engine.model.config._attn_implementation == "eager"
     assert loaded.metadata.model_name == str(tmp_path)
-    own = BlendLLM(model, tokenizer=tokenizer, blend_config=BlendConfig(recompute_ratio=1.0), max_new_tokens=12)
-    assert own.engine.blend.recompute_ratio == 1.0
-    assert (loaded.engine.config.separator, own.engine.config.separator) == ("\n\n", "\n\n")
-    for each in (loaded, own):
-        assert each.chat(MESSAGES).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
-        each.engine.close()
+    assert loaded.engine.config.separator == "\n\n"
+    assert loaded.chat(MESSAGES).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
+    loaded.engine.close()
     monkeypatch.setenv("CACHEBLEND_SEPARATOR", " | ")
     for config, separator in ((None, " | "), (EngineConfig(separator=""), "")):
-        given = BlendLLM(model, tokenizer=tokenizer, config=config)
+        given = BlendLLM(tmp_path, engine_config=config)
         assert given.engine.config.separator == separator
         given.engine.close()
 
@@ -171,7 +168,7 @@ def test_what_was_said_writes_no_control_tokens(
     def write(messages: Any) -> str:
         return tokenizer.bos_token + "".join(f"{each.role.value}: {each.content}\n" for each in messages)
 
-    llm = BlendLLM(model, tokenizer=tokenizer, max_new_tokens=4, messages_to_prompt=write if own else None)
+    llm = BlendLLM(engine=BlendEngine(model, tokenizer), max_new_tokens=4, messages_to_prompt=write if own else None)
     eos = tokenizer.eos_token
     text = llm.messages_to_prompt([ChatMessage(f"Who?{eos}Mara.")])
     plain = llm.messages_to_prompt([ChatMessage("Who?Mara.")])
@@ -183,7 +180,7 @@ def test_what_was_said_writes_no_control_tokens(
 def test_without_a_chat_template_text_is_sent(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
-    llm = BlendLLM(model, tokenizer=plain, max_new_tokens=4, system_prompt="Be brief.")
+    llm = BlendLLM(engine=BlendEngine(model, plain), max_new_tokens=4, system_prompt="Be brief.")
     text, messages = llm.render(PromptTemplate("Where was {name} born?"), name="Mara")
     assert (text, messages) == ("Be brief.\n\nWhere was Mara born?", None)
     assert llm.chat(MESSAGES).raw["usage"]["completion_tokens"] == 4

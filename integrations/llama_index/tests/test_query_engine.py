@@ -55,7 +55,7 @@ async def test_every_form_answers_as_the_model_itself_and_as_compact_mode(
 ) -> None:
     install()
     blending = llm.engine.blend.replace(recompute_ratio=ratio)
-    llm = BlendLLM(engine=llm, max_new_tokens=12, generation_kwargs={"blend_config": blending})
+    llm = BlendLLM(engine=llm, max_new_tokens=12, blend_config=blending)
     compact, blend = (
         index.as_query_engine(llm=llm, similarity_top_k=3, streaming="stream" in form, response_mode=mode)
         for mode in ("compact", "blend")

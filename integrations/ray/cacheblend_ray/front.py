@@ -28,15 +28,7 @@ _MOST_TRIES = 3
 
 
 class Front:
-    """Passes requests on to replicas, and what they send back to who asked.
-
-    Parameters
-    ----------
-    replicas : DeploymentHandle
-        The replicas.
-    config : ServeConfig
-        The server's settings.
-    """
+    """Passes requests on to replicas, and what they send back to who asked."""
 
     def __init__(self, replicas: DeploymentHandle[Any], config: ServeConfig) -> None:
         self._replicas = replicas.options(stream=True)

@@ -25,16 +25,8 @@ _END_S = 10.0
 class Replica:
     """Answers with an engine in RAM and a folder of its own, over the tier that all replicas share.
 
-    It is there once its engine is, and the model's KV has passed its check.
-
-    Parameters
-    ----------
-    backend : str or None
-        What answers.
-    wanted : Wanted
-        The model and its settings; the store is the folder that has those of all replicas of a machine.
-    config : ServeConfig
-        The server's settings.
+    It is there once its engine is, and the model's KV has passed its check. The folder that is wanted as store has those of all
+    replicas of a machine.
     """
 
     def __init__(self, backend: str | None, wanted: Wanted, config: ServeConfig) -> None:

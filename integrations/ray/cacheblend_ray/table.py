@@ -145,17 +145,8 @@ class Session:
 class NameTable:
     """Documents, and chunks of none, each of which changes as a whole; a change of several is one step for all readers.
 
-    Nothing is connected to before it is used. `session` raises `RemoteUnavailableError` where the database is out of reach.
-
-    Parameters
-    ----------
-    url : str
-        As SQLAlchemy reads it: ``postgresql+psycopg://user:password@host/database``, or ``sqlite:////folder/names.sqlite``.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither, or the driver is not installed.
+    Nothing is connected to before it is used. `session` raises `RemoteUnavailableError` where the database is out of reach. The
+    URL is as SQLAlchemy reads it: ``postgresql+psycopg://user:password@host/database``, or ``sqlite:////folder/names.sqlite``.
     """
 
     def __init__(self, url: str) -> None:

@@ -182,18 +182,7 @@ def _checked(source: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Warmer:
-    """Encodes documents, for `Dataset.map_batches`; a batch is answered when all of its KV is where others find it.
-
-    Parameters
-    ----------
-    model, store, config, chunk_tokens
-        As of `warm`.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model's KV cannot be blended.
-    """
+    """Encodes documents, for `Dataset.map_batches`; a batch is answered when all of its KV is where others find it."""
 
     def __init__(self, model: str, store: str | Path | None, config: EngineConfig, chunk_tokens: int = 256) -> None:
         self._engine = BlendEngine.from_pretrained(model, store=store and Path(store), config=config)

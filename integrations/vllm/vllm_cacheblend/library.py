@@ -97,20 +97,8 @@ class _NoLock(Scheduler):
 class VLLMLibrary(ChunkLibrary):
     """Names, encodes and stores chunks for vLLM, which computes their KV itself; a context manager.
 
-    Parameters
-    ----------
-    card : ModelCard
-        What `BlendEngine.card` returned of the model, on any machine.
-    tokenizer : Any
-        Its tokenizer.
-    store : KVStore
-        The store that vLLM was told of, in a folder; who opened it closes it.
-    warm : Warm
-        Asks vLLM to compute prompts.
-    config : EngineConfig, optional
-        The settings; by default those of the environment.
-    num_embeddings : int, optional
-        How many tokens the model knows, from 0 on; by default as many as its tokenizer. Any other ends vLLM.
+    The store is the folder that vLLM was told of, and who opened it closes it. Of tokens the model knows `num_embeddings`, from 0
+    on, by default as many as its tokenizer; any other ends vLLM.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import (
     EmbeddingOption,
     JsonOption,
+    LibraryOption,
     SelectorOption,
     StoredModelOption,
-    StoreOption,
     in_a_folder,
 )
 from cacheblend_rag.cli.output import console, progress_bar, say_seconds, show_table, write_json
@@ -83,7 +83,7 @@ def calibrate(
             help="The YAML settings file to read, and to write the result to; created if missing.",
         ),
     ] = Path("blend.yaml"),
-    store: StoreOption = Path(".cacheblend"),
+    store: LibraryOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[

@@ -9,11 +9,11 @@ import typer
 
 from cacheblend_rag.cli.options import (
     AnswerTokensOption,
+    LibraryOption,
     QuestionArgument,
     RatioOption,
     SelectorOption,
     StoredModelOption,
-    StoreOption,
     TopKOption,
     output_option,
 )
@@ -26,7 +26,7 @@ __all__ = ["inspect"]
 
 def inspect(
     question: QuestionArgument,
-    store: StoreOption = Path(".cacheblend"),
+    store: LibraryOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     top_k: TopKOption = 6,
     ratio: RatioOption = None,

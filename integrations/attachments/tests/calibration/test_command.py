@@ -41,9 +41,9 @@ def test_from_documents(calibrate: Any, documents: Path, model_folder: Path, tmp
 
 def test_what_was_warmed(calibrate: Any, run: Command, documents: Path, model_folder: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    run("warm", documents, "--store", store, "--model", model_folder, "--chunk-tokens", "40")
+    run("warm", documents, "--library", store, "--model", model_folder, "--chunk-tokens", "40")
     (tmp_path / "blend.yaml").write_text("recompute_ratio: 0.5\nenabled: false\n")
-    _, config = calibrate("--store", store, "--ratios", "0.999", "--selector", "random")
+    _, config = calibrate("--library", store, "--ratios", "0.999", "--selector", "random")
     assert config.read_text() == "recompute_ratio: 0.999\nenabled: true\nselector: random\n"
     run("store", "check", "--store", store)
 
