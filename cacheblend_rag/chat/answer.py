@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,10 @@ from transformers import StoppingCriteria
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import Engine, GenerationResult, StopStrings
+from cacheblend_rag.engine import BlendStream, Engine, GenerationResult, StopStrings
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.stops import cut_at_stop
+from cacheblend_rag.stops import StopCutter, acut_pieces, cut_at_stop, cut_pieces
 from cacheblend_rag.thoughts import Thinking
 
 __all__ = ["Answer", "Deadline", "Ending", "ModelCall", "calls_made"]
@@ -92,6 +92,7 @@ class Answer:
     # What was thought before it, which is no part of the text.
     thoughts: str = ""
     reasoning_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
 
     @property
     def cached_tokens(self) -> int:
@@ -124,4 +125,22 @@ class Ending:
         text = cut_at_stop(words, self.stop)
         reason = "stop" if len(text) < len(words) else result.finish_reason
         tokens = 0 if self.thinking is None else min(len(self.thinking.read(thoughts)), result.report.output_tokens)
-        return Answer(text, reason, result.report, thoughts, tokens)
+        return Answer(text, reason, result.report, thoughts, tokens, result.token_ids)
+
+    def pieces(self, stream: BlendStream) -> Generator[str | Answer, None, None]:
+        """Yield an answer as it is written, thoughts as `Thought`, up to the first stop string, and at its end all of it."""
+        try:
+            yield from cut_pieces(stream, StopCutter(self.stop, self.thinking))
+            yield self.read(stream.result())
+        finally:
+            stream.close()
+
+    async def apieces(self, stream: BlendStream) -> AsyncGenerator[str | Answer, None]:
+        """Async version of `pieces`; the generation ends soon after reading stops."""
+        try:
+            async with aclosing(acut_pieces(stream, StopCutter(self.stop, self.thinking))) as pieces:
+                async for piece in pieces:
+                    yield piece
+            yield self.read(await stream.aresult())
+        finally:
+            stream.close()

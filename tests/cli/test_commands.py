@@ -74,6 +74,6 @@ def test_a_mistake_is_said_in_one_line(
 
 def test_bad_environment(documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "nan")
-    result = run("warm", documents, "--model", "reference", "--store", tmp_path / "store", code=2)
+    result = run("warm", documents, "--model", "reference", "--library", tmp_path / "store", code=2)
     assert "recompute_ratio" in result.stderr
     assert len(result.stderr.splitlines()) == 1

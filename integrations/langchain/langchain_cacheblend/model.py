@@ -20,7 +20,6 @@ from cacheblend_rag.chat.finder import HEAD_CHARS
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.stops import StopCutter, acut_pieces, cut_pieces
 from cacheblend_rag.thoughts import Thinking
 from langchain_cacheblend.calls import (
     Call,
@@ -193,24 +192,14 @@ class BlendModel(DecodingFields):
 
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
         """Yield the answer piece by piece, thoughts as `Thought`, and at the end the whole of it."""
-        stream = self.engine.stream(call.prompt, **call.options)
-        try:
-            yield from cut_pieces(stream, StopCutter(call.ending.stop, call.ending.thinking))
-            yield call.ending.read(stream.result())
-        finally:
-            stream.close()
+        yield from call.ending.pieces(self.engine.stream(call.prompt, **call.options))
 
     async def _apieces(self, make_call: Callable[[], Call]) -> AsyncIterator[str | Answer]:
         call = await run_in_executor(None, make_call)
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
-        try:
-            cutter = StopCutter(call.ending.stop, call.ending.thinking)
-            async with aclosing(acut_pieces(stream, cutter)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            yield call.ending.read(await stream.aresult())
-        finally:
-            stream.close()
+        async with aclosing(call.ending.apieces(stream)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> BlendModel:
         """Return a model with its own settings; the engine, which is the model itself, is shared."""

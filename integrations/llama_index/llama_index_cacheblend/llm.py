@@ -45,8 +45,8 @@ from llama_index_cacheblend.messages import (
     as_completion,
     render_messages,
     responses,
+    said_at_once,
     said_messages,
-    whole,
 )
 from llama_index_cacheblend.structured import JSONAnswers
 
@@ -242,13 +242,13 @@ class BlendLLM(JSONAnswers):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Continue `prompt`, which is given to the model unchanged, after a BOS; it may write control tokens."""
         arguments, ending = self._request(self._worded(prompt, formatted), kwargs)
-        return as_completion(whole(self.engine.generate(**arguments), ending))
+        return as_completion(said_at_once(ending.read(self.engine.generate(**arguments)), ending))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer chat messages."""
         arguments, ending = self._request(messages, kwargs)
-        return as_chat(whole(self.engine.generate(**arguments), ending))
+        return as_chat(said_at_once(ending.read(self.engine.generate(**arguments)), ending))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -265,14 +265,14 @@ class BlendLLM(JSONAnswers):
         """Complete asynchronously; see `complete`. Cancelling ends the generation."""
         stream, ending = await self._astream(self._worded(prompt, formatted), kwargs)
         with closing(stream):
-            return as_completion(whole(await stream.aresult(), ending))
+            return as_completion(said_at_once(ending.read(await stream.aresult()), ending))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer asynchronously; see `chat`. Cancelling ends the generation."""
         stream, ending = await self._astream(messages, kwargs)
         with closing(stream):
-            return as_chat(whole(await stream.aresult(), ending))
+            return as_chat(said_at_once(ending.read(await stream.aresult()), ending))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:

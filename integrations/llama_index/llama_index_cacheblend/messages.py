@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,13 +21,12 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from cacheblend_rag.chat.answer import Ending
+from cacheblend_rag.chat.answer import Answer, Ending
 from cacheblend_rag.chat.render import apply_template, past_call, template_variables
-from cacheblend_rag.engine import BlendStream, GenerationResult
+from cacheblend_rag.engine import BlendStream
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import CallReport
-from cacheblend_rag.stops import StopCutter, acut_pieces, cut_pieces
 from cacheblend_rag.thoughts import Thought
 
 __all__ = [
@@ -36,8 +35,8 @@ __all__ = [
     "as_completion",
     "render_messages",
     "responses",
+    "said_at_once",
     "said_messages",
-    "whole",
 ]
 
 # What is no part of what was said: marks for other models' caches, and what an answer referred to.
@@ -54,12 +53,14 @@ class Said:
     thoughts: str = ""
     delta: str | None = None
     thought: str | None = None
-    # What the engine returned, once the answer is whole, and the tokens of the thoughts of a model that thinks.
-    result: GenerationResult | None = None
+    # All of it, once it is whole, and the tokens of the thoughts of a model that thinks.
+    answer: Answer | None = None
     reasoning_tokens: int | None = None
 
-    def more(self, piece: str) -> Said:
-        """Return it with a further piece."""
+    def more(self, piece: str | Answer, ending: Ending) -> Said:
+        """Return it with a further piece; at the end nothing is added."""
+        if isinstance(piece, Answer):
+            return replace(said_at_once(piece, ending), delta="")
         if isinstance(piece, Thought):
             return Said(self.text, self.thoughts + piece, "", str(piece))
         return Said(self.text + piece, self.thoughts, piece)
@@ -148,43 +149,35 @@ def as_chat(said: Said) -> ChatResponse:
 
 def _raw(said: Said) -> dict[str, Any] | None:
     """Return what LlamaIndex keeps as the raw response: token usage, the generated ids, and the blend report."""
-    if said.result is None:
+    if said.answer is None:
         return None
-    report = said.result.report
+    report = said.answer.report
     usage: dict[str, Any] = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.output_tokens}
     usage["total_tokens"] = report.prompt_tokens + report.output_tokens
     if said.reasoning_tokens is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": said.reasoning_tokens}
-    return {"usage": usage, "token_ids": list(said.result.token_ids), "blend": CallReport.of(report)}
+    return {"usage": usage, "token_ids": list(said.answer.token_ids), "blend": CallReport.of(report)}
 
 
-def whole(result: GenerationResult, ending: Ending) -> Said:
-    """Return an answer as it is said at once."""
-    answer = ending.read(result)
+def said_at_once(answer: Answer, ending: Ending) -> Said:
+    """Return a whole answer."""
     tokens = None if ending.thinking is None else answer.reasoning_tokens
-    return Said(answer.text, answer.thoughts, result=result, reasoning_tokens=tokens)
+    return Said(answer.text, answer.thoughts, answer=answer, reasoning_tokens=tokens)
 
 
 def responses(stream: BlendStream, ending: Ending, make: Callable[[Said], R]) -> Generator[R, None, None]:
     """Yield a response for each piece up to the first stop string, and an empty one with the raw response at the end."""
     said = Said()
-    try:
-        for piece in cut_pieces(stream, StopCutter(ending.stop, ending.thinking)):
-            said = said.more(piece)
+    with closing(ending.pieces(stream)) as pieces:
+        for piece in pieces:
+            said = said.more(piece, ending)
             yield make(said)
-    finally:
-        stream.close()
-    yield make(replace(whole(stream.result(), ending), delta=""))
 
 
 async def aresponses(stream: BlendStream, ending: Ending, make: Callable[[Said], R]) -> AsyncGenerator[R, None]:
     """Yield responses asynchronously; see `responses`. The generation ends soon after reading stops."""
     said = Said()
-    try:
-        async with aclosing(acut_pieces(stream, StopCutter(ending.stop, ending.thinking))) as pieces:
-            async for piece in pieces:
-                said = said.more(piece)
-                yield make(said)
-    finally:
-        stream.close()
-    yield make(replace(whole(await stream.aresult(), ending), delta=""))
+    async with aclosing(ending.apieces(stream)) as pieces:
+        async for piece in pieces:
+            said = said.more(piece, ending)
+            yield make(said)

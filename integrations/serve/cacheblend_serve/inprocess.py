@@ -15,7 +15,6 @@ from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary, Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.stops import StopCutter, acut_pieces
 from cacheblend_serve.backend import Asked, Backend, Wanted
 
 __all__ = ["EngineBackend", "open_backend"]
@@ -49,13 +48,9 @@ class EngineBackend(Backend):
         ending = Ending(asked.stop, Deadline(asked.timeout_s), asked.thinking)
         stream = await anyio.to_thread.run_sync(_stream, library, asked, ending)
         shown = Ending((), ending.deadline) if asked.is_raw else ending
-        try:
-            async with aclosing(acut_pieces(stream, StopCutter(shown.stop, shown.thinking))) as pieces:
-                async for piece in pieces:
-                    yield piece
-            yield shown.read(await stream.aresult())
-        finally:
-            stream.close()
+        async with aclosing(shown.apieces(stream)) as pieces:
+            async for piece in pieces:
+                yield piece
 
 
 @contextmanager

@@ -105,7 +105,7 @@ _MessagePart = Annotated[MessageText | MessageRefusal | MessageDocument, Field(d
 class Message(_Sent):
     """A message that is no answer and no tool's result."""
 
-    role: Literal["system", "developer", "user", "function"]
+    role: Literal["system", "developer", "user"]
     content: str | Annotated[list[_MessagePart], Field(max_length=_MOST_PARTS, fail_fast=True)] = ""
     name: str | None = None
     # Evaluation harnesses say of a whole message that it is text.
@@ -138,9 +138,8 @@ class PastCall(_Sent):
     """A tool call in an earlier answer; its place among those of a stream is in what clients put together of it."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
     function: PastFunction
-    index: int = 0
+    usual = {"type": "function", "index": None}
 
 
 class AssistantMessage(Message):
@@ -151,8 +150,6 @@ class AssistantMessage(Message):
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[PastCall] = Field(default=[], max_length=_MOST_TOOLS, fail_fast=True)
-    # As clients wrote a call before there were tools.
-    function_call: PastFunction | None = None
     usual = Message.usual | {"annotations": []}
 
     def turn(self) -> dict[str, Any]:
@@ -161,9 +158,7 @@ class AssistantMessage(Message):
         turn["content"] += [self.refusal] if self.refusal else []
         thoughts = self.reasoning_content if self.reasoning is None else self.reasoning
         turn |= {} if thoughts is None else {"reasoning_content": thoughts}
-        calls = [(call.id, call.function) for call in self.tool_calls]
-        calls = calls or ([] if self.function_call is None else [(None, self.function_call)])
-        said = [past_call(function.name, function.arguments, id) for id, function in calls]
+        said = [past_call(call.function.name, call.function.arguments, call.id) for call in self.tool_calls]
         return turn | ({"tool_calls": said} if said else {})
 
 
