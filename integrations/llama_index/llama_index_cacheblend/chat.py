@@ -41,11 +41,7 @@ class _BlendChat:
     def __init__(
         self, retriever: BaseRetriever, llm: Any, *args: Any, blend_config: BlendConfig | None = None, **kwargs: Any
     ) -> None:
-        model = blend_llm(llm)
-        if blend_config is not None:
-            # A wrong setting is said now and not by the first message.
-            model.engine.check_blend(blend_config)
-        self._blend_config = blend_config
+        model = blend_llm(llm, blend_config)
         if kwargs.get("node_postprocessors") and not isinstance(retriever, BlendRetriever):
             retriever = BlendRetriever(retriever, model)
         super().__init__(retriever, model, *args, **kwargs)  # type: ignore[call-arg]
@@ -73,9 +69,7 @@ class _BlendChat:
         blend_config : BlendConfig, optional
             Blending settings of this chat, instead of the engine's.
         """
-        model = blend_llm(llm)
-        if blend_config is not None:
-            model.engine.check_blend(blend_config)
+        model = blend_llm(llm, blend_config)
         if memory is None:
             window = model.metadata.context_window
             memory = Memory.from_defaults(
@@ -83,9 +77,7 @@ class _BlendChat:
                 token_limit=max(window - 256, window // 2),
                 tokenizer_fn=model.engine.tokenizer.encode,
             )
-        made = super().from_defaults(retriever, chat_history=chat_history, memory=memory, llm=model, **kwargs)  # type: ignore[misc]
-        made._blend_config = blend_config
-        return made
+        return super().from_defaults(retriever, chat_history=chat_history, memory=memory, llm=model, **kwargs)  # type: ignore[misc]
 
     def chat(self, message: str, chat_history: list[ChatMessage] | None = None, **kwargs: Any) -> AgentChatResponse:
         """Answer a message; ``metadata["blend"]`` of the response is the report of the turn."""
@@ -121,7 +113,6 @@ class _BlendChat:
             llm=self._llm,  # type: ignore[attr-defined]
             text_qa_template=own._text_qa_template,
             refine_template=own._refine_template,
-            blend_config=self._blend_config,
             streaming=streaming,
             callback_manager=self.callback_manager,  # type: ignore[attr-defined]
         )

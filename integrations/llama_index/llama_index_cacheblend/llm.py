@@ -350,15 +350,18 @@ def _decoding_options(
     return options | others, stops
 
 
-def blend_llm(llm: Any) -> BlendLLM:
-    """Return a language model that can blend, `Settings.llm` for None; `ConfigError` if it cannot."""
+def blend_llm(llm: Any, blend_config: BlendConfig | None = None) -> BlendLLM:
+    """Return a language model that can blend, `Settings.llm` for None, with these settings; `ConfigError` if it cannot."""
     model = Settings.llm if llm is None else llm
     if not isinstance(model, BlendLLM):
         raise ConfigError(
             f"blending needs a BlendLLM, and the language model is a {type(model).__name__}; pass "
             "llm=BlendLLM(model=NAME), or set Settings.llm to one"
         )
-    return model
+    if blend_config is None:
+        return model
+    model.engine.check_blend(blend_config)
+    return model.model_copy(update={"blend_config": blend_config})
 
 
 def find_engine(engine: Any, server: str | None = None) -> Engine:

@@ -150,9 +150,7 @@ class BlendSynthesizer(BaseSynthesizer):
         given: Any = Settings.llm if llm is None else llm
         if isinstance(given, StructuredLLM):
             output_cls, given = output_cls or given.output_cls, given.llm
-        model = blend_llm(given)
-        if blend_config is not None:
-            model.engine.check_blend(blend_config)
+        model = blend_llm(given, blend_config)
         window = model.engine.window
         if window is not None and model.max_new_tokens >= window:
             raise ConfigError(
@@ -172,7 +170,6 @@ class BlendSynthesizer(BaseSynthesizer):
             empty_response=empty_response,
         )
         self._model = model
-        self._blend_config = blend_config
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
         self._refines = refine_template is not None
@@ -334,8 +331,6 @@ class BlendSynthesizer(BaseSynthesizer):
     def _call(self, prompt: ContextPrompt, form: str = "") -> Any:
         """Give a prompt to the model, as messages if it is a chat model; `form` begins the name of its method."""
         options: dict[str, Any] = {"blend_prompt": prompt.blend}
-        if self._blend_config is not None:
-            options["blend_config"] = self._blend_config
         if self._output_cls is not None:
             options["output_cls"] = self._output_cls
         if prompt.messages is None:
