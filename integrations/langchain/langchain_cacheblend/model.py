@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
@@ -83,12 +84,15 @@ class BlendModel(DecodingFields):
 
     model: str
     engine: Engine = Field(exclude=True, repr=False)
+    engine_config: EngineConfig | None = None
     blend_config: BlendConfig | None = None
     generation_kwargs: dict[str, Any] = Field(default_factory=dict)
     min_chunk_chars: int = Field(default=HEAD_CHARS, ge=HEAD_CHARS)
     max_retries: int | None = Field(default=None, ge=0, exclude=True, repr=False)
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
 
+    # How the engine was loaded, where this object did it.
+    _loaded: dict[str, Any] | None = PrivateAttr(default=None)
     _catalog: ChunkCatalog = PrivateAttr()
 
     def __init__(
@@ -97,8 +101,8 @@ class BlendModel(DecodingFields):
         model: str | Path | None = None,
         engine: Any = None,
         server: str | None = None,
-        engine_config: EngineConfig | None = None,
-        blend_config: BlendConfig | None = None,
+        engine_config: EngineConfig | Mapping[str, Any] | None = None,
+        blend_config: BlendConfig | Mapping[str, Any] | None = None,
         store: Any = None,
         model_kwargs: dict[str, Any] | None = None,
         **fields: Any,
@@ -113,19 +117,22 @@ class BlendModel(DecodingFields):
             )
         generation_options(fields.get("generation_kwargs") or {})
         blend = None if blend_config is None else BlendConfig.of(blend_config)
+        config = None if engine_config is None else EngineConfig.of(engine_config)
         loads = engine is None and server is None
         engine = model_engine(
             model,
             engine,
             server,
-            engine_config=engine_config,
+            engine_config=config,
             blend_config=blend,
             store=store,
             model_kwargs=model_kwargs,
         )
         name = engine.model_name if model is None else str(model)
         try:
-            super().__init__(model=name, engine=engine, blend_config=blend, **fields)  # type: ignore[call-arg]
+            super().__init__(  # type: ignore[call-arg]
+                model=name, engine=engine, engine_config=config, blend_config=blend, **fields
+            )
         except (ConfigError, ValidationError) as error:
             if loads:
                 engine.close()
@@ -133,6 +140,10 @@ class BlendModel(DecodingFields):
                 raise
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from error
         self._catalog = catalog_of(engine)
+        if loads:
+            self._loaded = {"store": str(store) if isinstance(store, Path) else store, "model_kwargs": model_kwargs}
+        elif server is not None:
+            self._loaded = {"server": server}
 
     # What is asked
 
@@ -233,3 +244,30 @@ class BlendModel(DecodingFields):
         if self.custom_get_token_ids is not None:  # type: ignore[attr-defined]  # a field of LangChain's classes
             return list(self.custom_get_token_ids(text))  # type: ignore[attr-defined]
         return list(self.engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    # Serialisation
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Return True: an object that was made with a model's name can be written down; `to_json` says when not."""
+        return True
+
+    def to_json(self) -> Any:
+        """Return how this object was made, so that LangChain's ``load`` can make one like it, loading the model again.
+
+        An object around a ready-made engine, a store object or options that are not plain values cannot be serialised, and says
+        so. The address of a remote tier is left out, since it may hold a password; the environment provides it.
+        """
+        try:
+            loaded = json.loads(json.dumps(self._loaded))
+        except TypeError:
+            loaded = None
+        if loaded is None:
+            return self.to_json_not_implemented()  # type: ignore[attr-defined]
+        written = super().to_json()  # type: ignore[misc]
+        for name in ("engine_config", "blend_config"):
+            written["kwargs"].pop(name, None)
+            if (settings := getattr(self, name)) is not None:
+                written["kwargs"][name] = settings.model_dump(mode="json", exclude_unset=True, exclude=_SECRET)
+        written["kwargs"] |= {name: value for name, value in loaded.items() if value}
+        return written

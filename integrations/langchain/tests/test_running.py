@@ -1,21 +1,24 @@
 """How models are run: caches, tracing, events, time limits, cancellation, being written down."""
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.load import dumpd
+from langchain_core.load import dumpd, load
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from transformers import LlamaForCausalLM
 
 from cacheblend_lab.settings import settings_of
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, EngineConfig
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from integrations.langchain.tests.asking import KINDS, Kind, text_of
 from tests.core.test_engine import Held
@@ -96,6 +99,41 @@ def test_fields_can_be_configured_but_for_the_model(kind: Kind, engine: BlendEng
     for make in wrong:
         with pytest.raises(ConfigError):
             make()
+
+
+# Being written down
+
+
+def trusting(kind: Kind) -> dict[str, Any]:
+    """What `load` has to be told, which in early releases is less."""
+    options = {"allowed_objects": [kind], "valid_namespaces": ["langchain_cacheblend"]}
+    return {name: value for name, value in options.items() if name in inspect.signature(load).parameters}
+
+
+LOAD_IS_BETA = pytest.mark.filterwarnings("ignore:The function `load` is in beta")
+
+
+@LOAD_IS_BETA
+@KINDS
+def test_a_named_model_is_written_down(kind: Kind, tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Path) -> None:
+    tiny.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    blend = BlendConfig(recompute_ratio=0.4)
+    options = {"max_tokens": TOKENS, "stop": ["never"], "generation_kwargs": {"repetition_penalty": 1.1}}
+    options["model_kwargs"] = {"dtype": "bfloat16"}
+    llm = kind(model=tmp_path / "model", store=tmp_path / "kv", blend_config=blend, **options)
+    written = dumpd(llm)
+    assert written["type"] == "constructor"
+    again = load(written, **trusting(kind))
+    assert again._identifying_params == llm._identifying_params
+    assert again.engine is not llm.engine
+    assert again.engine.model.dtype == llm.engine.model.dtype == torch.bfloat16
+    assert again.engine.config == llm.engine.config == EngineConfig(separator="\n\n")
+    assert again.engine.blend == llm.engine.blend == blend
+    assert text_of(again.invoke("Who?")) == text_of(llm.invoke("Who?"))
+    assert dumpd(kind(engine=llm.engine))["type"] == "not_implemented"
+    for each in (llm, again):
+        each.engine.close()
 
 
 # Events, time and cancellation

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from langchain_core.load import dumpd, load
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheblend_rag import BlendEngine
+from integrations.langchain.tests.test_running import LOAD_IS_BETA, trusting
 from integrations.serve.tests.conftest import serving
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend
 
@@ -60,3 +62,10 @@ def test_what_is_deleted_is_forgotten_there(engine: BlendEngine, store: BlendVec
     assert engine.document(engine.places(["works"])[0] or "") == ["mara", "works", "house", "goat"]
     store.delete(["goat"])
     assert engine.ids() == ["mara", "works", "house"]
+
+
+@LOAD_IS_BETA
+def test_a_model_of_a_server_can_be_written_down(address: str) -> None:
+    llm = ChatBlend(server=address, max_tokens=6)
+    again = load(dumpd(llm), **trusting(ChatBlend))
+    assert again.invoke(QUESTION).content == llm.invoke(QUESTION).content

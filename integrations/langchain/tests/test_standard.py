@@ -7,6 +7,7 @@ signs that end them keeps them short. Everything else of the form is our side's 
 """
 
 import copy
+import importlib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +29,12 @@ from langchain_tests.integration_tests import (
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from cacheblend_lab.settings import settings_of
-from cacheblend_rag import BlendEngine, Chunk, EngineConfig
+from cacheblend_rag import BlendEngine, Chunk
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from tests.thinking import TOOL_TEMPLATE
+
+loading: Any = importlib.import_module("langchain_core.load.load")
 
 CACHED = "The harbour of Ostwick was built of grey stone, and its tower can be seen from the hills.\n"
 
@@ -103,12 +106,20 @@ class TestChatBlendUnit(_Shipped, ChatModelUnitTests):
     }
 
     @pytest.fixture(autouse=True)
+    def _by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Leave the environment's settings out of the form that is compared."""
+        monkeypatch.delenv("CACHEBLEND_DISK_CODEC")
+
+    @pytest.fixture(autouse=True)
     def _in_a_folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.chdir(tmp_path)
+        # The suite's load(allowed_objects="all") means the packages that langchain-core lists; users give [ChatBlend].
+        allowed = loading._get_default_allowed_class_paths("all")
+        monkeypatch.setitem(loading._default_class_paths_cache, "all", allowed | {tuple(ChatBlend.lc_id())})
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "reference", "store": "kv", "engine_config": EngineConfig(strict=True)}
+        return {"model": "reference", "store": "kv", "engine_config": {"strict": True}}
 
 
 class TestChatBlendIntegration(_Shipped, ChatModelIntegrationTests):
