@@ -45,8 +45,8 @@ class Request:
     # Ends the answer at the next token.
     stop: threading.Event = field(default_factory=threading.Event)
     streamer: PieceStreamer | None = None
-    # Where another request's thread computes it; None where that thread was interrupted.
-    answer: Future[GenerationResult | None] = field(default_factory=Future)
+    # Where another request's thread computes it.
+    answer: Future[GenerationResult | Exception] = field(default_factory=Future)
     plan: Plan | None = None
     resumed: ReusedPrefix | None = None
     # Whether KV was stored when the call came, and where it is read from.
@@ -74,8 +74,6 @@ class Request:
     # Returns the share of the answer's attention that went to a chunk, where that is asked for.
     attention: Callable[[ChunkSpan], float] | None = None
     output_ids: tuple[int, ...] = ()
-    # What each attachment keeps of it.
-    notes: dict[object, Any] = field(default_factory=dict)
     # Further fields of its `BlendReport`: what few prompts use, and what attachments have to say.
     figures: dict[str, Any] = field(default_factory=dict)
     # When the layers of its stored KV were loaded and handed over.

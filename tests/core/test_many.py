@@ -146,7 +146,6 @@ def test_no_answer_passes_the_window_and_each_goes_as_far_as_it_may(family: str)
         results = engine.generate_many(prompts, 30, do_sample=False, eos_token_id=-1)
         wanted = [engine.generate(prompt, 30, do_sample=False, eos_token_id=-1) for prompt in prompts]
     assert [len(result.token_ids) for result in results] == [12, 7, 1, 30]
-    assert {result.report.batch_size for result in results} == {4}
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
 
 

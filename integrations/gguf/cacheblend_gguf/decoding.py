@@ -134,7 +134,7 @@ class Answering:
         self.output.append(token)
         self.times.append(time.perf_counter())
         if request.streamer is not None:
-            request.streamer.put(torch.tensor([token]))
+            request.streamer.put(token)
         ended = token in self.end_ids or len(self.output) >= self.limit or request.stop.is_set()
         if self.criteria:
             assert ids is not None

@@ -46,8 +46,6 @@ class LlamaRunner:
         criteria = [*stops, *options.get("stopping_criteria", ())]
         ends = {*(token_ids(options["eos_token_id"]) if "eos_token_id" in options else self._tokenizer.end_ids)}
         ends |= {id for each in criteria if isinstance(each, StopStrings) for id in each.ids}
-        if request.streamer is not None:
-            request.streamer.next_tokens_are_prompt = False
         answering = self._compute(request, end_ids=frozenset(ends), criteria=criteria, processors=processors(options))
         output = request.output_ids = tuple(answering.output)
         report = make_report(request, len(self._llama.form.layers), output, answering.times)
@@ -57,16 +55,16 @@ class LlamaRunner:
 
     def answer_all(
         self, requests: Sequence[Request], batch_size: int | None, stop: threading.Event
-    ) -> Iterator[tuple[int, GenerationResult | Exception]]:
-        """Answer prompts, so many at once; yield the index of each, and its answer or its error."""
+    ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
+        """Answer prompts, so many at once; yield each with its answer or its error."""
         self._supply.encode_misses([request for request in requests if _is_blended(request)])
         with ThreadPoolExecutor(min(len(requests) or 1, batch_size or _AT_ONCE)) as pool:
             answers = [pool.submit(self.answer, request) for request in requests]
-            for index, answer in enumerate(answers):
+            for request, answer in zip(requests, answers, strict=True):
                 error = answer.exception()
                 # Prompts whose turn has not come when all are stopped are left out.
                 if error is None or not stop.is_set():
-                    yield index, answer.result() if error is None else error  # type: ignore[misc]
+                    yield request, answer.result() if error is None else error  # type: ignore[misc]
 
     def last_logits(self, request: Request, count: int) -> torch.Tensor:
         """Return the last ``(count, vocab)`` logits of a prompt."""

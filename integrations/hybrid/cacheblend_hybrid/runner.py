@@ -15,10 +15,10 @@ from transformers import DynamicCache
 from cacheblend_hybrid.states import States
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
 from cacheblend_rag.codec import EXACT, pack_kv
+from cacheblend_rag.engine.decode import Prefilled
 from cacheblend_rag.engine.request import Request
-from cacheblend_rag.engine.runner import Forward, Runner
+from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.fuse.plan import Plan, is_full
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV
@@ -54,18 +54,16 @@ class StateRunner(Runner):
         self._states, self._namespace, self._tenant = states, namespace, tenant
         self._lexer = lexer_of(tokenizer)
 
-    def run(self, request: Request, headroom: int, forward: Forward) -> torch.Tensor:
-        def read(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            found = self._prefix(request) if request.blend.enabled else None
-            if isinstance(found, str):
-                self._read_in_full(request, f"{_FORM}; here, {found}")
-            if found is None or isinstance(found, str) or request.is_given_up:
-                return forward(cache, inputs)
-            with uncompiled(self._model):
-                held: Any = self._all_but_last(request, *found)
-                return forward(held, inputs | self._states.places(inputs["input_ids"].shape[1]))
-
-        return super().run(request, headroom, read)
+    def _unblended(self, request: Request, inputs: dict[str, torch.Tensor]) -> Prefilled:
+        prefilled = super()._unblended(request, inputs)
+        found = self._prefix(request) if request.blend.enabled else None
+        if isinstance(found, str):
+            self._read_in_full(request, f"{_FORM}; here, {found}")
+        if found is None or isinstance(found, str):
+            return prefilled
+        with uncompiled(self._model):
+            cache = self._all_but_last(request, *found)
+        return Prefilled(inputs | self._states.places(inputs["input_ids"].shape[1]), cache, None)
 
     def _read_in_full(self, request: Request, why: str) -> None:
         request.plan = Plan(None, "full", fallback_reason=f"{self._unsupported}; {why}")
