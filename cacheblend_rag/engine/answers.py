@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from cacheblend_rag.engine.decode import checked_options, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.many import Many, options_of_each
-from cacheblend_rag.engine.request import Request, make_report
+from cacheblend_rag.engine.request import Request, RequestState, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduler import GaveWayError, Patience, aside
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
@@ -187,9 +188,7 @@ class AnsweringLibrary(ChunkLibrary):
         begin = partial(self._begin, blend=blend, patience=patience, started=started, max_new_tokens=max_new_tokens)
         for number, (prompt, own) in enumerate(zip(prompts, options_of_each(options, len(prompts)), strict=True)):
             try:
-                request = begin(prompt, options=own)
-                request.stop = stop
-                numbers[request] = number
+                numbers[replace(begin(prompt, options=own), stop=stop)] = number
             except CacheBlendError as error:
                 if on_failed is None:
                     raise
@@ -230,8 +229,8 @@ class AnsweringLibrary(ChunkLibrary):
         request = self._begin(prompt, blend, patience, max_new_tokens=max_new_tokens, options=options)
 
         def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
-            request.streamer, request.stop = PieceStreamer(self.tokenizer, show), stop
-            return self._finish(request, self._many.answer(request))
+            streamed = replace(request, streamer=PieceStreamer(self.tokenizer, show), stop=stop)
+            return self._finish(streamed, self._many.answer(streamed))
 
         return BlendStream(work)
 
@@ -330,5 +329,5 @@ class AnsweringLibrary(ChunkLibrary):
             max_new_tokens,
             options or {},
             # While the others of a batch were put into tokens, it waited.
-            queue_s=began - started,
+            state=RequestState(queue_s=began - started),
         )

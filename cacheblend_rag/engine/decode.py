@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,9 +26,10 @@ from transformers import (
 from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
-from cacheblend_rag.engine.generation import StopStrings
-from cacheblend_rag.engine.request import Request
+from cacheblend_rag.engine.generation import GenerationResult, StopStrings
+from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import answering_first, past_adapters, unwrapped
 
 __all__ = ["OBJECT_OPTIONS", "Answers", "Prefilled", "checked_options", "decode", "end_ids", "last_logits", "token_ids"]
@@ -149,81 +150,66 @@ def last_logits(
 
 def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, answers: Answers) -> None:
     """Decode the answers to prompts that were read."""
-    options = _NEUTRAL | answers.options
+    # What ends a row by its text is watched here.
+    taken = (*OBJECT_OPTIONS, "stop_strings")
+    options = _NEUTRAL | {name: value for name, value in answers.requests[0].options.items() if name not in taken}
     if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     inputs, cache = dict(prompts.inputs), prompts.cache
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     injecting = nullcontext() if prompts.logits is None else answering_first(model, cache, prompts.logits)
+    brought = any(each.options.get("logits_processor") for each in answers.requests)
     with torch.no_grad(), injecting:
         output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
             **inputs,
             **({} if cache is None else {"past_key_values": cache}),
             max_new_tokens=max(answers.limits),
             stopping_criteria=StoppingCriteriaList([answers]),
-            logits_processor=LogitsProcessorList([answers.process] if answers.has_processors else []),
+            logits_processor=LogitsProcessorList([answers.process] if brought else []),
             **options,
         )
-    answers.finish(output if isinstance(output, torch.Tensor) else output.sequences)
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    answers.finish(sequences[:, inputs["input_ids"].shape[1] :].tolist())
 
 
 class Answers(StoppingCriteria):
     """The answers to prompts that are decoded together: notes and shows their tokens, and ends each row for itself.
 
-    `requests` differ in their limits and in options that are objects only. `starts` tells where in its row each prompt begins.
+    `requests` differ in `limits`, the most tokens of each answer, and in options that are objects only. `ends` are the tokens
+    that end an answer. Prompts stand right before the answers, each padded on the left to the longest.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, requests: Sequence[Request], limits: Sequence[int]
-    ) -> None:
+    def __init__(self, tokenizer: Any, requests: Sequence[Request], limits: Sequence[int], ends: Iterable[int]) -> None:
+        self.requests = requests
         self.limits = limits
-        # When each token was there, by `time.perf_counter`.
-        self.times: list[float] = []
-        self.token_ids: list[tuple[int, ...]] = [()] * len(requests)
         self.errors: dict[int, Exception] = {}
-        self.options = {name: value for name, value in requests[0].options.items() if name not in OBJECT_OPTIONS}
-        strings = self.options.pop("stop_strings", None)
+        self._tokenizer = tokenizer
+        # When each token was there, by `time.perf_counter`.
+        self._times: list[float] = []
+        self._counts: list[int | None] = [None] * len(requests)
+        self._ids: list[tuple[int, ...]] = [()] * len(requests)
+        width = max(len(each.prompt.layout) for each in requests)
+        self._starts = [width - len(each.prompt.layout) for each in requests]
+        strings = requests[0].options.get("stop_strings")
         self._criteria = [
             [*([StopStrings(tokenizer, strings)] if strings else []), *each.options.get("stopping_criteria", ())]
             for each in requests
         ]
-        own_ends = frozenset(map(int, end_ids(model, self.options)))
-        self._ends = [
-            own_ends.union(*(each.ids for each in criteria if isinstance(each, StopStrings)))
-            for criteria in self._criteria
-        ]
-        self._requests = requests
-        width = max(len(each.prompt.layout) for each in requests)
-        self.starts = [width - len(each.prompt.layout) for each in requests]
-        self._width = width
-        self._counts: list[int | None] = [None] * len(requests)
-
-    @property
-    def has_processors(self) -> bool:
-        """Whether a request brings logits processors of its own."""
-        return any(request.options.get("logits_processor") for request in self._requests)
-
-    def has_ended(self, row: int) -> bool:
-        """Whether nothing more is wanted of a row."""
-        return self._counts[row] is not None
+        stops = [[each for each in criteria if isinstance(each, StopStrings)] for criteria in self._criteria]
+        self._ends = [frozenset(map(int, ends)).union(*(each.ids for each in row)) for row in stops]
 
     def drop(self, row: int, error: Exception) -> None:
         """End a row by an error."""
         self.errors[row] = error
         self._counts[row] = 0
 
-    def ended_by_itself(self, row: int) -> bool:
-        """Whether the last token of an answer is one that ends it."""
-        ids = self.token_ids[row]
-        return bool(ids) and ids[-1] in self._ends[row]
-
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return whether each row is done."""
         newest = input_ids[:, -1].tolist()
-        self.times.append(time.perf_counter())
+        self._times.append(time.perf_counter())
         scores = scores if len(newest) == 1 else None
         for row, token in enumerate(newest):
-            if not self.has_ended(row):
+            if self._counts[row] is None:
                 try:
                     if self._is_done(row, token, input_ids, scores, **kwargs):
                         self._end(row)
@@ -232,29 +218,29 @@ class Answers(StoppingCriteria):
         return torch.tensor([each is not None for each in self._counts], dtype=torch.bool, device=input_ids.device)
 
     def _is_done(self, row: int, token: int, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
-        request, own = self._requests[row], input_ids[row : row + 1, self.starts[row] :]
+        request, own = self.requests[row], input_ids[row : row + 1, self._starts[row] :]
         if request.streamer is not None:
             request.streamer.put(token)
         # A list, since each may have to see every token.
         asked = [bool(each(own, scores, **kwargs)) for each in self._criteria[row]]
         # The interpreter waits for a stream's thread when it ends, and its answer is not read then.
         stopped = request.stop.is_set() or not threading.main_thread().is_alive()
-        return stopped or any(asked) or token in self._ends[row] or len(self.times) >= self.limits[row]
+        return stopped or any(asked) or token in self._ends[row] or len(self._times) >= self.limits[row]
 
     def _end(self, row: int) -> None:
-        self._counts[row] = len(self.times)
-        streamer = self._requests[row].streamer
+        self._counts[row] = len(self._times)
+        streamer = self.requests[row].streamer
         if streamer is not None:
             streamer.end()
 
     def process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores, ``(rows, vocab)``, as each row's own processors change them."""
         rows = []
-        for row, start in enumerate(self.starts):
+        for row, start in enumerate(self._starts):
             own, changed = input_ids[row : row + 1, start:], scores[row : row + 1]
             try:
-                if not self.has_ended(row):
-                    for each in self._requests[row].options.get("logits_processor", ()):
+                if self._counts[row] is None:
+                    for each in self.requests[row].options.get("logits_processor", ()):
                         changed = each(own, changed)
             except Exception as error:  # handed to who asked for this row
                 self.drop(row, error)
@@ -262,10 +248,20 @@ class Answers(StoppingCriteria):
             rows.append(changed)
         return torch.cat(rows)
 
-    def finish(self, sequences: torch.Tensor) -> None:
-        """Take the answers out of prompts with what was generated after them, ``(rows, width)``."""
-        for row, ids in enumerate(sequences[:, self._width :].tolist()):
-            if not self.has_ended(row):
+    def finish(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take the tokens that were generated, after which a row may have more than its answer."""
+        for row, ids in enumerate(rows):
+            if self._counts[row] is None:
                 # Something else has ended them, such as `max_time`.
                 self._end(row)
-            self.token_ids[row] = tuple(ids[: self._counts[row]])
+            self._ids[row] = self.requests[row].state.output_ids = tuple(ids[: self._counts[row]])
+
+    def result(self, row: int, num_layers: int) -> GenerationResult | Exception:
+        """Return a row's answer with its report, or the error that ended it."""
+        if row in self.errors:
+            return self.errors[row]
+        request, ids = self.requests[row], self._ids[row]
+        report = make_report(request, num_layers, ids, self._times)
+        text = lexer_of(self._tokenizer).text(ids, skip_special_tokens=True)
+        reason = "stop" if ids and ids[-1] in self._ends[row] else "length"
+        return GenerationResult(text, ids, request.prompt.layout.token_ids, report, reason)

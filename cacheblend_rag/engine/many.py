@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.engine.decode import OBJECT_OPTIONS, Answers, Prefilled, decode
+from cacheblend_rag.engine.decode import OBJECT_OPTIONS, Answers, Prefilled, decode, end_ids
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.engine.request import Request, make_report
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse.selfcheck import check_batching
-from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import Decoder, PaddedBatch, model_window, num_decoder_layers
 from cacheblend_rag.tuning import Tuning
 
@@ -126,7 +125,7 @@ class Many:
                 if stop.is_set():
                     return
                 for request in part:
-                    request.figures["alone_reason"] = reason
+                    request.state.figures["alone_reason"] = reason
                 for request, answer in zip(part, self.together(part), strict=True):
                     # When all are stopped, what has not begun is left out.
                     if not stop.is_set() or (isinstance(answer, GenerationResult) and answer.token_ids):
@@ -191,21 +190,19 @@ class Many:
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
         """Answer prompts: a single one goes on in its own cache, several in one padded batch."""
-        limits = [self._limit(request) for request in requests]
-        answers = Answers(self._model, self._tokenizer, requests, limits)
+        ends = end_ids(self._model, requests[0].options)
+        answers = Answers(self._tokenizer, requests, [self._limit(request) for request in requests], ends)
         if len(requests) == 1:
-            with self._runner.prefill(requests[0], limits[0]) as prefilled:
+            with self._runner.prefill(requests[0], answers.limits[0]) as prefilled:
                 decode(self._model, self._tokenizer, prefilled, answers)
-                requests[0].output_ids = answers.token_ids[0]
         else:
             prompts = self._prefill(requests, answers)
             if prompts is not None:
                 with self._runner.scheduler.within(requests[0].patience):
                     decode(self._model, self._tokenizer, prompts, answers)
-        return [
-            answers.errors[row] if row in answers.errors else self._result(request, answers, row)
-            for row, request in enumerate(requests)
-        ]
+        for request in requests:
+            request.state.figures["batch_size"] = len(requests)
+        return [answers.result(row, num_decoder_layers(self._model)) for row in range(len(requests))]
 
     def _prefill(self, requests: Sequence[Request], answers: Answers) -> Prefilled | None:
         """Prefill prompts one after the other into a padded batch; one that fails or was given up is dropped."""
@@ -225,18 +222,10 @@ class Many:
                 raise
             except Exception as error:  # handed to who asked for this row
                 answers.drop(row, error)
-            request.forward_ended = time.perf_counter()
+            request.state.forward_ended = time.perf_counter()
         if len(answers.errors) == len(requests):
             return None
         return Prefilled(*batch.filled(self._model.device))
-
-    def _result(self, request: Request, answers: Answers, row: int) -> GenerationResult:
-        request.figures["batch_size"] = len(answers.limits)
-        ids = answers.token_ids[row]
-        report = make_report(request, num_decoder_layers(self._model), ids, answers.times)
-        text = lexer_of(self._tokenizer).text(ids, skip_special_tokens=True)
-        reason = "stop" if answers.ended_by_itself(row) else "length"
-        return GenerationResult(text, ids, request.prompt.layout.token_ids, report, reason)
 
     def alone_reason(self, request: Request) -> str | None:
         """Return why a prompt cannot be decoded together with others, or None."""

@@ -59,13 +59,14 @@ class Runner:
 
         Of a model that cannot be blended, the first forward in the block reads the prompt.
         """
+        state = request.state
         with self.scheduler.within(request.patience), torch.no_grad():
             if self._supply.is_closed:
                 raise ConfigError("this engine was closed before the prompt's turn came; make a new one")
             if request.is_given_up:
                 raise CacheBlendError("the answer was cancelled before it began; try again")
             # Its misses may have been encoded by now, with those of other prompts.
-            request.queue_s += request.note("queue", request.ready) - request.encode_s
+            state.queue_s += state.note("queue", request.ready) - state.encode_s
             while True:
                 try:
                     with ExitStack() as stack:
@@ -75,7 +76,7 @@ class Runner:
                 except ChunkReadError as error:
                     # What cannot be read is a miss: the next round encodes the chunk anew.
                     self._supply.note_unreadable(request, error)
-            request.encoded.clear()
+            state.encoded.clear()
             with opened:
                 yield prefilled
             if isinstance(prefilled.cache, BlendCache):
@@ -83,13 +84,14 @@ class Runner:
                 self._remember(request, prefilled.cache)
 
     def _prefill(self, request: Request, headroom: int, logits_to_keep: int, stack: ExitStack) -> Prefilled:
+        state = request.state
         ids = torch.tensor([request.prompt.layout.token_ids], device=self._model.device)
         readers = self._prepare(request)
-        request.forward_started, request.forward_ended = time.perf_counter(), None
+        state.forward_started, state.forward_ended = time.perf_counter(), None
         if self._decoder is None:
             return self._unblended(request, {"input_ids": ids})
         cache, room = BlendCache(self._num_layers), min(headroom, ROOM_FOR_OUTPUT)
-        request.charge, request.recomputed, request.layers = 0.0, None, None
+        state.charge, state.recomputed, state.layers = 0.0, None, None
         loader = None if readers is None else self._loader(request, self._decoder, readers, room)
         steering = None if loader is None else self._steering(request, self._decoder, cache, loader)
         # At the end, since a device has not computed what is noted, and what was read is kept only then.
@@ -125,17 +127,18 @@ class Runner:
 
     def _prepare(self, request: Request) -> dict[int, KVReader] | None:
         """Decide how a prompt is prefilled; return readers of what it takes over, by rows; None for nothing."""
-        request.resumed = None
-        request.figures["head_tokens"] = 0
-        request.plan = self._whole_plan(request)
-        self._resume(request, whole=request.plan is not None)
-        if request.plan is not None:
-            keys = [chunk.key for chunk in request.waiting if chunk.key not in request.hits]
+        state = request.state
+        state.resumed = None
+        state.figures["head_tokens"] = 0
+        state.plan = self._whole_plan(request)
+        self._resume(request, whole=state.plan is not None)
+        if state.plan is not None:
+            keys = [chunk.key for chunk in request.waiting if chunk.key not in state.hits]
             self._supply.note_held(request, keys)
-            return None if request.resumed is None else dict(request.resumed.readers)
+            return None if state.resumed is None else dict(state.resumed.readers)
         readers = self._supply.readers(request, self._supply.open_all(request))
-        request.plan = make_plan(request.blend, request.layout, self._num_layers)
-        return readers if request.resumed is None else {**readers, **request.resumed.readers}
+        state.plan = make_plan(request.blend, request.layout, self._num_layers)
+        return readers if state.resumed is None else {**readers, **state.resumed.readers}
 
     def _whole_plan(self, request: Request) -> Plan | None:
         """Return the plan of a prompt that is prefilled in full, None of one that is blended."""
@@ -149,14 +152,15 @@ class Runner:
 
     def _loader(self, request: Request, decoder: Decoder, readers: Mapping[int, KVReader], room: int) -> LayerLoader:
         """Return what loads the stored rows of a prompt; it raises `ChunkReadError` where they turn out damaged."""
-        assert request.plan is not None
-        selection, loaded = request.plan.selection, request.layout
+        state = request.state
+        assert state.plan is not None
+        selection, loaded = state.plan.selection, request.layout
         first_layer = min(() if selection is None else selection.check_layers, default=0)
         if loaded.resumed_rows:
             # They are loaded as chunks are, and nothing else of them is like a chunk.
             loaded = replace(loaded, chunks=(ChunkSpan(0, loaded.resumed_rows, 0), *loaded.chunks))
             first_layer = 0
-        request.layers = LayerTimes()
+        state.layers = LayerTimes()
         return LayerLoader(
             decoder,
             loaded,
@@ -165,15 +169,16 @@ class Runner:
             len(loaded) + room,
             self._tuning.prefetch_layers,
             self._threads,
-            request.layers,
+            state.layers,
         )
 
     def _steering(self, request: Request, decoder: Decoder, cache: BlendCache, loader: LayerLoader) -> Steering | None:
         """Return what has the prefill compute the selected rows; None where the model just goes on after what is stored."""
-        assert request.plan is not None
+        state = request.state
+        assert state.plan is not None
         layout, text = request.layout, request.layout.text_rows
         # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
-        selection = request.plan.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
+        selection = state.plan.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
         goes_on = (
             isinstance(selection, FixedSelection)
             and not selection.rows().numel()
@@ -183,7 +188,7 @@ class Runner:
         )
         if not goes_on or self.alone_reason(request) is not None:
             return Steering(decoder, cache, layout, selection, loader.synchronize)
-        request.recomputed = None if request.plan.selection is None else torch.empty(0, dtype=torch.int64)
+        state.recomputed = None if state.plan.selection is None else torch.empty(0, dtype=torch.int64)
         cache.expect(int(text[0]), decoder.num_kv_layers, loader.synchronize)
         return None
 
@@ -192,9 +197,9 @@ class Runner:
         length = len(request.prompt.layout)
         # What was generated is in the cache too.
         sizes = [(layer.nbytes // max(layer.held_tokens, 1), layer.evicted_tokens) for layer in cache.kv_layers]
-        request.figures["evicted_tokens"] = max(evicted for _, evicted in sizes)
-        request.figures["kv_bytes"] = sum(token_bytes * (length - evicted) for token_bytes, evicted in sizes)
-        request.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
+        request.state.figures["evicted_tokens"] = max(evicted for _, evicted in sizes)
+        request.state.figures["kv_bytes"] = sum(token_bytes * (length - evicted) for token_bytes, evicted in sizes)
+        request.state.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
 
     def _resume(self, request: Request, *, whole: bool) -> None:
         """Take over the fixed head or what an earlier prompt shares, of a prompt that is prefilled in full if `whole`."""
@@ -212,22 +217,22 @@ class Runner:
         resumed = replace(layout, chunks=chunks, resumed_rows=rows)
         if held is not None:
             reader = reader_of(tuple(layout.token_ids[:rows]), held.kv)
-            request.resumed = ReusedPrefix(resumed, 0, {0: reader})
+            request.state.resumed = ReusedPrefix(resumed, 0, {0: reader})
         elif head is not None:
-            request.resumed = ReusedPrefix(resumed, rows, {0: self._supply.head(request, head)})
+            request.state.resumed = ReusedPrefix(resumed, rows, {0: self._supply.head(request, head)})
 
     def _remember(self, request: Request, cache: BlendCache) -> None:
         """Keep what was computed for the prompts to come, if it is whole."""
-        plan = request.plan
+        plan = request.state.plan
         if not request.shares or not request.blend.enabled or plan is None:
             return
         # Nothing was computed for a stream that was closed before its turn came.
         layers = cache.kv_layers[: self._supply.num_kv_layers]
         is_whole = all(layer.held_tokens and not layer.evicted_tokens for layer in layers)
-        if is_whole and self._refusal(request.prompt.layout, len(request.output_ids)) is None:
+        if is_whole and self._refusal(request.prompt.layout, len(request.state.output_ids)) is None:
             ratio = None if plan.selection is None else _effective(request.blend)
             kv, rows = cache.kv(), layers[0].held_tokens
-            self._prefixes.keep(request.prompt, request.output_ids, ratio, rows, kv, storage_bytes(kv))
+            self._prefixes.keep(request.prompt, request.state.output_ids, ratio, rows, kv, storage_bytes(kv))
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
         """Return why this model cannot be blended, or not on this prompt and an answer of that many tokens."""
@@ -247,8 +252,9 @@ def _effective(blend: BlendConfig) -> float:
 
 def _note_work(request: Request, loader: LayerLoader | None, steering: Steering | None) -> None:
     """Note what a prefill loaded and recomputed."""
+    state = request.state
     if loader is not None:
-        request.wait_s, request.figures["load_bytes"] = loader.wait_s, loader.load_bytes
-    if steering is not None and request.plan is not None and request.plan.selection is not None:
-        request.charge += steering.charge
-        request.recomputed = steering.recomputed_rows.cpu()
+        state.wait_s, state.figures["load_bytes"] = loader.wait_s, loader.load_bytes
+    if steering is not None and state.plan is not None and state.plan.selection is not None:
+        state.charge += steering.charge
+        state.recomputed = steering.recomputed_rows.cpu()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class HybridEngine(BlendEngine):
     def _last_logits(self, request: Request, count: int) -> torch.Tensor:
         if count > 1:
             # After a state, the last token alone is computed as the model's own forward does it.
-            request.blend = request.blend.replace(enabled=False)
+            request = replace(request, blend=request.blend.replace(enabled=False))
         return super()._last_logits(request, count)
 
     def add(self, chunks: Iterable[Chunk], **options: Any) -> Any:
