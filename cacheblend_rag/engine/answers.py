@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from cacheblend_rag.engine.decode import checked_options, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.many import Many, options_of_each
-from cacheblend_rag.engine.request import Request, make_report
+from cacheblend_rag.engine.request import Request, RequestState, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduler import GaveWayError, Patience, aside
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
@@ -183,25 +184,23 @@ class AnsweringLibrary(ChunkLibrary):
         if not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         stop = stop or threading.Event()
-        requests: dict[int, Request] = {}
+        numbers: dict[Request, int] = {}
         begin = partial(self._begin, blend=blend, patience=patience, started=started, max_new_tokens=max_new_tokens)
         for number, (prompt, own) in enumerate(zip(prompts, options_of_each(options, len(prompts)), strict=True)):
             try:
-                requests[number] = begin(prompt, options=own)
-                requests[number].stop = stop
+                numbers[replace(begin(prompt, options=own), stop=stop)] = number
             except CacheBlendError as error:
                 if on_failed is None:
                     raise
                 on_failed(number, error)
         results: dict[int, GenerationResult] = {}
-        numbers = list(requests)
-        for index, result in self._many.answer_all(list(requests.values()), batch_size, stop):
+        for request, result in self._many.answer_all(list(numbers), batch_size, stop):
             if not isinstance(result, Exception):
-                results[numbers[index]] = self._finish(requests[numbers[index]], result)
+                results[numbers[request]] = self._finish(request, result)
             elif on_failed is None:
                 raise result
             else:
-                on_failed(numbers[index], result)
+                on_failed(numbers[request], result)
         return [results[number] for number in sorted(results)]
 
     async def agenerate_many(
@@ -230,8 +229,8 @@ class AnsweringLibrary(ChunkLibrary):
         request = self._begin(prompt, blend, patience, max_new_tokens=max_new_tokens, options=options)
 
         def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
-            request.streamer, request.stop = PieceStreamer(self.tokenizer, show), stop
-            return self._finish(request, self._many.answer(request))
+            streamed = replace(request, streamer=PieceStreamer(self.tokenizer, show), stop=stop)
+            return self._finish(streamed, self._many.answer(streamed))
 
         return BlendStream(work)
 
@@ -257,7 +256,11 @@ class AnsweringLibrary(ChunkLibrary):
 
     def _last_logits(self, request: Request, count: int) -> torch.Tensor:
         """Prefill a prompt; return the last ``(count, vocab)`` logits, on the CPU."""
-        return self._runner.run(request, 0, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
+        with self._runner.prefill(request, 0, count) as read:
+            logits = read.logits
+            if logits is None:
+                logits = last_logits(self.model, read.inputs, read.cache, count)
+            return logits.cpu()
 
     def _finish(self, request: Request, result: GenerationResult) -> GenerationResult:
         self._observe(result.report)
@@ -287,7 +290,7 @@ class AnsweringLibrary(ChunkLibrary):
                 lambda: self._supply.is_closed or not threading.main_thread().is_alive(),
             ),
         ):
-            return self._many.alone(request)
+            return self._many.answer(request)
         return None
 
     def _observe(self, report: BlendReport) -> None:
@@ -326,5 +329,5 @@ class AnsweringLibrary(ChunkLibrary):
             max_new_tokens,
             options or {},
             # While the others of a batch were put into tokens, it waited.
-            queue_s=began - started,
+            state=RequestState(queue_s=began - started),
         )

@@ -17,7 +17,7 @@ __all__ = ["Attachment", "RunningForward"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningForward:
-    """The forward over a prompt that is about to run, and the decoding after it."""
+    """The prefill of a prompt that is about to run, and the decoding after it."""
 
     request: Request
     decoder: Decoder
@@ -45,7 +45,7 @@ class Attachment:
         """Begin to serve an engine, a `BlendEngine`, or raise why it cannot."""
 
     def around(self, forward: RunningForward) -> AbstractContextManager[object]:
-        """Return what is entered around a forward; asked anew if stored KV turns out damaged."""
+        """Return what is entered around the prefill and decoding of a prompt; asked anew if stored KV turns out damaged."""
         return nullcontext()
 
     def alone_reason(self, request: Request) -> str | None:

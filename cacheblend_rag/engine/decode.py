@@ -1,9 +1,12 @@
-"""What the model's own ``generate``, which decodes, is given: options, and what ends and steers each row; and its result."""
+"""Decoding by the model's own ``generate``, one prompt or a padded batch of them: its options, and what ends each row."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
 from numbers import Integral
@@ -11,17 +14,28 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
-from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
+from cacheblend_rag.engine.generation import GenerationResult, StopStrings
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.model import PaddedBatch, num_decoder_layers, past_adapters, unwrapped
+from cacheblend_rag.model import answering_first, past_adapters, unwrapped
 
-__all__ = ["RowEnds", "RowProcessor", "checked_options", "complete_options", "last_logits", "make_result"]
+__all__ = ["OBJECT_OPTIONS", "Answers", "Prefilled", "checked_options", "decode", "end_ids", "last_logits", "token_ids"]
+
+OBJECT_OPTIONS = ("stopping_criteria", "logits_processor")
+"""Options that are objects, with a state of their own."""
 
 # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
 _NEUTRAL = {
@@ -77,7 +91,7 @@ def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options:
             raise ConfigError(
                 f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1"
             )
-    for name in ("stopping_criteria", "logits_processor"):
+    for name in OBJECT_OPTIONS:
         if not isinstance(options.get(name), list | tuple | None):
             raise ConfigError(
                 f"{name} is the {type(options[name]).__name__} {options[name]!r:.40}; give a list of such objects"
@@ -96,16 +110,6 @@ def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
     return frozenset({*named, *_FOREIGN, *TransformersKwargs.__optional_keys__, *vars(GenerationConfig()), *passed_on})
 
 
-def complete_options(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of ``generate`` with those that a blended prompt needs."""
-    options = dict(_NEUTRAL) | options
-    if strings := options.pop("stop_strings", None):
-        options["stopping_criteria"] = [*options.get("stopping_criteria", ()), StopStrings(tokenizer, strings)]
-    if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
-        options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return options
-
-
 def end_ids(model: Any, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
     """Return the tokens that end an answer, as options of ``generate`` say, or else the model's own settings."""
     asked = options.get("eos_token_id")
@@ -117,17 +121,16 @@ def token_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:
     return () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
 
 
-def make_result(
-    model: PreTrainedModel, tokenizer: Any, request: Request, token_ids: tuple[int, ...], watch: TokenWatch
-) -> GenerationResult:
-    """Return the answer to a prompt, whose tokens a watch has timed, with its report."""
-    report = make_report(request, num_decoder_layers(model), token_ids, watch.times)
-    text = lexer_of(tokenizer).text(token_ids, skip_special_tokens=True)
-    options = complete_options(model, tokenizer, request.options)
-    stops = (each for each in options.get("stopping_criteria", ()) if isinstance(each, StopStrings))
-    ends = {*end_ids(model, options), *(id for each in stops for id in each.ids)}
-    reason = "stop" if token_ids and token_ids[-1] in ends else "length"
-    return GenerationResult(text, token_ids, request.prompt.layout.token_ids, report, reason)
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prompts that were read, one a row, of the same width: what ``generate`` goes on from."""
+
+    # Ids, and where they need them positions and a mask, `(rows, width)`.
+    inputs: dict[str, torch.Tensor]
+    # None: the model's own, empty.
+    cache: Any
+    # After each prompt, `(rows, vocab)`; None where the first forward is still to compute what the cache lacks.
+    logits: torch.Tensor | None
 
 
 def last_logits(
@@ -141,95 +144,124 @@ def last_logits(
     # As generate does: what a cache begins with is not computed.
     inputs = {name: tensor[:, held:] for name, tensor in inputs.items()}
     logits: torch.Tensor = past_adapters(model)(**inputs, **options).logits
-    return logits[0, -count:]
+    # Of models that compute all logits, the others are not kept.
+    return logits[0, -count:].clone()
 
 
-class RowEnds(TokenWatch):
-    """Ends each row of a padded batch by a measure of its own, hands its tokens on, and counts them."""
+def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, answers: Answers) -> None:
+    """Decode the answers to prompts that were read."""
+    # What ends a row by its text is watched here.
+    taken = (*OBJECT_OPTIONS, "stop_strings")
+    options = _NEUTRAL | {name: value for name, value in answers.requests[0].options.items() if name not in taken}
+    if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
+        options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    inputs, cache = dict(prompts.inputs), prompts.cache
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    injecting = nullcontext() if prompts.logits is None else answering_first(model, cache, prompts.logits)
+    brought = any(each.options.get("logits_processor") for each in answers.requests)
+    with torch.no_grad(), injecting:
+        output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
+            **inputs,
+            **({} if cache is None else {"past_key_values": cache}),
+            max_new_tokens=max(answers.limits),
+            stopping_criteria=StoppingCriteriaList([answers]),
+            logits_processor=LogitsProcessorList([answers.process] if brought else []),
+            **options,
+        )
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    answers.finish(sequences[:, inputs["input_ids"].shape[1] :].tolist())
 
-    def __init__(
-        self,
-        batch: PaddedBatch,
-        requests: Sequence[Request],
-        limits: Sequence[int],
-        end_ids: Collection[int],
-        shared: Sequence[StoppingCriteria],
-    ) -> None:
-        super().__init__(threading.Event())
-        self._requests = requests
+
+class Answers(StoppingCriteria):
+    """The answers to prompts that are decoded together: notes and shows their tokens, and ends each row for itself.
+
+    `requests` differ in `limits`, the most tokens of each answer, and in options that are objects only. `ends` are the tokens
+    that end an answer. Prompts stand right before the answers, each padded on the left to the longest.
+    """
+
+    def __init__(self, tokenizer: Any, requests: Sequence[Request], limits: Sequence[int], ends: Iterable[int]) -> None:
+        self.requests = requests
+        self.limits = limits
         self.errors: dict[int, Exception] = {}
-        self._batch = batch
-        self._limits = limits
-        self._end_ids = frozenset(map(int, end_ids))
-        self._shared = shared
-        self._counts: list[int | None] = [None] * len(limits)
+        self._tokenizer = tokenizer
+        # When each token was there, by `time.perf_counter`.
+        self._times: list[float] = []
+        self._counts: list[int | None] = [None] * len(requests)
+        self._ids: list[tuple[int, ...]] = [()] * len(requests)
+        width = max(len(each.prompt.layout) for each in requests)
+        self._starts = [width - len(each.prompt.layout) for each in requests]
+        strings = requests[0].options.get("stop_strings")
+        self._criteria = [
+            [*([StopStrings(tokenizer, strings)] if strings else []), *each.options.get("stopping_criteria", ())]
+            for each in requests
+        ]
+        stops = [[each for each in criteria if isinstance(each, StopStrings)] for criteria in self._criteria]
+        self._ends = [frozenset(map(int, ends)).union(*(each.ids for each in row)) for row in stops]
 
-    def count(self, row: int) -> int:
-        """Return the tokens of a row's answer, once the batch has ended."""
-        ended = self._counts[row]
-        return len(self.times) if ended is None else ended
-
-    def has_ended(self, row: int) -> bool:
-        """Whether nothing more is wanted of a row."""
-        return self._counts[row] is not None or row in self.errors
-
-    def drop(self, row: int, error: Exception | None = None) -> None:
-        """End a row before its first token."""
+    def drop(self, row: int, error: Exception) -> None:
+        """End a row by an error."""
+        self.errors[row] = error
         self._counts[row] = 0
-        if error is not None:
-            self.errors[row] = error
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return whether each row is done."""
-        ended = self.note()
-        count = input_ids.shape[1] - self._batch.width
         newest = input_ids[:, -1].tolist()
-        together = [each(input_ids, scores, **kwargs).tolist() for each in self._shared]
-        for row, start in enumerate(self._batch.starts):
-            if self._counts[row] is not None:
-                continue
-            own, request = input_ids[row : row + 1, start:], self._requests[row]
-            streamer = request.streamer
-            try:
-                if streamer is not None:
-                    streamer.put(input_ids[row, -1:].cpu())
-                is_done = (
-                    ended
-                    or request.stop.is_set()
-                    or count >= self._limits[row]
-                    or newest[row] in self._end_ids
-                    or any(done[row] for done in together)
-                    # A list, since each may have to see every token.
-                    or any([bool(each(own, None, **kwargs)) for each in request.options.get("stopping_criteria", ())])
-                )
-                if is_done and streamer is not None:
-                    streamer.end()
-            except Exception as error:  # handed to who asked for this row
-                self.errors[row], is_done = error, True
-            if is_done or row in self.errors:
-                self._counts[row] = count
-        done = [each is not None for each in self._counts]
-        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+        self._times.append(time.perf_counter())
+        scores = scores if len(newest) == 1 else None
+        for row, token in enumerate(newest):
+            if self._counts[row] is None:
+                try:
+                    if self._is_done(row, token, input_ids, scores, **kwargs):
+                        self._end(row)
+                except Exception as error:  # handed to who asked for this row
+                    self.drop(row, error)
+        return torch.tensor([each is not None for each in self._counts], dtype=torch.bool, device=input_ids.device)
 
+    def _is_done(self, row: int, token: int, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        request, own = self.requests[row], input_ids[row : row + 1, self._starts[row] :]
+        if request.streamer is not None:
+            request.streamer.put(token)
+        # A list, since each may have to see every token.
+        asked = [bool(each(own, scores, **kwargs)) for each in self._criteria[row]]
+        # The interpreter waits for a stream's thread when it ends, and its answer is not read then.
+        stopped = request.stop.is_set() or not threading.main_thread().is_alive()
+        return stopped or any(asked) or token in self._ends[row] or len(self._times) >= self.limits[row]
 
-class RowProcessor(LogitsProcessor):
-    """Applies each row's own logits processors to it, as to a batch of one without padding, until it has ended."""
+    def _end(self, row: int) -> None:
+        self._counts[row] = len(self._times)
+        streamer = self.requests[row].streamer
+        if streamer is not None:
+            streamer.end()
 
-    def __init__(self, starts: Sequence[int], requests: Sequence[Request], ends: RowEnds) -> None:
-        self._starts = starts
-        self._requests = requests
-        self._ends = ends
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, ``(rows, vocab)``, as the processors change them."""
+    def process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, ``(rows, vocab)``, as each row's own processors change them."""
         rows = []
         for row, start in enumerate(self._starts):
             own, changed = input_ids[row : row + 1, start:], scores[row : row + 1]
             try:
-                if not self._ends.has_ended(row):
-                    for each in self._requests[row].options.get("logits_processor", ()):
+                if self._counts[row] is None:
+                    for each in self.requests[row].options.get("logits_processor", ()):
                         changed = each(own, changed)
             except Exception as error:  # handed to who asked for this row
-                self._ends.errors[row], changed = error, scores[row : row + 1]
+                self.drop(row, error)
+                changed = scores[row : row + 1]
             rows.append(changed)
         return torch.cat(rows)
+
+    def finish(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take the tokens that were generated, after which a row may have more than its answer."""
+        for row, ids in enumerate(rows):
+            if self._counts[row] is None:
+                # Something else has ended them, such as `max_time`.
+                self._end(row)
+            self._ids[row] = self.requests[row].state.output_ids = tuple(ids[: self._counts[row]])
+
+    def result(self, row: int, num_layers: int) -> GenerationResult | Exception:
+        """Return a row's answer with its report, or the error that ended it."""
+        if row in self.errors:
+            return self.errors[row]
+        request, ids = self.requests[row], self._ids[row]
+        report = make_report(request, num_layers, ids, self._times)
+        text = lexer_of(self._tokenizer).text(ids, skip_special_tokens=True)
+        reason = "stop" if ids and ids[-1] in self._ends[row] else "length"
+        return GenerationResult(text, ids, request.prompt.layout.token_ids, report, reason)

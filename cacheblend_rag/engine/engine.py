@@ -150,11 +150,13 @@ class BlendEngine(AnsweringLibrary):
             )
             shelf = _shelves.setdefault(unwrapped(model), WeakSet())
             self._prefixes = PrefixCache(self._answering, self.namespace, config.prefix_bytes, shelf, cut_layers)
-            self._runner = Runner(
-                model, self.decoder, self.unsupported_reason, self._supply, self.tuning, self._prefixes
-            )
+            self._runner = self._make_runner()
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             undo.pop_all()
+
+    def _make_runner(self) -> Runner:
+        """Return what prefills prompts."""
+        return Runner(self.model, self.decoder, self.unsupported_reason, self._supply, self.tuning, self._prefixes)
 
     @classmethod
     def from_pretrained(

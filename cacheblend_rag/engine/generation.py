@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
 from cacheblend_rag.engine.background import Feed
 from cacheblend_rag.lexer import lexer_of
@@ -22,7 +20,7 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import Spelling, StopCutter
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["BlendStream", "GenerationResult", "PieceStreamer", "PrefillResult", "StopStrings", "TokenWatch"]
+__all__ = ["BlendStream", "GenerationResult", "PieceStreamer", "PrefillResult", "StopStrings"]
 
 
 @dataclass(frozen=True)
@@ -70,24 +68,6 @@ class GenerationResult:
     finish_reason: str = "length"
 
 
-@dataclass(eq=False)
-class TokenWatch(StoppingCriteria):
-    """Notes when each token is there (`times`, by `time.perf_counter`), and ends the generation at the next one when told to."""
-
-    _stop: threading.Event
-    times: list[float] = field(default_factory=list)
-
-    def note(self) -> bool:
-        """Note that the next token is there; return whether the generation ends with it."""
-        self.times.append(time.perf_counter())
-        # The interpreter waits for a stream's thread when it ends, and its answer is not read then.
-        return self._stop.is_set() or not threading.main_thread().is_alive()
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return whether each sequence is done."""
-        return torch.full((input_ids.shape[0],), self.note(), dtype=torch.bool, device=input_ids.device)
-
-
 class StopStrings(StoppingCriteria):
     """Ends a generation whose own text, not counting the prompt and thoughts, holds one of the stop strings."""
 
@@ -103,20 +83,17 @@ class StopStrings(StoppingCriteria):
         special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids = frozenset(special[each] for each in self.stop if each in special)
         self._spell = partial(Spelling, lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))
-        self._rows: list[tuple[Spelling, StopCutter]] = []
-        self._first: float = math.inf
+        self._length: float = math.inf
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return whether each sequence is done; it is asked at every token, from the first on."""
-        if input_ids.shape[1] <= self._first:
+        """Return whether a sequence, ``(1, tokens)``, is done; it is asked at every token, from the first on."""
+        if input_ids.shape[1] <= self._length:
             # The first token; what fails in a batch comes again.
-            self._first = input_ids.shape[1]
-            self._rows = [(self._spell(), StopCutter(self.stop, self.thinking)) for _ in input_ids]
-        done = []
-        for id, (spelling, cutter) in zip(input_ids[:, -1].tolist(), self._rows, strict=True):
-            deque(cutter.feed(spelling.add(id)), maxlen=0)
-            done.append(cutter.is_done or id in self.ids)
-        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+            self._length = input_ids.shape[1]
+            self._spelling, self._cutter = self._spell(), StopCutter(self.stop, self.thinking)
+        id = int(input_ids[0, -1])
+        deque(self._cutter.feed(self._spelling.add(id)), maxlen=0)
+        return torch.tensor([self._cutter.is_done or id in self.ids], device=input_ids.device)
 
 
 class BlendStream(Iterator[str], AsyncIterator[str]):
@@ -179,21 +156,17 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
         return await self._feed.aoutcome()
 
 
-class PieceStreamer(BaseStreamer):
+class PieceStreamer:
     """Calls `show` with the text of tokens, piece by piece, as they come."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
-        self.next_tokens_are_prompt = True
         self.has_shown = False
         self._show = show
         self._spelling = Spelling(lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))
 
-    def put(self, value: torch.Tensor) -> None:
-        """Show what is certain of the text with these tokens, ``(1, tokens)`` for a prompt and ``(1,)`` for what follows."""
-        if self.next_tokens_are_prompt:
-            self.next_tokens_are_prompt = False
-            return
-        self._hand_over("".join(map(self._spelling.add, value.flatten().tolist())))
+    def put(self, token: int) -> None:
+        """Show what is certain of the text with the next token."""
+        self._hand_over(self._spelling.add(token))
 
     def end(self) -> None:
         """Show what is left of the text."""

@@ -24,29 +24,13 @@ from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate
 from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
-__all__ = ["Request", "make_report", "why_missed"]
+__all__ = ["Request", "RequestState", "make_report", "why_missed"]
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A prompt on its way through the engine: what was asked, what is done, and what it cost."""
+class RequestState:
+    """What is done for a prompt on its way through the engine, and what it cost."""
 
-    asked: BlendPrompt
-    # As it is answered: of chunks that would keep it waiting, some are text by then.
-    prompt: AssembledPrompt
-    blend: BlendConfig
-    started: float
-    # Shared by the prompts of one call.
-    patience: Patience = field(default_factory=Patience)
-    # Whether it takes over what earlier prompts begin with, and is kept for later ones.
-    shares: bool = True
-    max_new_tokens: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    # Ends the answer at the next token.
-    stop: threading.Event = field(default_factory=threading.Event)
-    streamer: PieceStreamer | None = None
-    # Where another request's thread computes it; None where that thread was interrupted.
-    answer: Future[GenerationResult | None] = field(default_factory=Future)
     plan: Plan | None = None
     resumed: ReusedPrefix | None = None
     # Whether KV was stored when the call came, and where it is read from.
@@ -62,8 +46,7 @@ class Request:
     encode_s: float = 0.0
     open_s: float = 0.0
     wait_s: float = 0.0
-    # When it was in tokens, when the forward began, and when its prefill ended if others were prefilled before the first output.
-    ready: float = field(default_factory=time.perf_counter)
+    # When the forward began, and when its prefill ended if others were prefilled before the first output.
     forward_started: float = 0.0
     forward_ended: float | None = None
     # What came before the forward.
@@ -74,12 +57,40 @@ class Request:
     # Returns the share of the answer's attention that went to a chunk, where that is asked for.
     attention: Callable[[ChunkSpan], float] | None = None
     output_ids: tuple[int, ...] = ()
-    # What each attachment keeps of it.
-    notes: dict[object, Any] = field(default_factory=dict)
     # Further fields of its `BlendReport`: what few prompts use, and what attachments have to say.
     figures: dict[str, Any] = field(default_factory=dict)
     # When the layers of its stored KV were loaded and handed over.
     layers: LayerTimes | None = None
+
+    def note(self, what: str, began: float) -> float:
+        """Note what has just ended, and when it began; return the seconds that it took."""
+        ended = time.perf_counter()
+        self.waits.append(Span(what, began, ended))
+        return ended - began
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What was asked: a prompt under the settings and options in force."""
+
+    asked: BlendPrompt
+    prompt: AssembledPrompt
+    blend: BlendConfig
+    started: float
+    # Shared by the prompts of one call.
+    patience: Patience = field(default_factory=Patience)
+    # Whether it takes over what earlier prompts begin with, and is kept for later ones.
+    shares: bool = True
+    max_new_tokens: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    # Ends the answer at the next token.
+    stop: threading.Event = field(default_factory=threading.Event)
+    streamer: PieceStreamer | None = None
+    # When it was in tokens.
+    ready: float = field(default_factory=time.perf_counter)
+    state: RequestState = field(default_factory=RequestState)
+    # Where another request's thread computes it.
+    answer: Future[GenerationResult | Exception] = field(default_factory=Future)
 
     @property
     def is_given_up(self) -> bool:
@@ -92,16 +103,11 @@ class Request:
         """Whether anything of its answer was read, which cannot be begun anew then."""
         return self.streamer is not None and self.streamer.has_shown
 
-    def note(self, what: str, began: float) -> float:
-        """Note what has just ended, and when it began; return the seconds that it took."""
-        ended = time.perf_counter()
-        self.waits.append(Span(what, began, ended))
-        return ended - began
-
     @property
     def layout(self) -> PromptLayout:
         """The prompt as it is computed."""
-        return self.prompt.layout if self.resumed is None else self.resumed.layout
+        resumed = self.state.resumed
+        return self.prompt.layout if resumed is None else resumed.layout
 
     @property
     def waiting(self) -> list[PromptChunk]:
@@ -113,24 +119,25 @@ def make_report(
     request: Request, num_layers: int, output_ids: tuple[int, ...] = (), token_times: Sequence[float] = ()
 ) -> BlendReport:
     """Return what a request cost, and where its KV came from; without `token_times` the output is there now."""
-    assert request.plan is not None
+    state = request.state
+    assert state.plan is not None
     first_output = token_times[0] if token_times else time.perf_counter()
     layout = request.prompt.layout
     context = layout.context_tokens
-    if request.recomputed is None:
+    if state.recomputed is None:
         rows = layout.context_rows[layout.context_rows >= request.layout.resumed_rows]
         charged = rows.numel() / max(context, 1)
     else:
-        rows, charged = request.recomputed, request.charge / max(context * num_layers, 1)
+        rows, charged = state.recomputed, state.charge / max(context * num_layers, 1)
     in_chunks = rows[torch.isin(rows, layout.context_rows)]
     in_order = sorted((*request.prompt.chunks, *request.prompt.computed), key=lambda each: each.start)
     parts = [(chunk, _chunk_report(request, chunk, rows)) for chunk in in_order]
     chunks, misses = _chunk_reports(request, parts)
-    ended = request.forward_ended or first_output
-    ttft_s, load_s = first_output - request.started, request.open_s + request.wait_s
-    recompute_s = ended - request.forward_started - request.wait_s
+    ended = state.forward_ended or first_output
+    ttft_s, load_s = first_output - request.started, state.open_s + state.wait_s
+    recompute_s = ended - state.forward_started - state.wait_s
     # Between its prefill and its first token the model had the other prompts of a batch.
-    queue_s = request.queue_s + first_output - ended
+    queue_s = state.queue_s + first_output - ended
     count = len(output_ids)
     traced = [
         TracedChunk(
@@ -143,48 +150,49 @@ def make_report(
         output_ids,
         tuple(traced),
         tuple(_reused(request)),
-        () if request.recomputed is None else tuple(rows.tolist()),
+        () if state.recomputed is None else tuple(rows.tolist()),
         request.started,
-        request.forward_started,
+        state.forward_started,
         ended,
-        tuple(request.waits),
-        request.layers,
+        tuple(state.waits),
+        state.layers,
         tuple(token_times[:count]),
     )
     return BlendReport(
         ttft_s=ttft_s,
         load_s=load_s,
-        encode_s=request.encode_s,
+        encode_s=state.encode_s,
         recompute_s=recompute_s,
         prompt_tokens=len(layout),
         context_tokens=context,
         recomputed_tokens=in_chunks.numel(),
-        recompute_ratio=1.0 if request.recomputed is None else request.plan.ratio,
+        recompute_ratio=1.0 if state.recomputed is None else state.plan.ratio,
         charged_ratio=charged if context else 0.0,
         hits=sum(chunk.hit for chunk in chunks),
         misses=misses,
-        selector=request.plan.selector,
+        selector=state.plan.selector,
         fallback_reason=_fallback_reason(request),
         chunks=chunks,
         output_tokens=count,
         tpot_s=None if count < 2 else (token_times[count - 1] - first_output) / (count - 1),
-        prefix_tokens=0 if request.resumed is None else request.resumed.tokens,
+        prefix_tokens=0 if state.resumed is None else state.resumed.tokens,
         queue_s=queue_s,
-        overhead_s=max(ttft_s - queue_s - load_s - request.encode_s - recompute_s, 0.0),
-        **request.figures,
+        overhead_s=max(ttft_s - queue_s - load_s - state.encode_s - recompute_s, 0.0),
+        **state.figures,
         trace=trace,
     )
 
 
 def _reused(request: Request) -> Iterator[Span]:
     """Yield the rows whose KV was not computed in the prompt's forward; where two have a row, the later one holds."""
-    resumed = request.resumed
-    if request.recomputed is not None:
+    state = request.state
+    resumed = state.resumed
+    if state.recomputed is not None:
         for chunk in request.waiting:
-            yield Span(request.tiers.get(chunk.key) or "encoded", chunk.start, chunk.stop)
+            yield Span(state.tiers.get(chunk.key) or "encoded", chunk.start, chunk.stop)
     if resumed is not None:
         if resumed.head:
-            yield Span("head" if request.figures.get("head_tokens") else "encoded", 0, resumed.head)
+            yield Span("head" if state.figures.get("head_tokens") else "encoded", 0, resumed.head)
         if resumed.tokens:
             yield Span("prefix", resumed.head, resumed.layout.resumed_rows)
 
@@ -218,20 +226,21 @@ def _chunk_reports(
 
 
 def _chunk_report(request: Request, chunk: PromptChunk, recomputed: torch.Tensor) -> ChunkReport:
-    attention = None if request.attention is None else request.attention(chunk)
+    state = request.state
+    attention = None if state.attention is None else state.attention(chunk)
     if chunk.computed is not None:
         return ChunkReport(chunk.id, len(chunk), False, len(chunk), chunk.note, attention=attention)
     rows = int(((recomputed >= chunk.start) & (recomputed < chunk.stop)).sum())
     if chunk.stop <= request.layout.resumed_rows:
         return ChunkReport(chunk.id, len(chunk), True, rows, None, "prefix", attention)
-    hit = request.hits[chunk.key] and chunk.key not in request.unreadable
+    hit = state.hits[chunk.key] and chunk.key not in state.unreadable
     reason = None if hit else why_missed(request, chunk)
-    return ChunkReport(chunk.id, len(chunk), hit, rows, reason, request.tiers.get(chunk.key), attention)
+    return ChunkReport(chunk.id, len(chunk), hit, rows, reason, state.tiers.get(chunk.key), attention)
 
 
 def why_missed(request: Request, chunk: PromptChunk) -> str:
     """Return why a chunk was not served from stored KV."""
-    fate = "damaged" if chunk.key in request.unreadable else request.fates.get(chunk.key)
+    fate = "damaged" if chunk.key in request.state.unreadable else request.state.fates.get(chunk.key)
     note = chunk.note
     # Of a text that no name leads to it says more that it was not added than what became of its KV.
     if fate is not None and (fate != "evicted" or note is None):
@@ -250,8 +259,8 @@ _FATES = {
 
 
 def _fallback_reason(request: Request) -> str | None:
-    assert request.plan is not None
-    reason, computed = request.plan.fallback_reason, request.prompt.computed
+    assert request.state.plan is not None
+    reason, computed = request.state.plan.fallback_reason, request.prompt.computed
     if reason is None or not computed or request.prompt.chunks:
         return reason
     why = {chunk.computed for chunk in computed}

@@ -93,7 +93,7 @@ class KVSupply:
         missing: dict[str, list[tuple[Request, PromptChunk]]] = {}
         for request in requests:
             keys = [chunk.key for chunk in request.prompt.chunks]
-            held = request.hits = dict(zip(keys, self.store.holds(keys), strict=True))
+            held = request.state.hits = dict(zip(keys, self.store.holds(keys), strict=True))
             self.note_fates(request, [key for key, there in held.items() if not there])
             for chunk in request.prompt.chunks:
                 if not held[chunk.key]:
@@ -105,7 +105,7 @@ class KVSupply:
         try:
             for key, kv in self._encode_missing(chunks_of, patience):
                 for request, _ in missing[key]:
-                    request.encoded[key] = kv
+                    request.state.encoded[key] = kv
         except AnswerTimeoutError:
             raise
         except Exception as error:  # each prompt that lacks it finds out for itself
@@ -113,7 +113,7 @@ class KVSupply:
         elapsed = time.perf_counter() - started
         tokens = sum(len(chunk.token_ids) for wanted in missing.values() for _, chunk in wanted)
         for request, chunk in (each for wanted in missing.values() for each in wanted):
-            request.encode_s += elapsed * len(chunk.token_ids) / tokens
+            request.state.encode_s += elapsed * len(chunk.token_ids) / tokens
 
     def _encode_missing(
         self, missing: Mapping[str, Sequence[PromptChunk]], patience: Patience | None = None
@@ -128,15 +128,16 @@ class KVSupply:
 
     def open_all(self, request: Request) -> dict[str, KVReader | None]:
         """Return a reader, or None, of each chunk that is not taken over, by its key; hits, tiers and times are filled in."""
+        state = request.state
         opening = time.perf_counter()
         found: dict[str, KVReader | None] = {}
         for chunk in {chunk.key: chunk for chunk in request.waiting}.values():
-            computed = request.encoded.get(chunk.key)
+            computed = state.encoded.get(chunk.key)
             reader: KVReader | None
             if computed is not None:
                 reader, tier = RamReader(computed), None
             else:
-                reader = None if request.unreadable.get(chunk.key) is False else self.store.open(chunk.key)
+                reader = None if state.unreadable.get(chunk.key) is False else self.store.open(chunk.key)
                 # It is of the chunk's tokens, in the context that its key says.
                 if reader is not None and (
                     (reader.num_layers, reader.token_ids) != (self.num_kv_layers, chunk.kv_ids)
@@ -147,36 +148,36 @@ class KVSupply:
                         chunk.key[:12],
                     )
                     self.store.discard(chunk.key)
-                    request.unreadable[chunk.key] = True
+                    state.unreadable[chunk.key] = True
                     reader = None
                 tier = None if reader is None else reader.tier
-            found[chunk.key], request.tiers[chunk.key] = reader, tier
+            found[chunk.key], state.tiers[chunk.key] = reader, tier
             # After damaged KV the prompt is run again; what was a miss when the call came stays one in the report.
-            request.hits[chunk.key] = request.hits.get(chunk.key, True) and reader is not None
+            state.hits[chunk.key] = state.hits.get(chunk.key, True) and reader is not None
         if missing := [key for key, reader in found.items() if reader is None]:
             self.note_fates(request, missing)
-        request.open_s += request.note("open", opening)
+        state.open_s += state.note("open", opening)
         return found
 
     def note_held(self, request: Request, keys: Sequence[str]) -> None:
         """Note whether KV is stored that is not to be opened, and what became of it otherwise."""
-        request.hits.update(zip(keys, self.store.holds(keys), strict=True))
-        self.note_fates(request, [key for key in keys if not request.hits[key]])
+        request.state.hits.update(zip(keys, self.store.holds(keys), strict=True))
+        self.note_fates(request, [key for key in keys if not request.state.hits[key]])
 
     def note_unreadable(self, request: Request, error: ChunkReadError) -> None:
         """Note that KV could not be read, so that it is a miss the next time; what is damaged goes."""
         logger.warning("%s", error)
-        request.unreadable[error.key] = error.damaged
+        request.state.unreadable[error.key] = error.damaged
         if error.damaged:
             self.store.discard(error.key)
 
     def note_fates(self, request: Request, keys: Sequence[str]) -> None:
         """Note what became of KV that is not stored, before it is computed."""
-        new = [key for key in keys if key not in request.fates]
+        new = [key for key in keys if key not in request.state.fates]
         if self._encoder is None:
-            request.fates |= dict.fromkeys(new, "unsupported")
+            request.state.fates |= dict.fromkeys(new, "unsupported")
         elif new:
-            request.fates |= {**dict.fromkeys(new), **self.store.fates(new)}
+            request.state.fates |= {**dict.fromkeys(new), **self.store.fates(new)}
 
     def readers(self, request: Request, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
         """Return a reader of each chunk, or part, that is not taken over, by its first row; encode those that `found` lacks."""
@@ -187,8 +188,12 @@ class KVSupply:
             wanted = {key: [chunk for chunk in chunks if chunk.key == key] for key in missing}
             for key, kv in self._encode_missing(wanted):
                 found[key] = RamReader(kv)
-            request.encode_s += request.note("encode", started)
-        if not any(request.hits.values()) and len(chunks) == len(request.prompt.chunks) and not self._warned_of_no_hit:
+            request.state.encode_s += request.state.note("encode", started)
+        if (
+            not any(request.state.hits.values())
+            and len(chunks) == len(request.prompt.chunks)
+            and not self._warned_of_no_hit
+        ):
             self._warned_of_no_hit = True
             logger.warning(
                 "none of the %d chunks of this prompt was served from the store, so all of them were encoded first; reason for "
@@ -206,12 +211,13 @@ class KVSupply:
 
     def head(self, request: Request, head: PromptHead) -> KVReader:
         """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept."""
+        state = request.state
         started = time.perf_counter()
-        computed = request.encoded.get(head.key)
+        computed = state.encoded.get(head.key)
         reader: KVReader | None = None
         if computed is not None:
             reader = RamReader(computed)
-        elif request.unreadable.get(head.key) is not False:
+        elif state.unreadable.get(head.key) is not False:
             reader = self.store.open(head.key)
         if reader is not None and (reader.num_layers, reader.start, reader.token_ids) != (
             self.num_kv_layers,
@@ -220,13 +226,13 @@ class KVSupply:
         ):
             self.store.discard(head.key)
             reader = None
-        request.open_s += request.note("open", started)
-        request.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
+        state.open_s += state.note("open", started)
+        state.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
         if reader is None:
             started = time.perf_counter()
-            kv = request.encoded[head.key] = self._make_head(head)
+            kv = state.encoded[head.key] = self._make_head(head)
             reader = RamReader(kv)
-            request.encode_s += request.note("encode", started)
+            state.encode_s += state.note("encode", started)
         return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
 
     def store_head(self, token_ids: tuple[int, ...]) -> str:

@@ -98,7 +98,7 @@ def _check_move(
 def check_batching(decoder: Decoder) -> None:
     """Raise `UnsupportedModelError` if a prompt beside a longer one, padded on the left, goes on with other logits than alone."""
     with refusing_failures(type(decoder.model).__name__, "run in a padded batch"), uncompiled(decoder.model):
-        model, ids = decoder.model, _random_ids(decoder, 2)
+        ids = _random_ids(decoder, 2)
         prompts, newest = [ids[0, :-1].tolist(), ids[1, : _PROMPT_TOKENS // 2].tolist()], ids[:, -1:].to(decoder.device)
         batch = PaddedBatch(prompts, [range(len(prompt)) for prompt in prompts], room=1)
         alone: list[list[torch.Tensor]] = []
@@ -110,13 +110,11 @@ def check_batching(decoder: Decoder) -> None:
                 logits = _logits(decoder, own, input_ids=newest[row : row + 1])
             alone.append([*states, logits])
         wanted = [torch.cat(each, dim=-3) for each in zip(*alone, strict=True)]
-        inputs = batch.inputs(decoder.device)
+        inputs, cache, _ = batch.filled(decoder.device)
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
         positions = torch.tensor([[len(prompt)] for prompt in prompts], device=decoder.device)
-        with batch.prefilled(model) as cache:
-            model(**inputs, past_key_values=cache, use_cache=True)
-            with _handing(decoder, wanted) as given:
-                logits = _logits(decoder, cache, input_ids=newest, attention_mask=mask, position_ids=positions)
+        with _handing(decoder, wanted) as given:
+            logits = _logits(decoder, cache, input_ids=newest, attention_mask=mask, position_ids=positions)
         _check_results(decoder, "decoding in a padded batch", [*given, logits], wanted)
 
 

@@ -175,7 +175,7 @@ class Steering:
             if layer >= self._decoder.num_kv_layers:
                 # The last layer attends to the KV of another one; none is handed over any more.
                 self._cache.steering = None
-        # Decoding goes on within the hooks, and needs no masks of the prompt.
+        # Who keeps this for the decoding needs no masks of the prompt.
         return self._cutter.cut(arguments, before, self._rows, is_last=self._is_last_under_way)
 
     def _after_last_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

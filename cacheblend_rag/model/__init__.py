@@ -23,7 +23,7 @@ from cacheblend_rag.model.decoder import (
 )
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
 from cacheblend_rag.model.layers import before_layers
-from cacheblend_rag.model.padded import PaddedBatch
+from cacheblend_rag.model.padded import PaddedBatch, answering_first
 from cacheblend_rag.model.positions import takes_positions
 from cacheblend_rag.model.wrapping import past_adapters, uncompiled, unwrapped, watch_forward
 
@@ -38,6 +38,7 @@ __all__ = [
     "ModelCard",
     "PaddedBatch",
     "WeightsWatch",
+    "answering_first",
     "attention_weights",
     "before_layers",
     "capability",

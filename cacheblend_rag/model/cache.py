@@ -99,11 +99,17 @@ class KVCacheLayer(DynamicLayer):
 
 
 class KVCache(Cache):
-    """A cache of `KVCacheLayer` objects."""
+    """A cache of `KVCacheLayer` objects; one that is hidden says that it is empty."""
+
+    is_hidden = False
 
     def __init__(self, num_layers: int) -> None:
         self.kv_layers = [KVCacheLayer() for _ in range(num_layers)]  # type: ignore[no-untyped-call]
         super().__init__(layers=[*self.kv_layers])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens a layer has seen."""
+        return 0 if self.is_hidden else super().get_seq_length(layer_idx)
 
     @classmethod
     def after(cls, prefix: Sequence[LayerKV], batch: int, length: int) -> KVCache:

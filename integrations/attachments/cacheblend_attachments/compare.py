@@ -97,7 +97,7 @@ class CompareAnswers(Attachment, Collector):
         return thread is None or not thread.is_alive()
 
     def answered(self, request: Request, result: GenerationResult) -> None:
-        if request.recomputed is None or self._is_drawn(request.options):
+        if request.state.recomputed is None or self._is_drawn(request.options):
             return
         with self._lock:
             self._answers += 1

@@ -86,8 +86,8 @@ class Repair(Watching):
         repairing = Repairing(self, forward.decoder, forward.cache, forward.request.layout, forward.steering)
         with repairing():
             yield
-        forward.request.charge += repairing.charge
-        forward.request.figures["repaired_tokens"] = repairing.repaired_rows
+        forward.request.state.charge += repairing.charge
+        forward.request.state.figures["repaired_tokens"] = repairing.repaired_rows
 
     def for_tenant(self) -> Repair:
         return Repair(self.budget, limit=self.limit, look_layers=self.look_layers, stop_layer=self.stop_layer)

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from cacheblend_attachments.watching import Watching
 from cacheblend_rag.engine.attachment import RunningForward
-from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import (
     REACHES,
@@ -80,10 +79,7 @@ class SnapKV(Watching):
         eviction = Eviction(self, forward)
         with eviction():
             yield
-        forward.request.figures["kept_reason"] = eviction.kept_reason
-
-    def alone_reason(self, request: Request) -> str | None:
-        return f"eviction after prefill (kv_capacity={self.kv_capacity}) keeps other tokens of each prompt"
+        forward.request.state.figures["kept_reason"] = eviction.kept_reason
 
     def for_tenant(self) -> SnapKV:
         return SnapKV(self.kv_capacity, observation_window=self.observation_window, pooling_kernel=self.pooling_kernel)
@@ -93,7 +89,7 @@ class Eviction:
     """The eviction of one prompt's context KV: `evicted_tokens` by each head of the layers that are not kept whole."""
 
     def __init__(self, asked: SnapKV, forward: RunningForward) -> None:
-        plan, prompt = forward.request.plan, forward.request.prompt
+        plan, prompt = forward.request.state.plan, forward.request.prompt
         self._model = forward.decoder.model
         self._cache = forward.cache
         self._prompt_tokens = len(prompt.layout)

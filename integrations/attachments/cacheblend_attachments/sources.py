@@ -51,7 +51,7 @@ class SourceAttention(Watching):
             shares = [float(mass[layer][span.start : span.stop].sum()) / steps[layer] for layer in mass]
             return sum(shares) / len(shares) if shares else 0.0
 
-        forward.request.attention = share
+        forward.request.state.attention = share
         with uncompiled(forward.decoder.model), watch_attention(note):
             yield
 

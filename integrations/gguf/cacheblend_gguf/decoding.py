@@ -6,7 +6,6 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +22,7 @@ from transformers import (
 )
 
 from cacheblend_rag.chat.seeded import SeededSampling
+from cacheblend_rag.engine.decode import Answers
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
 from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
@@ -75,31 +75,40 @@ def processors(options: dict[str, Any]) -> list[Any]:
 
 @dataclass(slots=True, eq=False)
 class Answering:
-    """An answer on its way: its prompt, what is stored of it by rows, and what ends it."""
+    """A prompt on its way to its answer, or to the scores after its last tokens, and what is stored of it by rows."""
 
     request: Request
     # Of each run of stored rows, by the row that it begins at.
     readers: dict[int, KVReader]
-    limit: int
     # Where its engine keeps earlier prompts.
     prefixes: PrefixCache
-    end_ids: frozenset[int] = frozenset()
-    criteria: Sequence[Any] = ()
-    # How many last tokens of the prompt the scores are wanted after, instead of an answer.
-    logits_to_keep: int = 0
+    # What ends it; None where the scores after so many last tokens of the prompt are wanted instead.
+    answers: Answers | None = None
+    logits_to_keep: int = 1
     processors: list[Any] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     sequence: int = -1
     output: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    # Of the prompt and the answer, `(1, tokens)`.
+    ids: torch.Tensor = field(init=False)
     # Cancelled by who waits no longer, as long as it has not begun.
     done: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        ids = self.request.prompt.layout.token_ids
+        self.ids = torch.empty(1, len(ids) + self.limit, dtype=torch.int64)
+        self.ids[0, : len(ids)] = torch.tensor(ids)
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of the answer."""
+        return 0 if self.answers is None else self.answers.limits[0]
 
     @property
     def ratio(self) -> float | None:
         """Which share of its chunks is recomputed; None where all is computed as text."""
         request = self.request
-        return None if request.recomputed is None or request.plan is None else request.plan.ratio
+        return None if request.state.recomputed is None or request.state.plan is None else request.state.plan.ratio
 
     def shared(self) -> tuple[int | None, int]:
         """Return the sequence of an earlier prompt that this one begins like, and how many rows, if there is one."""
@@ -115,33 +124,23 @@ class Answering:
         if rows:
             request, layout = self.request, self.request.prompt.layout
             chunks = () if self.ratio is None else tuple(span for span in layout.chunks if span.start >= rows)
-            request.resumed = ReusedPrefix(replace(layout, chunks=chunks, resumed_rows=rows), 0)
-            request.figures["head_tokens"] = 0
+            request.state.resumed = ReusedPrefix(replace(layout, chunks=chunks, resumed_rows=rows), 0)
+            request.state.figures["head_tokens"] = 0
 
     def choose(self, scores: Scores) -> bool:
         """Choose the next token by its scores, ``(vocab,)``; return whether it is the last one."""
-        request = self.request
-        ids = None
-        if self.processors or self.criteria:
-            ids = torch.tensor([[*request.prompt.layout.token_ids, *self.output]])
-        if self.processors:
-            given = torch.from_numpy(scores)[None]
-            for each in self.processors:
-                given = each(ids, given)
-            token = int(given.argmax())
-        else:
-            token = int(scores.argmax())
+        assert self.answers is not None
+        length = len(self.request.prompt.layout) + len(self.output)
+        given = torch.from_numpy(scores)[None]
+        for each in self.processors:
+            given = each(self.ids[:, :length], given)
+        token = int(given.argmax())
         self.output.append(token)
-        self.times.append(time.perf_counter())
-        if request.streamer is not None:
-            request.streamer.put(torch.tensor([token]))
-        ended = token in self.end_ids or len(self.output) >= self.limit or request.stop.is_set()
-        if self.criteria:
-            assert ids is not None
-            own = torch.cat([ids, torch.tensor([[token]])], dim=1)
-            # A list, since each may have to see every token.
-            ended = any([bool(each(own, None)) for each in self.criteria]) or ended
-        return ended
+        self.ids[0, length] = token
+        is_last = bool(self.answers(self.ids[:, : length + 1], None))
+        if self.answers.errors:
+            raise self.answers.errors[0]
+        return is_last
 
 
 class Decoding:
@@ -229,21 +228,27 @@ class Decoding:
     def _prefill(self, answering: Answering) -> bool:
         """Put the stored rows of a prompt into its sequence, compute the others, and choose the first token."""
         request, layout = answering.request, answering.request.prompt.layout
-        request.queue_s += max(time.perf_counter() - request.ready - request.encode_s - request.open_s, 0.0)
-        request.forward_started = time.perf_counter()
-        row = 0 if request.resumed is None or request.resumed.head else request.resumed.layout.resumed_rows
-        request.figures["load_bytes"] = 0
+        request.state.queue_s += max(
+            time.perf_counter() - request.ready - request.state.encode_s - request.state.open_s, 0.0
+        )
+        request.state.forward_started = time.perf_counter()
+        row = (
+            0
+            if request.state.resumed is None or request.state.resumed.head
+            else request.state.resumed.layout.resumed_rows
+        )
+        request.state.figures["load_bytes"] = 0
         for begin in sorted(each for each in answering.readers if each >= row):
             self._llama.decode(layout.token_ids[row:begin], row, answering.sequence)
             row = begin + self._put(answering, begin)
-        last = len(layout) - max(answering.logits_to_keep, 1)
+        last = len(layout) - answering.logits_to_keep
         if row > last:
             # What is stored reaches into the tokens whose scores are wanted.
             self._llama.remove(answering.sequence, last)
         self._llama.decode(layout.token_ids[row:last], row, answering.sequence)
         ids = enumerate(layout.token_ids[last:], last)
         answering.scores = self._llama.step([(id, place, answering.sequence, True) for place, id in ids])
-        return answering.logits_to_keep > 0 or answering.choose(answering.scores[-1])
+        return answering.answers is None or answering.choose(answering.scores[-1])
 
     def _put(self, answering: Answering, begin: int) -> int:
         """Put the stored rows that begin at a row of a prompt into its sequence; return how many there are."""
@@ -257,15 +262,15 @@ class Decoding:
             if request.prompt.head is not None:
                 keys.append(request.prompt.head.key)
             raise ChunkReadError(keys[0], str(error)) from error
-        request.wait_s += time.perf_counter() - loading
-        request.figures["load_bytes"] += len(reader.token_ids) * self._llama.row_bytes
+        request.state.wait_s += time.perf_counter() - loading
+        request.state.figures["load_bytes"] += len(reader.token_ids) * self._llama.row_bytes
         return len(reader.token_ids)
 
     def _step(self) -> None:
         """Compute the next token of all answers under way."""
         active = list(self._active)
         for each in active:
-            each.request.figures["batch_size"] = max(each.request.figures.get("batch_size", 1), len(active))
+            each.request.state.figures["batch_size"] = max(each.request.state.figures.get("batch_size", 1), len(active))
         asked = [
             (each.output[-1], len(each.request.prompt.layout) + len(each.output) - 1, each.sequence, True)
             for each in active
@@ -283,9 +288,8 @@ class Decoding:
         """Do one answer's part; what goes wrong in it is that answer's alone."""
         try:
             if work(answering):
-                request = answering.request
-                if request.streamer is not None:
-                    request.streamer.end()
+                if answering.answers is not None:
+                    answering.answers.finish([answering.output])
                 self._leave(answering)
         except Exception as error:  # handed to who asked for it
             self._leave(answering, error)

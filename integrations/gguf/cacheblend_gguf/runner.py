@@ -13,13 +13,12 @@ import torch
 
 from cacheblend_gguf.decoding import Answering, processors
 from cacheblend_gguf.llama import HEAD_CELLS, Llama
-from cacheblend_rag.engine import GenerationResult, StopStrings
-from cacheblend_rag.engine.decode import token_ids
-from cacheblend_rag.engine.request import Request, make_report
+from cacheblend_rag.engine import GenerationResult
+from cacheblend_rag.engine.decode import Answers, token_ids
+from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.fuse.plan import Plan, is_full, make_plan
-from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import part_of
@@ -40,33 +39,26 @@ class LlamaRunner:
 
     def answer(self, request: Request) -> GenerationResult:
         """Answer a prompt, together with those of other callers."""
-        options = request.options
-        strings = options.get("stop_strings")
-        stops = [StopStrings(self._tokenizer, strings)] if strings else []
-        criteria = [*stops, *options.get("stopping_criteria", ())]
-        ends = {*(token_ids(options["eos_token_id"]) if "eos_token_id" in options else self._tokenizer.end_ids)}
-        ends |= {id for each in criteria if isinstance(each, StopStrings) for id in each.ids}
-        if request.streamer is not None:
-            request.streamer.next_tokens_are_prompt = False
-        answering = self._compute(request, end_ids=frozenset(ends), criteria=criteria, processors=processors(options))
-        output = request.output_ids = tuple(answering.output)
-        report = make_report(request, len(self._llama.form.layers), output, answering.times)
-        text = lexer_of(self._tokenizer).text(output, skip_special_tokens=True)
-        reason = "stop" if output[-1] in ends else "length"
-        return GenerationResult(text, output, request.prompt.layout.token_ids, report, reason)
+        options, left = request.options, self._llama.window - len(request.prompt.layout)
+        ends = token_ids(options["eos_token_id"]) if "eos_token_id" in options else self._tokenizer.end_ids
+        answers = Answers(self._tokenizer, [request], [min(request.max_new_tokens or _DEFAULT_NEW_TOKENS, left)], ends)
+        self._compute(request, answers=answers, processors=processors(options))
+        result = answers.result(0, len(self._llama.form.layers))
+        assert isinstance(result, GenerationResult)
+        return result
 
     def answer_all(
         self, requests: Sequence[Request], batch_size: int | None, stop: threading.Event
-    ) -> Iterator[tuple[int, GenerationResult | Exception]]:
-        """Answer prompts, so many at once; yield the index of each, and its answer or its error."""
+    ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
+        """Answer prompts, so many at once; yield each with its answer or its error."""
         self._supply.encode_misses([request for request in requests if _is_blended(request)])
         with ThreadPoolExecutor(min(len(requests) or 1, batch_size or _AT_ONCE)) as pool:
             answers = [pool.submit(self.answer, request) for request in requests]
-            for index, answer in enumerate(answers):
+            for request, answer in zip(requests, answers, strict=True):
                 error = answer.exception()
                 # Prompts whose turn has not come when all are stopped are left out.
                 if error is None or not stop.is_set():
-                    yield index, answer.result() if error is None else error  # type: ignore[misc]
+                    yield request, answer.result() if error is None else error  # type: ignore[misc]
 
     def last_logits(self, request: Request, count: int) -> torch.Tensor:
         """Return the last ``(count, vocab)`` logits of a prompt."""
@@ -74,13 +66,11 @@ class LlamaRunner:
 
     def _compute(self, request: Request, **wanted: Any) -> Answering:
         """Have a prompt answered, or only read; return what came of it."""
-        length = len(request.prompt.layout)
-        limit = min(request.max_new_tokens or _DEFAULT_NEW_TOKENS, self._llama.window - length)
-        kv_bytes = length * self._llama.row_bytes
-        request.figures |= {"kv_bytes": kv_bytes, "kv_bytes_before": kv_bytes}
+        kv_bytes = len(request.prompt.layout) * self._llama.row_bytes
+        request.state.figures |= {"kv_bytes": kv_bytes, "kv_bytes_before": kv_bytes}
         while True:
             try:
-                answering = Answering(request, self._readers(request), limit, self._prefixes, **wanted)
+                answering = Answering(request, self._readers(request), self._prefixes, **wanted)
                 self._llama.decoding.answer(answering)
                 return answering
             except ChunkReadError as error:
@@ -89,18 +79,19 @@ class LlamaRunner:
 
     def _readers(self, request: Request) -> dict[int, KVReader]:
         """Return readers of the rows of a prompt that are stored or kept, by their first; misses are encoded first."""
+        state = request.state
         head = self._head(request)
         if not _is_blended(request):
             refusal = "the prompt has no chunks" if request.blend.enabled and not request.prompt.chunks else None
-            request.plan, request.recomputed = Plan(None, "full", fallback_reason=refusal), None
+            state.plan, state.recomputed = Plan(None, "full", fallback_reason=refusal), None
             self._supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
             return head
         found = self._supply.open_all(request)
         num_layers = len(self._llama.form.layers)
-        request.plan = make_plan(request.blend, request.prompt.layout, num_layers)
-        assert request.plan.selection is not None
-        rows = request.recomputed = request.plan.selection.rows()
-        request.charge = float(rows.numel() * num_layers)
+        state.plan = make_plan(request.blend, request.prompt.layout, num_layers)
+        assert state.plan.selection is not None
+        rows = state.recomputed = state.plan.selection.rows()
+        state.charge = float(rows.numel() * num_layers)
         readers = self._supply.readers(request, found)
         for chunk in request.waiting:
             reader = readers.pop(chunk.start)
@@ -119,12 +110,12 @@ class LlamaRunner:
 
     def _head(self, request: Request) -> dict[int, KVReader]:
         """Return a reader of the prompt's fixed head by its first row, where it has one and blending is on."""
-        request.resumed, request.figures["head_tokens"] = None, 0
+        request.state.resumed, request.state.figures["head_tokens"] = None, 0
         head, layout = request.prompt.head, request.prompt.layout
         if not request.blend.enabled or head is None or head.rows > HEAD_CELLS:
             return {}
         own = layout if _is_blended(request) else replace(layout, chunks=())
-        request.resumed = ReusedPrefix(replace(own, resumed_rows=head.rows), head.rows)
+        request.state.resumed = ReusedPrefix(replace(own, resumed_rows=head.rows), head.rows)
         return {0: self._supply.head(request, head)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from cacheblend_hybrid.runner import StateRunner, source_of
 from cacheblend_hybrid.states import States
 from cacheblend_rag.chunk import Chunk, chunk_list, id_list
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.many import Many
 from cacheblend_rag.engine.request import Request
+from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model import Decoder, state_layers
@@ -43,13 +44,12 @@ class HybridEngine(BlendEngine):
 
     _states: States | None = None
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def _make_runner(self) -> Runner:
         if self._states is None:
-            return
+            return super()._make_runner()
         # Which chunk is the first of a document is wanted though none is encoded.
         self._assembler.reads_documents = True
-        self._runner = StateRunner(
+        return StateRunner(
             self.model,
             None,
             self.unsupported_reason,
@@ -61,7 +61,6 @@ class HybridEngine(BlendEngine):
             namespace=self.namespace,
             tenant=self.config.tenant or "",
         )
-        self._many = Many(self.model, self.tokenizer, None, self._runner, self.tuning)
 
     def _look_at_model(self) -> tuple[Decoder | None, str | None]:
         kinds = ", ".join(state_layers(self.model))
@@ -80,7 +79,7 @@ class HybridEngine(BlendEngine):
     def _last_logits(self, request: Request, count: int) -> torch.Tensor:
         if count > 1:
             # After a state, the last token alone is computed as the model's own forward does it.
-            request.blend = request.blend.replace(enabled=False)
+            request = replace(request, blend=request.blend.replace(enabled=False))
         return super()._last_logits(request, count)
 
     def add(self, chunks: Iterable[Chunk], **options: Any) -> Any:

@@ -15,10 +15,10 @@ from transformers import DynamicCache
 from cacheblend_hybrid.states import States
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
 from cacheblend_rag.codec import EXACT, pack_kv
+from cacheblend_rag.engine.decode import Prefilled
 from cacheblend_rag.engine.request import Request
-from cacheblend_rag.engine.runner import Forward, Runner
+from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.fuse.plan import Plan, is_full
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV
@@ -54,21 +54,19 @@ class StateRunner(Runner):
         self._states, self._namespace, self._tenant = states, namespace, tenant
         self._lexer = lexer_of(tokenizer)
 
-    def run(self, request: Request, headroom: int, forward: Forward) -> torch.Tensor:
-        def read(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            found = self._prefix(request) if request.blend.enabled else None
-            if isinstance(found, str):
-                self._read_in_full(request, f"{_FORM}; here, {found}")
-            if found is None or isinstance(found, str) or request.is_given_up:
-                return forward(cache, inputs)
-            with uncompiled(self._model):
-                held: Any = self._all_but_last(request, *found)
-                return forward(held, inputs | self._states.places(inputs["input_ids"].shape[1]))
-
-        return super().run(request, headroom, read)
+    def _unblended(self, request: Request, inputs: dict[str, torch.Tensor]) -> Prefilled:
+        prefilled = super()._unblended(request, inputs)
+        found = self._prefix(request) if request.blend.enabled else None
+        if isinstance(found, str):
+            self._read_in_full(request, f"{_FORM}; here, {found}")
+        if found is None or isinstance(found, str):
+            return prefilled
+        with uncompiled(self._model):
+            cache = self._all_but_last(request, *found)
+        return Prefilled(inputs | self._states.places(inputs["input_ids"].shape[1]), cache, None)
 
     def _read_in_full(self, request: Request, why: str) -> None:
-        request.plan = Plan(None, "full", fallback_reason=f"{self._unsupported}; {why}")
+        request.state.plan = Plan(None, "full", fallback_reason=f"{self._unsupported}; {why}")
 
     def _prefix(self, request: Request) -> tuple[list[PromptChunk], NamedTarget] | str:
         """Return the chunks of a document that a prompt begins with, and the first one's record, or why there are none."""
@@ -114,11 +112,12 @@ class StateRunner(Runner):
 
         `ChunkReadError` if the state is damaged.
         """
+        state = request.state
         ids, started = request.prompt.layout.token_ids, time.perf_counter()
         cache, held = self._states.begin(), 0
         for border in reversed(borders):
             key = self._key(ids[:border])
-            reader = None if request.unreadable.get(key) is False else self._supply.store.open(key)
+            reader = None if state.unreadable.get(key) is False else self._supply.store.open(key)
             if reader is None:
                 continue
             if (reader.num_layers, reader.token_ids, reader.context) != (
@@ -130,20 +129,20 @@ class StateRunner(Runner):
             layers = [reader.layer(index) for index in range(reader.num_layers)]
             reader.finish()
             cache, held = self._states.restore(layers, border), border
-            request.tiers |= {chunk.key: reader.tier for chunk in chunks if chunk.start < border}
-            request.figures["load_bytes"] = sum(layer.nbytes for layer in layers)
+            state.tiers |= {chunk.key: reader.tier for chunk in chunks if chunk.start < border}
+            state.figures["load_bytes"] = sum(layer.nbytes for layer in layers)
             break
-        request.wait_s += request.note("open", started)
-        request.hits |= {chunk.key: chunk.start < held for chunk in chunks}
-        request.fates |= {chunk.key: "damaged" if request.unreadable else None for chunk in chunks}
+        state.wait_s += state.note("open", started)
+        state.hits |= {chunk.key: chunk.start < held for chunk in chunks}
+        state.fates |= {chunk.key: "damaged" if state.unreadable else None for chunk in chunks}
         if not held:
             self._read_in_full(request, "no state of the document behind this head was stored; now there is one")
             return cache, 0
         rows = request.prompt.layout.context_rows
-        request.recomputed = rows[rows >= held]
-        request.charge = float(request.recomputed.numel() * self._num_layers)
-        request.plan = Plan(FixedSelection(rows[:0]), "none", 0.0)
-        request.figures["head_tokens"] = chunks[0].start
+        state.recomputed = rows[rows >= held]
+        state.charge = float(state.recomputed.numel() * self._num_layers)
+        state.plan = Plan(FixedSelection(rows[:0]), "none", 0.0)
+        state.figures["head_tokens"] = chunks[0].start
         return cache, held
 
     def _keep(
