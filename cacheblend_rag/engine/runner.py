@@ -172,8 +172,7 @@ class Runner:
             running = RunningForward(request, decoder, cache, steering, headroom, room)
             for each in (*self.attachments,):
                 stack.enter_context(each.around(running))
-            more = stack.enter_context(decoder.placing(cache, request.prompt.places))
-            output = forward(cache, {"input_ids": ids, **more})
+            output = forward(cache, {"input_ids": ids, **decoder.placing(request.prompt.places)})
         if loader is not None:
             request.wait_s, request.figures["load_bytes"] = loader.wait_s, loader.load_bytes
         if steering is not None and request.plan.selection is not None:

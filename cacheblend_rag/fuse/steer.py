@@ -26,7 +26,6 @@ from cacheblend_rag.model import (
     attention_weights,
     before_layers,
     replace_attention,
-    uncompiled,
     watch_attention,
 )
 from cacheblend_rag.selection import LayerProbe, Selection
@@ -126,7 +125,6 @@ class Steering:
         try:
             with (
                 before_layers(self._decoder.layers, self.prefill_layer),
-                uncompiled(self._decoder.model),
                 replace_attention(attend_in_blocks) if self._decoder.device.type == "cpu" else nullcontext(),
                 watch_attention(self._look) if self._selection.look_layers else nullcontext(),
             ):

@@ -51,7 +51,7 @@ class SourceAttention(Watching):
             return sum(shares) / len(shares) if shares else 0.0
 
         forward.request.attention = share
-        with watching(forward.decoder.model, forward.cache, self._layers, note):
+        with watching(forward.cache, self._layers, note):
             yield
 
     def for_tenant(self) -> SourceAttention:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from transformers import PreTrainedModel
-
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.model import AttentionCall, KVCache, uncompiled, watch_attention
+from cacheblend_rag.model import AttentionCall, KVCache, watch_attention
 
 __all__ = ["LayerWatcher", "Watching", "watching"]
 
@@ -48,7 +46,7 @@ class Watching(Attachment):
 
 
 @contextmanager
-def watching(model: PreTrainedModel, cache: KVCache, layers: Sequence[int], watcher: LayerWatcher) -> Iterator[None]:
+def watching(cache: KVCache, layers: Sequence[int], watcher: LayerWatcher) -> Iterator[None]:
     """Call a watcher whenever one of these layers of a cache is attended to."""
 
     def after_attention(call: AttentionCall) -> None:
@@ -56,5 +54,5 @@ def watching(model: PreTrainedModel, cache: KVCache, layers: Sequence[int], watc
         if layer is not None:
             watcher(layer, call)
 
-    with uncompiled(model), watch_attention(after_attention):
+    with watch_attention(after_attention):
         yield
