@@ -69,8 +69,6 @@ class Decoder:
     states: str
     # The axis of the computed rows of each tensor that a layer is called with; see `LayerCalls`.
     row_axes: Mapping[str, int | None]
-    # Whether what comes after the layers wants all rows, computed or not.
-    restores_rows: bool
     # How each layer that has KV rotates its keys; None where it does not.
     rotations: tuple[Rotation | None, ...]
     # Whether KV can be moved to another position. Where positions are learned it cannot: it is that of the position at
@@ -160,7 +158,6 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
             num_kv_layers=len(calls.updates),
             states=states,
             row_axes=calls.row_axes,
-            restores_rows=calls.restores_rows,
             rotations=(None,) * len(calls.updates) if rotations is None else rotations,
             is_movable=rotations is not None,
             takes_positions=takes_positions(decoder),
