@@ -231,7 +231,7 @@ class ChatBlend(BlendModel, BaseChatModel):
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
-        gate = ToolGate(_callable(kwargs)[0]) if kwargs.get("tools") else None
+        gate = ToolGate() if kwargs.get("tools") else None
         for piece in self._pieces(self._prepared(messages, stop, kwargs)):
             for chunk in self._chunks(piece, gate, kwargs):
                 if run_manager is not None:
@@ -241,7 +241,7 @@ class ChatBlend(BlendModel, BaseChatModel):
     async def _astream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
-        gate = ToolGate(_callable(kwargs)[0]) if kwargs.get("tools") else None
+        gate = ToolGate() if kwargs.get("tools") else None
         async for piece in self._apieces(partial(self._prepared, messages, stop, kwargs)):
             for chunk in self._chunks(piece, gate, kwargs):
                 if run_manager is not None:
