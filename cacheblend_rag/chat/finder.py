@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -70,7 +69,7 @@ class ChunkFinder:
         return set(self._entries)
 
     def find(self, text: str, min_chars: int = HEAD_CHARS) -> list[Match]:
-        """Return the places in `text` where known texts of `min_chars` or more stand, in order and without overlap."""
+        """Return where known texts of `min_chars` or more stand in `text`, in order; of those that overlap, the longest."""
         found: list[Match] = []
         for start in range(len(text) - HEAD_CHARS + 1):
             for length in self._lengths.get(text[start : start + HEAD_CHARS], ()):
@@ -78,29 +77,8 @@ class ChunkFinder:
                     digest = text_hash(text[start : start + length])
                     if digest in self._ids:
                         found.append(Match(start, start + length, tuple(self._ids[digest]), digest))
-        return _best_cover(found)
-
-
-def _best_cover(matches: list[Match]) -> list[Match]:
-    """Choose matches without overlap that cover the most characters, then the fewest of them."""
-    matches = sorted(matches, key=lambda match: match.stop)
-    stops = [match.stop for match in matches]
-    # scores[i] is the best that the first i matches allow: characters covered, and minus the number of matches.
-    scores = [(0, 0)]
-    taken_after: list[int | None] = []
-    for number, match in enumerate(matches):
-        before = bisect_right(stops, match.start, 0, number)
-        covered, count = scores[before]
-        with_it = (covered + match.stop - match.start, count - 1)
-        taken_after.append(before if with_it > scores[-1] else None)
-        scores.append(max(with_it, scores[-1]))
-    chosen: list[Match] = []
-    number = len(matches)
-    while number:
-        before_it = taken_after[number - 1]
-        if before_it is None:
-            number -= 1
-        else:
-            chosen.append(matches[number - 1])
-            number = before_it
-    return chosen[::-1]
+        chosen: list[Match] = []
+        for match in sorted(found, key=lambda match: (match.start - match.stop, match.start)):
+            if all(match.stop <= other.start or other.stop <= match.start for other in chosen):
+                chosen.append(match)
+        return sorted(chosen)
