@@ -15,12 +15,11 @@ HEAD_CHARS = 16
 
 
 class Match(NamedTuple):
-    """A known text that stands at ``text[start:stop]``, all of its ids, and its `cacheblend_rag.chunk.text_hash`."""
+    """A known text that stands at ``text[start:stop]``, and all of its ids."""
 
     start: int
     stop: int
     ids: tuple[str, ...]
-    digest: str
 
 
 class ChunkFinder:
@@ -76,7 +75,7 @@ class ChunkFinder:
                 if min_chars <= length <= len(text) - start:
                     digest = text_hash(text[start : start + length])
                     if digest in self._ids:
-                        found.append(Match(start, start + length, tuple(self._ids[digest]), digest))
+                        found.append(Match(start, start + length, tuple(self._ids[digest])))
         chosen: list[Match] = []
         for match in sorted(found, key=lambda match: (match.start - match.stop, match.start)):
             if all(match.stop <= other.start or other.stop <= match.start for other in chosen):

@@ -181,7 +181,7 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
         turns = [_with_thoughts(turn) if turn["role"] == "assistant" else turn for turn in turns]
     attempts = (
         change(join(turns))
-        for change in (list, _calls_apart, _calls_as_words)
+        for change in (list, _calls_as_words)
         for join in (list, _one_system_turn, _without_system_turn)
     )
     tried: list[Any] = []
@@ -234,15 +234,6 @@ def _without_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     if [turn["role"] for turn in shown[:2]] == ["system", "user"]:
         shown[:2] = [{**shown[1], "content": f"{shown[0]['content']}\n\n{shown[1]['content']}"}]
     return [{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in shown]
-
-
-def _calls_apart(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the turns with what is said beside calls in turns of its own."""
-    apart: list[dict[str, Any]] = []
-    for turn in turns:
-        beside = turn["content"] if turn.get("tool_calls") else ""
-        apart += [{"role": turn["role"], "content": beside}, {**turn, "content": ""}] if beside else [turn]
-    return apart
 
 
 def _calls_as_words(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder
-from cacheblend_rag.chunk import text_hash
 
 # Few letters, so that texts overlap, nest and repeat; some from beyond the basic plane, since positions count characters.
 LETTERS = "ab \n🙂é"
@@ -41,7 +40,7 @@ def test_finds_all_that_can_be_found_and_nothing_else(data: st.DataObject, least
     matches = finder.find(prompt, least)
     for match in matches:
         text = prompt[match.start : match.stop]
-        assert len(text) >= least and match.digest == text_hash(text)
+        assert len(text) >= least
         assert set(match.ids) == {id for id, each in live.items() if each == text} != set()
     assert all(a.stop <= b.start for a, b in pairwise(matches))
     for start in range(len(prompt)):
