@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,7 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import cut_at_stop
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["Answer", "Deadline", "Ending", "ModelCall"]
+__all__ = ["Answer", "Deadline", "Ending", "ModelCall", "calls_made"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,25 @@ class ModelCall:
     engine: Engine
     prompt: BlendPrompt
     blend: BlendConfig | None
+
+    def note(self) -> None:
+        """Add it to the calls that `calls_made` gathers, if it does."""
+        if (calls := _calls.get()) is not None:
+            calls.append(self)
+
+
+_calls: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_calls", default=None)
+
+
+@contextmanager
+def calls_made() -> Iterator[list[ModelCall]]:
+    """Gather the calls of every framework's model that are made within a ``with`` block, in its threads and tasks too."""
+    calls: list[ModelCall] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
 
 
 class Deadline(StoppingCriteria):

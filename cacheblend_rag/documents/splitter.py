@@ -29,9 +29,9 @@ def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
     """Read files, and those in folders, each once; return texts by absolute paths, and why files were left out."""
     texts: dict[str, str] = {}
     left_out: dict[Path, str] = {}
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for file in chain.from_iterable(_files(path) if path.is_dir() else [path] for path in paths):
-        if (found := file.resolve()) in seen:
+        if (found := os.path.realpath(file)) in seen:
             continue
         seen.add(found)
         try:

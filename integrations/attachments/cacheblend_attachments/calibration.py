@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cacheblend_attachments.answers import right_losses, written_after
-from cacheblend_rag.chat.answer import ModelCall
+from cacheblend_rag.chat.answer import ModelCall, calls_made
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
@@ -220,14 +220,14 @@ def calibrate(
 
 
 def calibrate_asking(
-    ask: Callable[[Any], Sequence[ModelCall]],
+    ask: Callable[[Any], object],
     questions: Sequence[Any],
     *,
     answers: Sequence[str | None] = (),
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Calibration:
-    """Calibrate with the prompts that come of asking questions: of each question's calls, the last with chunks.
+    """Calibrate with the prompts that come of asking a framework questions: of each question's calls, the last with chunks.
 
     It takes the options of `calibrate`. Questions that no chunks were found for are among the skipped; `ConfigError` if no
     question was answered from chunks, or these were several engines', and as `calibrate` raises it.
@@ -242,9 +242,9 @@ def calibrate_asking(
     asked: list[tuple[ModelCall, str | None]] = []
     for number, (question, answer) in enumerate(zip(questions, chain(answers, repeat(None)), strict=False), 1):
         say(f"asking question {number} of {len(questions)}")
-        calls = [
-            call for call in ask(question) if any(isinstance(each, Chunk | ChunkRef) for each in call.prompt.segments)
-        ]
+        with calls_made() as made:
+            ask(question)
+        calls = [call for call in made if any(isinstance(each, Chunk | ChunkRef) for each in call.prompt.segments)]
         asked += [(call, answer) for call in calls[-1:]]
     if not asked:
         raise ConfigError(

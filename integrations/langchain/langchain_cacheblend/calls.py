@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -13,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig
 
 from cacheblend_rag import BlendPrompt
-from cacheblend_rag.chat.answer import Answer, Ending, ModelCall
+from cacheblend_rag.chat.answer import Answer, Ending
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
@@ -23,11 +21,9 @@ from cacheblend_rag.report import CallReport
 __all__ = [
     "Call",
     "DecodingFields",
-    "calls_made",
     "checked_options",
     "chosen_engine",
     "explain",
-    "gathered_calls",
     "generation_options",
     "info_of",
     "usage_of",
@@ -113,21 +109,6 @@ def chosen_engine(engine: Any, server: str | None) -> Engine:
             "one"
         )
     return engine
-
-
-gathered_calls: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_gathered_calls", default=None)
-"""List that models add their calls to, while `calls_made` gathers them."""
-
-
-@contextmanager
-def calls_made() -> Iterator[list[ModelCall]]:
-    """Gather the calls of every model of ours that are made within a ``with`` block, in threads and tasks of its runs too."""
-    calls: list[ModelCall] = []
-    token = gathered_calls.set(calls)
-    try:
-        yield calls
-    finally:
-        gathered_calls.reset(token)
 
 
 def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:

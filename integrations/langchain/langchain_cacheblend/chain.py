@@ -14,11 +14,9 @@ from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_do
 from langchain_core.runnables import Runnable, RunnableLambda
 
 from cacheblend_rag import Chunk
-from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.chat.render import Holes
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
-from langchain_cacheblend.calls import calls_made
 from langchain_cacheblend.messages import TextPromptValue, as_chunks, as_content
 
 if TYPE_CHECKING:
@@ -107,14 +105,9 @@ def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: An
     if not isinstance(chain, Runnable):
         raise ConfigError(f"chain is a {type(chain).__name__}; give a chain, as prompt | llm")
 
-    def ask(question: Any) -> list[ModelCall]:
-        with calls_made() as calls:
-            chain.invoke(question)
-        return calls
-
     with needs_extra("attachments", "calibrate"):
         from cacheblend_attachments.calibration import calibrate_asking
-    return calibrate_asking(ask, questions, **options)
+    return calibrate_asking(chain.invoke, questions, **options)
 
 
 def _written(document: Document, writer: BasePromptTemplate[Any], holes: Holes[Chunk]) -> str:

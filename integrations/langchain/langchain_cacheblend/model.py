@@ -29,7 +29,6 @@ from langchain_cacheblend.calls import (
     checked_options,
     chosen_engine,
     explain,
-    gathered_calls,
     generation_options,
 )
 
@@ -188,8 +187,7 @@ class BlendModel(DecodingFields):
         ending = Ending(tuple(ends or ()), None if timeout is None else Deadline(timeout), thinking)
         if criteria := ending.criteria(self.engine.tokenizer):
             options["stopping_criteria"] = [*options.get("stopping_criteria", ()), *criteria]
-        if (gathered := gathered_calls.get()) is not None:
-            gathered.append(ModelCall(self.engine, prompt, blend))
+        ModelCall(self.engine, prompt, blend).note()
         return Call(prompt, ending, options | {"blend": blend, "wait_s": timeout})
 
     # How it is answered

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 
-from cacheblend_rag.chat.answer import ModelCall
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
-from llama_index_cacheblend.llm import recording
 
 if TYPE_CHECKING:
     from cacheblend_attachments.calibration import Calibration
@@ -42,16 +40,7 @@ def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options
     if not isinstance(query_engine, BaseQueryEngine):
         raise ConfigError(f"query_engine is a {type(query_engine).__name__}; give what index.as_query_engine() returns")
 
-    def ask(question: str) -> list[ModelCall]:
-        calls: list[ModelCall] = []
-        token = recording.set(calls)
-        try:
-            # A stream is read, since it may ask the model only then.
-            str(query_engine.query(question))
-        finally:
-            recording.reset(token)
-        return calls
-
     with needs_extra("attachments", "calibrate"):
         from cacheblend_attachments.calibration import calibrate_asking
-    return calibrate_asking(ask, questions, **options)
+    # A stream is read, since it may ask the model only then.
+    return calibrate_asking(lambda question: str(query_engine.query(question)), questions, **options)

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -51,9 +50,8 @@ from llama_index_cacheblend.messages import (
 )
 from llama_index_cacheblend.structured import JSONAnswers
 
-__all__ = ["BlendLLM", "blend_llm", "find_engine", "recording"]
+__all__ = ["BlendLLM", "blend_llm", "find_engine"]
 
-recording: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_recording", default=None)
 """Where the calls that are made here are noted, if anybody wants to know."""
 
 # Options of ``generate`` by which callers constrain answers themselves.
@@ -318,8 +316,7 @@ class BlendLLM(JSONAnswers):
         if output_cls is not None and not options.keys() & _CONSTRAINTS:
             grammar = after_thoughts(json_grammar(output_cls.model_json_schema()), thinking)
             options["logits_processor"] = [Guide(self.engine, grammar)]
-        if (calls := recording.get()) is not None:
-            calls.append(ModelCall(self.engine, prompt, asked["blend"]))
+        ModelCall(self.engine, prompt, asked["blend"]).note()
         return asked | options, ending
 
     def _stream(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[BlendStream, Ending]:

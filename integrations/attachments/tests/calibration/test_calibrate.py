@@ -68,16 +68,16 @@ def test_the_last_call_with_chunks_of_each_question_is_measured(
 ) -> None:
     plain = BlendPrompt("Who lives there?")
 
-    def ask(number: int) -> list[ModelCall]:
-        calls = [ModelCall(engine, each, None) for each in (plain, prompts[number], plain)]
-        return calls[:1] if number == 1 else calls
+    def ask(number: int) -> None:
+        for each in [plain] if number == 1 else [plain, prompts[number], plain]:
+            ModelCall(engine, each, None).note()
 
     found = calibrate_asking(ask, [0, 1, 2], ratios=(0.998,))
     assert (found.questions, found.skipped, found.recompute_ratio) == (2, 1, 0.998)
     with BlendEngine(engine.model, engine.tokenizer, **engine_settings(self_check=False)) as other:
         several = [ModelCall(each, prompts[0], None) for each in (engine, other)]
         for asked, questions, options in (
-            (lambda call: [call], several, {}),
+            (ModelCall.note, several, {}),
             (ask, [1], {}),
             (ask, "a question", {}),
             (ask, [0], {"target": 2}),
