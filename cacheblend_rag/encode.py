@@ -220,8 +220,7 @@ class Encoder(ChunkEncoder):
         self, rows: Sequence[Sequence[int]], cache: KVCache, positions: Sequence[int] | None = None
     ) -> list[LayerKV]:
         ids = torch.tensor(rows, device=self._decoder.device)
-        with self._decoder.placing(cache, positions) as places:
-            self._read(input_ids=ids, past_key_values=cache, use_cache=True, **places)
+        self._read(input_ids=ids, past_key_values=cache, use_cache=True, **self._decoder.placing(positions))
         return cache.kv()
 
 

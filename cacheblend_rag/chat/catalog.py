@@ -6,7 +6,6 @@ import logging
 import threading
 import weakref
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
@@ -39,8 +38,7 @@ class ChunkCatalog:
 
     def split(self, engine: Library, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
         """Split a text into the chunks of `min_chars` or more that stand in it, as of the last `follow`, and the text around."""
-        # Each carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text that is stored in
-        # several documents, the chunk of the one that has most chunks here is taken, and none where two have as many.
+        # Each carries its text, so that the engine can tell if it is deleted or replaced meanwhile.
         said = text.split(MARK)
         marks, plain = list(accumulate(map(len, said[:-1]))), "".join(said)
         thoughts = lexer_of(engine.tokenizer).thoughts
@@ -145,28 +143,20 @@ def _with_question(segments: list[Segment], begin: int, asked: str, tokenizer: A
 
 
 def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:
-    """Return the id that serves each match; None to have it as a text of no document."""
+    """Return the id that serves each match; None, for a text of no document, where it is in several that its KV has seen."""
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
     try:
         keys = {record.id: record.keys for record in engine.records(every) if record is not None}
-        document = dict(zip(every, engine.places(every), strict=True))
+        documents = dict(zip(every, engine.places(every), strict=True))
     except StoreError:
         # Whichever it is, the engine will find that its name cannot be read.
         return [match.ids[0] for match in matches]
-    # Names of one KV are worth one, that of the first.
-    entries = [list({keys.get(id): id for id in reversed(match.ids)}.values())[::-1] for match in matches]
-    present: Counter[str | None] = Counter(
-        name for entry in entries for name in {document[id] for id in entry} if name is not None
-    )
 
-    def served(entry: list[str]) -> str | None:
-        most = max(present[document[id]] for id in entry)
-        fullest = [id for id in entry if present[document[id]] == most]
-        if len({document[id] for id in fullest}) == 1:
-            return fullest[0]
-        return next((id for id in entry if document[id] is None), None)
+    def serving(ids: tuple[str, ...]) -> str | None:
+        is_one = len({keys.get(id) for id in ids}) == 1
+        return next((id for id in ids if is_one or documents[id] is None), None)
 
-    return [served(entry) for entry in entries]
+    return [serving(match.ids) for match in matches]
 
 
 _catalogs: weakref.WeakKeyDictionary[Library, ChunkCatalog] = weakref.WeakKeyDictionary()

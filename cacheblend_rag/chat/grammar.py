@@ -24,9 +24,6 @@ from cacheblend_rag.thoughts import Thinking
 
 __all__ = ["Guide", "after_thoughts", "answer_form", "json_grammar", "written"]
 
-# How deep a schema is searched for what has no end; below that an answer may come to it.
-_DEEPEST = 32
-
 
 def answer_form(response_format: Any) -> tuple[str | None, list[str]]:
     """Return the grammar of the answers that OpenAI's ``response_format`` asks for, and what the user's last message says of it.
@@ -62,11 +59,6 @@ def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> s
     # What is malformed is for llguidance to refuse.
     with suppress(AttributeError, TypeError, RecursionError):
         schema = _closed(schema)
-        if not _can_end(schema):
-            raise ConfigError(
-                "this JSON schema asks for a value without an end: an object or a list must hold another of its own kind, and "
-                "that one again; leave the inner one out of what is required, or allow null in its place"
-            )
     # Compact but for one blank after separators, as models write JSON; endless whitespace would be JSON too.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     grammar = f"start: {before} %json {json.dumps(schema | {'x-guidance': form})} {after}"
@@ -138,79 +130,19 @@ class Guide(LogitsProcessor):
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema whose objects have no other properties than those it names, unless it says that they may."""
+    """Return a JSON schema whose objects have no properties but those it names, unless it says more, or joins schemas."""
     schema = copy.deepcopy(schema)
     nodes = list(_subschemas(schema))
-    parts = {id(each): _parts(each, schema, {}) for each in nodes if _is_joined(each)}
-    shared = {place for found in parts.values() for place in found}
+    if any(
+        len(each.keys() & {"properties", "anyOf", "oneOf", "$ref"}) + len(each.get("allOf", ())) > 1 for each in nodes
+    ):
+        # Each of them would forbid what only the others name.
+        return schema
     for each in nodes:
-        joined = [each, *parts.get(id(each), {}).values()]
-        says_more = any(part.keys() & {"additionalProperties", "patternProperties"} for part in joined)
-        names = [name for part in joined for name in (*part.get("properties", ()), *part.get("required", ()))]
-        if id(each) not in shared and not says_more and ("properties" in each or (names and len(joined) > 1)):
-            each["properties"] = dict.fromkeys(names, True) | each.get("properties", {})
+        if "properties" in each and not each.keys() & {"additionalProperties", "patternProperties"}:
+            each["properties"] = dict.fromkeys(each.get("required", ()), True) | each["properties"]
             each["additionalProperties"] = False
     return schema
-
-
-def _is_joined(schema: dict[str, Any]) -> bool:
-    """Return whether a value has to fit several schemas at once."""
-    kinds = {"properties" if name == "required" else name for name in schema} & {"properties", "anyOf", "oneOf", "$ref"}
-    return len(kinds) + len(schema.get("allOf", ())) > 1
-
-
-def _parts(schema: dict[str, Any], root: dict[str, Any], found: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return by their places the schemas that the same value has to fit, those of references included."""
-    parts = [each for name in ("allOf", "anyOf", "oneOf") for each in schema.get(name, ()) if isinstance(each, dict)]
-    if "$ref" in schema:
-        # What is not found may name any property.
-        parts.append(_target(schema, root) or {"additionalProperties": True})
-    for each in parts:
-        if id(each) not in found:
-            found[id(each)] = each
-            _parts(each, root, found)
-    return found
-
-
-def _target(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the schema that another one refers to, if it is found."""
-    target: Any = root
-    for name in schema["$ref"].split("/")[1:]:
-        target = target.get(name) if isinstance(target, dict) else None
-    return target if isinstance(target, dict) else None
-
-
-def _can_end(root: dict[str, Any]) -> bool:
-    """Return whether a value that fits a JSON schema can have an end, as far as one must hold another."""
-    open_ones = {id(each): each for each in _subschemas(root)}
-    for _ in range(_DEEPEST):
-        ended = [place for place, each in open_ones.items() if _ends(each, root, open_ones)]
-        for place in ended:
-            del open_ones[place]
-        if not ended:
-            return id(root) not in open_ones
-    return True
-
-
-def _ends(schema: dict[str, Any], root: dict[str, Any], open_ones: dict[int, dict[str, Any]]) -> bool:
-    """Return whether a value of a schema can end, where those of the open ones cannot."""
-
-    def is_open(each: Any) -> bool:
-        return id(each) in open_ones
-
-    choices = [schema[name] for name in ("anyOf", "oneOf") if schema.get(name)]
-    if any(map(is_open, schema.get("allOf", ()))) or any(all(map(is_open, each)) for each in choices):
-        return False
-    if "$ref" in schema and is_open(_target(schema, root)):
-        return False
-    kinds = schema.get("type", ["null"])
-    if {*([kinds] if isinstance(kinds, str) else kinds)} - {"object", "array"}:
-        return True
-    named, others = schema.get("properties", {}), schema.get("additionalProperties")
-    object_ends = not any(is_open(named.get(name, others)) for name in schema.get("required", ()))
-    places, least = schema.get("prefixItems", []), schema.get("minItems", 0)
-    items = [*places[:least], *([schema.get("items")] if least > len(places) else [])]
-    return ("object" in kinds and object_ends) or ("array" in kinds and not any(map(is_open, items)))
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:

@@ -8,13 +8,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from inspect import signature
 from typing import Any, Generic, TypeVar
 
-from jinja2 import Environment
-from jinja2.ext import loopcontrols
-from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
 
 from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
@@ -152,24 +148,17 @@ def render_chat(
     return parts
 
 
-@lru_cache(maxsize=8)
-def _read_by(template: str) -> set[str]:
-    """Return the variables that a chat template reads, and is not given anyway."""
-    # Which tokens count as the assistant's, for training, is no part of Jinja.
-    syntax = Environment(extensions=[loopcontrols]).parse(re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", template))
-    return find_undeclared_variables(syntax) - {
-        "messages",
-        *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-    }
-
-
 def template_variables(tokenizer: Any, *given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what options set of a chat template's variables by those of `VARIABLES`, later ones over earlier."""
     asked: dict[str, Any] = {}
     for options in given:
         asked |= options.get("chat_template_kwargs") or {}
         asked |= {name: options[name] for name in VARIABLES[1:] if options.get(name) is not None}
-    known = _read_by(str(tokenizer.get_chat_template())) if asked and tokenizer.chat_template else set[str]()
+    template = str(tokenizer.get_chat_template()) if asked and tokenizer.chat_template else ""
+    known = {*re.findall(r"\w+", template)} - {
+        "messages",
+        *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    }
     if wrong := sorted(asked.keys() - known):
         raise ConfigError(f"this model's chat template takes no {wrong[0]!r:.60} from a caller; leave it out")
     return asked
@@ -192,7 +181,7 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
         turns = [_with_thoughts(turn) if turn["role"] == "assistant" else turn for turn in turns]
     attempts = (
         change(join(turns))
-        for change in (list, _calls_apart, _calls_as_words)
+        for change in (list, _calls_as_words)
         for join in (list, _one_system_turn, _without_system_turn)
     )
     tried: list[Any] = []
@@ -245,15 +234,6 @@ def _without_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     if [turn["role"] for turn in shown[:2]] == ["system", "user"]:
         shown[:2] = [{**shown[1], "content": f"{shown[0]['content']}\n\n{shown[1]['content']}"}]
     return [{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in shown]
-
-
-def _calls_apart(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the turns with what is said beside calls in turns of its own."""
-    apart: list[dict[str, Any]] = []
-    for turn in turns:
-        beside = turn["content"] if turn.get("tool_calls") else ""
-        apart += [{"role": turn["role"], "content": beside}, {**turn, "content": ""}] if beside else [turn]
-    return apart
 
 
 def _calls_as_words(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

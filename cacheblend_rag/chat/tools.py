@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from cacheblend_rag.chat.grammar import json_grammar, written
@@ -23,9 +21,10 @@ __all__ = ["ToolCall", "ToolGate", "ToolReply", "UnreadCall", "call_grammar", "c
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CUT = "the call was cut off at the token limit of the answer; raise max_tokens"
 _BEGUN_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
-# Before calls that stand alone, and around them.
+_BEGUN = re.compile(r'\s*(?:\{\s*"(?:name|function|type|arguments|parameters)"|<function=)')
+# Before calls that stand alone, and what an answer of such calls begins with.
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
-_FENCES = ("```json", "```")
+_STARTS = ("{", "[", *_MARKS, "```json", "```\n")
 _FENCED = re.compile(r"\s*```(?:json)?\s(.*)```\s*", re.DOTALL)
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -99,42 +98,44 @@ def parse_calls(
     """Read the calls of these tools in an answer; all else is text as it was written.
 
     The forms are those that models write: JSON or XML between ``<tool_call>`` tags, JSON alone (one object, several with ``;``
-    between them, or a list), also in a fence of Markdown, with ``arguments`` or ``parameters``, ``[TOOL_CALLS]`` before a list,
-    and a list of Python calls.
+    between them, or a list, with or without ``[TOOL_CALLS]``), also in a fence of Markdown, with ``arguments`` or ``parameters``.
     XML does not say which of its values are text: what is, by the schemas of the tools, stays as it is written.
     `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is not text, and
-    `one_call` that what is called after the first is text.
+    `one_call` that what is called after the first is left out.
     """
-    reply = _read(text, tools, is_cut, one_call)
+    reply = _read(text, tools, is_cut) if tools else ToolReply(text)
+    if one_call:
+        del reply.calls[1:]
     if must_call and not reply.calls and not reply.invalid:
         error = _CUT if is_cut else "the answer must be a tool call, but is not one"
         return ToolReply("", invalid=[UnreadCall(None, text.strip(), _new_id(), error)])
     return reply
 
 
-def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool, one_call: bool) -> ToolReply:
-    names = [tool["function"]["name"] for tool in tools]
+def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool) -> ToolReply:
+    names = {tool["function"]["name"] for tool in tools}
+    fenced = _FENCED.fullmatch(text)
+    body = (fenced[1] if fenced else text).strip()
+    for mark in _MARKS:
+        body = body.removeprefix(mark).lstrip()
+    alone = _json_calls(body)
+    if alone and {call.name for call in alone} <= names:
+        return ToolReply("", alone)
     reply, place = ToolReply(""), 0
-    if _begins(text, names):
-        fenced = _FENCED.fullmatch(text)
-        body = (fenced[1] if fenced else text).strip()
-        for mark in _MARKS:
-            body = body.removeprefix(mark).lstrip()
-        if _take(reply, _json_calls(body) or _python_calls(body), body, names, one_call):
-            return reply
-    while (begin := text.find(_OPEN, place)) >= 0 and not (one_call and reply.calls):
+    while (begin := text.find(_OPEN, place)) >= 0:
         body, closed, after = text[begin + len(_OPEN) :].partition(_CLOSE)
         reply.text += text[place:begin]
         place = len(text) - len(after)
-        begins = _begins(body, names, in_tags=True)
         body = body if closed else body[: begun(body, _CLOSE)]
-        calls = (_json_calls(body.strip()) or _xml_calls(body, tools)) if begins else []
-        if not calls and (begins or (begins is None and is_cut and not closed)):
+        calls = _json_calls(body.strip()) or _xml_calls(body, tools)
+        if calls and {call.name for call in calls} <= names:
+            reply.calls += calls
+        elif not calls and (_BEGUN.match(body) or (is_cut and not closed)):
             called = _BEGUN_CALL.match(body)
             name, arguments = called.groups() if called else (None, body.strip())
             error = "no JSON with a name and arguments, and no <function=...> element is between the tags"
             reply.invalid.append(UnreadCall(name, arguments, _new_id(), _CUT if is_cut and not closed else error))
-        elif not _take(reply, calls, body, names, one_call):
+        else:
             reply.text += text[begin:place]
     reply.text += text[place:]
     # Blanks alone part calls from each other, and are no text.
@@ -143,80 +144,43 @@ def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool, one_call: bo
 
 
 class ToolGate:
-    """Lets a streamed answer through up to where a call of one of these tools may begin."""
+    """Lets a streamed answer through up to where a call may begin."""
 
-    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+    def __init__(self) -> None:
         self.shown = 0
         """Number of characters that have passed."""
         self._seen = ""
-        self._names = [tool["function"]["name"] for tool in tools]
 
     def pass_on(self, piece: str) -> str:
         """Take in the next piece and return what can be shown now."""
         self._seen += piece
-        if not self.shown and _begins(self._seen, self._names) is not False:
+        words = self._seen.lstrip()
+        if not self.shown and any(words.startswith(start) or start.startswith(words) for start in _STARTS):
             return ""
-        end = self.shown
-        while (end := self._seen.find(_OPEN, end)) >= 0:
-            if _begins(self._seen[end + len(_OPEN) :], self._names, in_tags=True) is not False:
-                break
-            end += len(_OPEN)
+        end = self._seen.find(_OPEN)
         end = begun(self._seen, _OPEN) if end < 0 else end
         shown = self._seen[self.shown : end] if self._seen[:end].strip() else ""
         self.shown += len(shown)
         return shown
 
 
-def _begins(text: str, names: Sequence[str], *, in_tags: bool = False) -> bool | None:
-    """Return whether a text begins as a call of one of these tools does; None while it is too short to say."""
-    words, heads = "".join(text.split()), _heads(tuple(names), in_tags)
-    if any(words.startswith(head) for head in heads):
-        return True
-    return None if any(head.startswith(words) for head in heads) else False
-
-
-@lru_cache(maxsize=64)
-def _heads(names: tuple[str, ...], in_tags: bool) -> list[str]:
-    """Return what calls of these tools begin with, without blanks."""
-    opened = ("{", '{"type":"function",', '{"function":{', '{"type":"function","function":{')
-    keys = [f'"name":{json.dumps(name, ensure_ascii=False)}' for name in names] + ['"arguments":', '"parameters":'][
-        : 2 * len(names)
-    ]
-    heads = ["".join(f"{listed}{each}{key}".split()) for listed in ("", "[") for each in opened for key in keys]
-    if in_tags:
-        return heads + [f"<function={name}>" for name in names]
-    return [mark + head for mark in ("", *_MARKS, *_FENCES) for head in (*heads, *(f"[{name}(" for name in names))]
-
-
-def _take(reply: ToolReply, calls: list[tuple[ToolCall, str]], body: str, names: Sequence[str], one_call: bool) -> bool:
-    """Add the calls that a text consists of to a reply, if there are some and all are of these tools."""
-    if not calls or any(call.name not in names for call, _ in calls):
-        return False
-    if one_call and len(calls) > 1:
-        reply.text += body.partition(calls[0][1])[2]
-        calls = calls[:1]
-    reply.calls += [call for call, _ in calls]
-    return True
-
-
-def _json_calls(body: str) -> list[tuple[ToolCall, str]]:
-    """Return the calls of a text that is nothing but JSON, each with its own, or none."""
+def _json_calls(body: str) -> list[ToolCall]:
+    """Return the calls of a text that is nothing but JSON, or none."""
     decoder, place = json.JSONDecoder(strict=False), 0
-    calls: list[tuple[ToolCall, str]] = []
+    calls: list[ToolCall] = []
     while True:
         # Several stand in a list, or have something between them.
         place = len(body) - len(body[place:].lstrip("[],; \n\t"))
         if place == len(body):
             return calls
         try:
-            value, end = decoder.raw_decode(body, place)
+            value, place = decoder.raw_decode(body, place)
         except (json.JSONDecodeError, RecursionError):
             return []
         call = _call_of(value)
         if call is None:
             return []
-        calls.append((call, body[place:end]))
-        place = end
+        calls.append(call)
 
 
 def _call_of(value: Any) -> ToolCall | None:
@@ -229,7 +193,7 @@ def _call_of(value: Any) -> ToolCall | None:
     return ToolCall(name, arguments, _new_id()) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
-def _xml_calls(body: str, tools: Sequence[dict[str, Any]]) -> list[tuple[ToolCall, str]]:
+def _xml_calls(body: str, tools: Sequence[dict[str, Any]]) -> list[ToolCall]:
     if _XML_CALL.sub("", body):
         return []
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
@@ -237,7 +201,7 @@ def _xml_calls(body: str, tools: Sequence[dict[str, Any]]) -> list[tuple[ToolCal
     for match in _XML_CALL.finditer(body):
         known = schemas.get(match[1], {}).get("properties", {})
         arguments = {key: _value(text, known.get(key)) for key, text in _XML_PARAMETER.findall(match[2])}
-        calls.append((ToolCall(match[1], arguments, _new_id()), match[0]))
+        calls.append(ToolCall(match[1], arguments, _new_id()))
     return calls
 
 
@@ -251,22 +215,6 @@ def _value(text: str, schema: Any) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-def _python_calls(body: str) -> list[tuple[ToolCall, str]]:
-    """Return the calls of a text like ``[weather(city="Oslo"), time()]``, each with its own, or none."""
-    try:
-        tree = ast.parse(body, mode="eval").body
-        calls = []
-        for element in tree.elts if isinstance(tree, ast.List) else []:
-            if not isinstance(element, ast.Call) or element.args or any(word.arg is None for word in element.keywords):
-                return []
-            arguments = {str(word.arg): ast.literal_eval(word.value) for word in element.keywords}
-            call = ToolCall(ast.unparse(element.func), arguments, _new_id())
-            calls.append((call, ast.get_source_segment(body, element) or ""))
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return []
-    return calls
 
 
 def _new_id() -> str:

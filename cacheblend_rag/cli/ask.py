@@ -48,22 +48,21 @@ def ask(
             f"[dim]full prefill: first token after {say_seconds(first_s)}, blend {first_s / blend.report.ttft_s:.1f}x as "
             f"fast; {say_same(blend, full)}[/dim]"
         )
-    passages = [(match.passage, match.distance, chunk) for match, chunk in zip(found, blend.report.chunks, strict=True)]
     lines = [
         (
-            os.path.relpath(passage.source),
-            passage.position,
-            f"{distance:.3f}",
-            chunk.tokens,
-            chunk.recomputed_tokens,
-            "hit" if chunk.hit else chunk.reason or "miss",
+            os.path.relpath(str(match.chunk.document)),
+            match.chunk.start,
+            f"{match.distance:.3f}",
+            used.tokens,
+            used.recomputed_tokens,
+            "hit" if used.hit else used.reason or "miss",
         )
-        for passage, distance, chunk in passages
+        for match, used in zip(found, blend.report.chunks, strict=True)
     ]
-    show_table("sources", ("file", "passage", "distance", "tokens", "recomputed", "KV"), lines)
+    show_table("sources", ("file", "begins at", "distance", "tokens", "recomputed", "KV"), lines)
     sources = [
-        {"id": passage.id, "file": passage.source, "position": passage.position, "distance": distance}
-        for passage, distance, _ in passages
+        {"id": match.chunk.id, "file": match.chunk.document, "start": match.chunk.start, "distance": match.distance}
+        for match in found
     ]
     rows = [
         {"question": question, "method": method, "answer": each.text, **each.report.to_dict(), "sources": sources}

@@ -1,4 +1,4 @@
-"""Output of the commands: plain messages, sizes, times, and the JSON file."""
+"""Output of the commands: plain messages, times, and the JSON file; sizes are said by rich."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal as say_bytes
 from rich.markup import escape
 from rich.table import Table
 
@@ -39,7 +40,6 @@ __all__ = [
 ]
 
 _LINE_S = 5.0
-_POWERS = ("", "K", "M", "G", "T")
 _PACKAGES = "cacheblend-rag torch transformers chromadb sentence-transformers llama-index-core langchain-core".split()
 
 
@@ -84,16 +84,6 @@ def make_quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def say_bytes(size: float) -> str:
-    """Return a size as people write it, in powers of 1000: ``"12.5 MB"``."""
-    if abs(size) < 999.5:
-        return f"{size:.0f} B"
-    power = 0
-    while abs(size) >= 999.5 and power < len(_POWERS) - 1:
-        size, power = size / 1000, power + 1
-    return f"{size:.3g} {_POWERS[power]}B"
 
 
 def say_seconds(seconds: float) -> str:

@@ -87,7 +87,7 @@ def warm(
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)
         if estimate:
-            cost = engine.estimate([passage.chunk for passage in passages])
+            cost = engine.estimate(passages)
             lines = [
                 ("passages", len(passages)),
                 ("to encode", cost.chunks),
@@ -119,7 +119,7 @@ def warm(
         seconds = time.perf_counter() - started
     if not passages and not result.removed:
         raise _no_text(paths)
-    files = len({passage.source for passage in passages})
+    files = len({passage.document for passage in passages})
     typer.echo(
         f"{len(passages)} passage{'' if len(passages) == 1 else 's'} of {files} file{'' if files == 1 else 's'}: "
         f"{result.encoded} encoded, {result.unchanged} unchanged, "

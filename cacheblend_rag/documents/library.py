@@ -16,7 +16,6 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, is_part
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.settings import kv_folder
-from cacheblend_rag.documents.splitter import Passage
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
@@ -38,7 +37,7 @@ __all__ = [
     "passage_config",
 ]
 
-PASSAGES = "passages"
+PASSAGES = "chunks"
 """The name of the Chroma collection."""
 # Passages encoded, embedded and shown together; what a killed run has to do again at most.
 _GROUP = 64
@@ -119,7 +118,7 @@ class WarmResult:
 class Match:
     """A passage that was found, and its cosine distance from the question."""
 
-    passage: Passage
+    chunk: Chunk
     distance: float
 
 
@@ -159,7 +158,7 @@ class Library:
 
     def warm(
         self,
-        passages: Sequence[Passage],
+        passages: Sequence[Chunk],
         roots: Sequence[Path],
         *,
         progress: Callable[[int, int], None] | None = None,
@@ -171,13 +170,13 @@ class Library:
         """
         with _alone_in(self._folder):
             shown = self._shown()
-            wanted = {passage.id for passage in passages}
+            wanted = {str(passage.id) for passage in passages}
             removed = self._remove(shown, wanted, roots)
             done = encoded = tokens = 0
             report = progress or (lambda done, total: None)
             for group in _groups(passages, _GROUP):
                 added = self._engine.add(
-                    [passage.chunk for passage in group],
+                    group,
                     progress=lambda count, _, before=done: report(before + count, len(passages)),  # type: ignore[misc]
                 )
                 encoded, tokens, done = encoded + added.encoded, tokens + added.tokens, done + len(group)
@@ -185,11 +184,11 @@ class Library:
             kv_bytes = self._engine.store.stats().disk_bytes
             return WarmResult(encoded, done - encoded, removed, tokens, kv_bytes)
 
-    def passages(self) -> list[Passage]:
+    def passages(self) -> list[Chunk]:
         """Return all passages, by their files and in the order in which they stand there."""
         found = self._passages.get(include=["documents", "metadatas"])
         rows = zip(found["ids"], found["documents"] or [], found["metadatas"] or [], strict=True)
-        return sorted((_passage(*row) for row in rows), key=attrgetter("source", "position"))
+        return sorted((_chunk(*row) for row in rows), key=attrgetter("document", "start"))
 
     def search(self, question: str, top_k: int) -> list[Match]:
         """Return the `top_k` passages nearest to the question as they stand in their files: what one leans on comes first."""
@@ -200,8 +199,8 @@ class Library:
         )
         assert found["documents"] and found["metadatas"] and found["distances"]
         rows = zip(found["ids"][0], found["documents"][0], found["metadatas"][0], found["distances"][0], strict=True)
-        matches = [Match(_passage(id, text, about), distance) for id, text, about, distance in rows]
-        return sorted(matches, key=attrgetter("passage.source", "passage.position"))
+        matches = [Match(_chunk(id, text, about), distance) for id, text, about, distance in rows]
+        return sorted(matches, key=attrgetter("chunk.document", "chunk.start"))
 
     def prompt(self, question: str, matches: Sequence[Match]) -> BlendPrompt:
         """Return the prompt that asks a question of what was found, as a user's message where there is a chat template."""
@@ -211,14 +210,13 @@ class Library:
             prefix, suffix = around_context(tokenizer, prefix, suffix)
         else:
             suffix += "\nAnswer: "
-        chunks = [Chunk(match.passage.text, match.passage.id) for match in matches]
-        return BlendPrompt(prefix, chunks, suffix, separator=_SEPARATOR)
+        return BlendPrompt(prefix, [match.chunk for match in matches], suffix, separator=_SEPARATOR)
 
     def _shown(self) -> dict[str, tuple[str, int]]:
-        """Return source and position of every passage in Chroma, by id."""
+        """Return the file of every passage in Chroma, and where it begins there, by id."""
         found = self._passages.get(include=["metadatas"])
         return {
-            id: (str(about["source"]), int(str(about["position"])))
+            id: (str(about["source"]), int(str(about["start"])))
             for id, about in zip(found["ids"], found["metadatas"] or [], strict=True)
         }
 
@@ -235,28 +233,27 @@ class Library:
             self._engine.delete(group)
         return len(stale)
 
-    def _show(self, passages: list[Passage], shown: dict[str, tuple[str, int]]) -> None:
+    def _show(self, passages: list[Chunk], shown: dict[str, tuple[str, int]]) -> None:
         """Put passages into Chroma, and correct the place of those that moved within their file."""
         places: dict[str, Mapping[str, Any]] = {
-            passage.id: {"source": passage.source, "position": passage.position} for passage in passages
+            str(passage.id): {"source": passage.document, "start": passage.start} for passage in passages
         }
-        new = [passage for passage in passages if passage.id not in shown]
+        new = {str(passage.id): passage.text for passage in passages if passage.id not in shown}
         if new:
-            texts = [passage.text for passage in new]
             self._passages.upsert(
-                ids=[passage.id for passage in new],
-                documents=texts,
-                embeddings=self.embedding.embed(texts),  # type: ignore[arg-type]  # a list of lists is taken as well
-                metadatas=[places[passage.id] for passage in new],
+                ids=list(new),
+                documents=list(new.values()),
+                embeddings=self.embedding.embed([*new.values()]),  # type: ignore[arg-type]  # a list of lists is taken as well
+                metadatas=[places[id] for id in new],
             )
-        moved = [each.id for each in passages if each.id in shown and shown[each.id][1] != each.position]
+        moved = [id for id, place in places.items() if id in shown and shown[id][1] != place["start"]]
         if moved:
             self._passages.update(ids=moved, metadatas=[places[id] for id in moved])
 
 
-def _passage(id: str, text: str, about: Mapping[str, Any]) -> Passage:
+def _chunk(id: str, text: str, about: Mapping[str, Any]) -> Chunk:
     """Return a passage as it stands in Chroma."""
-    return Passage(id, str(about["source"]), int(str(about["position"])), text)
+    return Chunk(text, id, document=str(about["source"]), start=int(str(about["start"])))
 
 
 @contextmanager

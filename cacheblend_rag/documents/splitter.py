@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
-__all__ = ["SUFFIXES", "Passage", "cut", "named_passages", "read_files", "read_texts", "split_text"]
+__all__ = ["SUFFIXES", "cut", "named_chunks", "read_files", "split_text"]
 
 _CONVERTED = (".pdf", ".docx", ".html", ".htm")
 SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", *_CONVERTED)
@@ -25,57 +25,39 @@ _MARKDOWN = re.compile(r"^(#{1,6} |```|~~~)", re.MULTILINE)
 TokenCount = Callable[[str], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A piece of a file."""
-
-    # The file's path and a digest of the text: a passage that moves within its file keeps its id, one that changes does
-    # not.
-    id: str
-    # The absolute path of the file, and the number of the passage in it, from 0.
-    source: str
-    position: int
-    text: str
-    # Where it begins, in characters, in the file's passages with a blank line between them.
-    start: int = 0
-
-    @property
-    def chunk(self) -> Chunk:
-        """The chunk of the passage: a piece of the file that it stands in."""
-        return Chunk(self.text, self.id, document=self.source, start=self.start)
-
-
 def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
-    """Read files, and folders as `read_texts` does, each once; return texts by absolute paths, and why files were left out."""
+    """Read files, and those in folders, each once; return texts by absolute paths, and why files were left out."""
     texts: dict[str, str] = {}
     left_out: dict[Path, str] = {}
-    seen: set[Path] = set()
-    for path in paths:
-        for file, text in read_texts(path, left_out.__setitem__):
-            if (found := file.resolve()) not in seen:
-                seen.add(found)
-                # Not where a link leads: what is gone from the folder is looked for below it.
-                texts[os.path.abspath(file)] = text
+    seen: set[str] = set()
+    for file in chain.from_iterable(_files(path) if path.is_dir() else [path] for path in paths):
+        if (found := os.path.realpath(file)) in seen:
+            continue
+        seen.add(found)
+        try:
+            # Not where a link leads: what is gone from the folder is looked for below it.
+            texts[os.path.abspath(file)] = _converted(file) if file.suffix.lower() in _CONVERTED else _plain(file)
+        except (ConfigError, UnicodeDecodeError) as error:
+            left_out[file] = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        except OSError as error:
+            left_out[file] = str(error.strerror)
     return texts, left_out
 
 
-def cut(texts: Mapping[str, str], count_tokens: TokenCount, chunk_tokens: int) -> list[Passage]:
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that may have text, but for hidden ones and those in linked folders."""
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() in SUFFIXES and not is_hidden and path.is_file():
+            yield path
+
+
+def cut(texts: Mapping[str, str], count_tokens: TokenCount, chunk_tokens: int) -> list[Chunk]:
     """Cut texts into passages of at most `chunk_tokens` tokens, by the names of the texts, in reading order."""
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    named = (named_passages(name, split_text(texts[name], count_tokens, chunk_tokens)) for name in sorted(texts))
+    named = (named_chunks(name, split_text(texts[name], count_tokens, chunk_tokens)) for name in sorted(texts))
     return list(chain.from_iterable(named))
-
-
-def read_texts(path: Path, refuse: Callable[[Path, str], object]) -> Iterator[tuple[Path, str]]:
-    """Yield a file and its text, or for a folder those of all files below it that may have text, but for hidden ones."""
-    for file in _files(path, refuse) if path.is_dir() else [path]:
-        try:
-            yield file, _converted(file) if file.suffix.lower() in _CONVERTED else _plain(file)
-        except (ConfigError, UnicodeDecodeError) as error:
-            refuse(file, "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error))
-        except OSError as error:
-            refuse(file, str(error.strerror))
 
 
 def _plain(file: Path) -> str:
@@ -123,31 +105,20 @@ def _of_pdf(file: Path) -> str:
     return "\n\n".join(pages).replace("\ufffe", "").replace("\r\n", "\n")
 
 
-def _files(folder: Path, refuse: Callable[[Path, str], object]) -> Iterator[Path]:
-    """Yield the files below a folder that may have text."""
-    seen: set[str] = set()
+def named_chunks(document: str, pieces: Sequence[str]) -> Iterator[Chunk]:
+    """Yield the pieces of a document, in the order of reading, as chunks.
 
-    def cannot_be_read(error: OSError) -> None:
-        refuse(Path(error.filename), str(error.strerror))
-
-    for place, folders, names in os.walk(folder, onerror=cannot_be_read, followlinks=True):
-        found = os.path.realpath(place)
-        folders[:] = [] if found in seen else sorted(name for name in folders if not name.startswith("."))
-        if found not in seen:
-            paths = (Path(place, name) for name in sorted(names) if not name.startswith("."))
-            yield from (path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
-        seen.add(found)
-
-
-def named_passages(source: str, pieces: Sequence[str]) -> Iterator[Passage]:
-    """Yield the pieces of a document, in the order of reading, as passages; `source` is the document's name."""
-    seen: dict[str, int] = {}
+    An id is the document's name and a digest of the text: a piece that moves keeps its id, one that changes does not. `start`
+    counts characters of the pieces with a blank line between them.
+    """
+    seen: Counter[str] = Counter()
     start = 0
-    for position, piece in enumerate(pieces):
+    for piece in pieces:
         digest = text_hash(piece)[:16]
-        seen[digest] = number = seen.get(digest, 0) + 1
-        # The same words twice in one file are two passages.
-        yield Passage(f"{source}#{digest}" + (f".{number}" if number > 1 else ""), source, position, piece, start)
+        seen[digest] += 1
+        # The same words twice in one document are two chunks.
+        number = f".{seen[digest]}" if seen[digest] > 1 else ""
+        yield Chunk(piece, f"{document}#{digest}{number}", document=document, start=start)
         start += len(piece) + len("\n\n")
 
 

@@ -233,8 +233,6 @@ class Many:
             return "the model cannot be blended, and may not decode several prompts as it decodes one"
         if self._decoder.rope_reach is not None:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
-        if self._decoder.column_biases and request.prompt.places is not None:
-            return "the model's bias depends on the tokens of the batch, and this prompt has positions of its own"
         if (reason := self._runner.alone_reason(request)) is not None:
             return reason
         own = self._model.generation_config.to_diff_dict()

@@ -101,7 +101,7 @@ class Runner:
         running = RunningForward(request, self._decoder, cache, steering, headroom, room)
         for each in (*self.attachments,):
             stack.enter_context(each.around(running))
-        placed = stack.enter_context(self._decoder.placing(cache, request.prompt.places))
+        placed = self._decoder.placing(request.prompt.places)
         inputs = {"input_ids": ids, **placed}
         with nullcontext() if steering is None else steering():
             return Prefilled(inputs, cache, last_logits(self._model, inputs, cache, logits_to_keep))

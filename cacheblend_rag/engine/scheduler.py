@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError
-from cacheblend_rag.model import Decoder, before_layers, uncompiled, unwrapped
+from cacheblend_rag.model import Decoder, before_layers, unwrapped
 
 __all__ = ["GaveWayError", "Patience", "Scheduler", "aside", "scheduler_of"]
 
@@ -198,5 +198,5 @@ def aside(scheduler: Scheduler, decoder: Decoder, is_over: Callable[[], bool]) -
 
     with scheduler.after_others():
         check()
-        with before_layers(decoder.layers, check), uncompiled(decoder.model):
+        with before_layers(decoder.layers, check):
             yield

@@ -17,7 +17,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse.steer import BlendCache, LayerSource, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import Decoder, KVCache, PaddedBatch, before_layers, refusing_failures, uncompiled
+from cacheblend_rag.model import Decoder, KVCache, PaddedBatch, before_layers, refusing_failures
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 
@@ -43,7 +43,7 @@ def true_kv(layers: Sequence[LayerKV]) -> LayerSource:
 @torch.no_grad()
 def check_blending(decoder: Decoder) -> None:
     """Raise `UnsupportedModelError` if some rows over the model's own KV, or moved KV, differ from what the model computes."""
-    with refusing_failures(type(decoder.model).__name__, "blended"), uncompiled(decoder.model):
+    with refusing_failures(type(decoder.model).__name__, "blended"):
         drawn, own = _random_ids(decoder, 1), KVCache(decoder.num_layers)
         ids = drawn.to(decoder.device)
         with _handing(decoder) as wanted:
@@ -97,7 +97,7 @@ def _check_move(
 @torch.no_grad()
 def check_batching(decoder: Decoder) -> None:
     """Raise `UnsupportedModelError` if a prompt beside a longer one, padded on the left, goes on with other logits than alone."""
-    with refusing_failures(type(decoder.model).__name__, "run in a padded batch"), uncompiled(decoder.model):
+    with refusing_failures(type(decoder.model).__name__, "run in a padded batch"):
         ids = _random_ids(decoder, 2)
         prompts, newest = [ids[0, :-1].tolist(), ids[1, : _PROMPT_TOKENS // 2].tolist()], ids[:, -1:].to(decoder.device)
         batch = PaddedBatch(prompts, [range(len(prompt)) for prompt in prompts], room=1)

@@ -26,7 +26,6 @@ from cacheblend_rag.model import (
     attention_weights,
     before_layers,
     replace_attention,
-    uncompiled,
     watch_attention,
 )
 from cacheblend_rag.selection import LayerProbe, Selection
@@ -119,14 +118,11 @@ class Steering:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Hook the decoder layers for the duration of a ``with`` block; they act on calls with this cache only."""
-        last = self._decoder.layers[-1]
-        restoring = self._decoder.restores_rows
-        hooks = [last.register_forward_hook(self._after_last_layer, with_kwargs=True)] if restoring else []
+        hook = self._decoder.layers[-1].register_forward_hook(self._after_last_layer, with_kwargs=True)
         self._cache.steering = self
         try:
             with (
                 before_layers(self._decoder.layers, self.prefill_layer),
-                uncompiled(self._decoder.model),
                 replace_attention(attend_in_blocks) if self._decoder.device.type == "cpu" else nullcontext(),
                 watch_attention(self._look) if self._selection.look_layers else nullcontext(),
             ):
@@ -134,8 +130,7 @@ class Steering:
         finally:
             self._cache.steering = None
             self._passed.clear()
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
     def prefill_layer(self, layer: int, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """Narrow the rows where this layer does so, and cut its arguments to them (CacheBlend, section 6), or None for none."""
@@ -179,7 +174,7 @@ class Steering:
         return self._cutter.cut(arguments, before, self._rows, is_last=self._is_last_under_way)
 
     def _after_last_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Put the computed rows back to their place, for a model that goes on with all of them; the others are zero."""
+        """Put the computed rows back to their place, since some models go on with all of them; the others are zero."""
         is_own = any(value is self._cache for value in (*args, *kwargs.values()))
         if not self._is_last_under_way or self._rows is None or not is_own:
             return None

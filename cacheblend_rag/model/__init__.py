@@ -25,7 +25,7 @@ from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
 from cacheblend_rag.model.layers import before_layers
 from cacheblend_rag.model.padded import PaddedBatch, answering_first
 from cacheblend_rag.model.positions import takes_positions
-from cacheblend_rag.model.wrapping import past_adapters, uncompiled, unwrapped, watch_forward
+from cacheblend_rag.model.wrapping import past_adapters, refuse_compiled, unwrapped, watch_forward
 
 __all__ = [
     "REACHES",
@@ -48,12 +48,12 @@ __all__ = [
     "model_window",
     "num_decoder_layers",
     "past_adapters",
+    "refuse_compiled",
     "refusing_failures",
     "replace_attention",
     "state_layers",
     "takes_positions",
     "text_decoder",
-    "uncompiled",
     "unwrapped",
     "watch_attention",
     "watch_forward",

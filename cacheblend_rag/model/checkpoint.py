@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,7 +14,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download,
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend_rag.config import EngineConfig, did_you_mean
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["GGUF_MAGIC", "default_dtype", "gguf_files", "load_pretrained", "model_folder"]
@@ -26,8 +25,6 @@ _log = logging.getLogger(__name__)
 _HUB_OPTIONS = frozenset(
     "cache_dir force_download local_files_only proxies revision subfolder token trust_remote_code".split()
 )
-# What else `from_pretrained` takes, of ours and of transformers, as far as it is likely to be misspelt.
-_OPTIONS = ("config", "blend", "store", "tenant", "tuning", "attn_implementation", "device_map", "quantization_config")
 # `dtype` is an option of the models as well.
 _ONLY_SETTINGS = frozenset(EngineConfig.kinds) - {"dtype"}
 # What processors with units for bfloat16 are known by: Intel and AMD, and Arm.
@@ -61,12 +58,6 @@ def load_pretrained(
         tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
     except (OSError, ValueError) as error:
         raise _not_loaded(model, error) from error
-    except TypeError as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is None or unknown[1] not in model_kwargs:
-            raise
-        hint = did_you_mean(unknown[1], [*_OPTIONS, *_HUB_OPTIONS, *EngineConfig.kinds])
-        raise ConfigError(f"from_pretrained: unknown option {unknown[1]}{hint}") from error
     except (ImportError, RuntimeError) as error:
         # What it was quantised with is missing, or it does not run, or fit, on this device.
         raise ConfigError(f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 from cacheblend_rag.errors import CacheBlendError, PromptError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.attention import AttentionCall, watch_attention
-from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.layers import layer_parameters, watch_layer_calls
-from cacheblend_rag.model.positions import biases_at, column_biases, find_rotations, kv_at, takes_positions
-from cacheblend_rag.model.wrapping import uncompiled
+from cacheblend_rag.model.positions import find_rotations, kv_at, takes_positions
+from cacheblend_rag.model.wrapping import refuse_compiled
 from cacheblend_rag.rope import Rotation
 
 __all__ = [
@@ -70,17 +69,13 @@ class Decoder:
     states: str
     # The axis of the computed rows of each tensor that a layer is called with; see `LayerCalls`.
     row_axes: Mapping[str, int | None]
-    # Whether what comes after the layers wants all rows, computed or not.
-    restores_rows: bool
     # How each layer that has KV rotates its keys; None where it does not.
     rotations: tuple[Rotation | None, ...]
     # Whether KV can be moved to another position. Where positions are learned it cannot: it is that of the position at
     # which it was encoded, and of no other.
     is_movable: bool
-    # Whether positions are an argument of its forward; else it counts the tokens in its cache.
+    # Whether positions are an argument of its forward, so that a prompt may have gaps; else it counts the tokens in its cache.
     takes_positions: bool
-    # The arguments of its layers that are added to scores and depend on the position of the column (ALiBi).
-    column_biases: tuple[str, ...]
     # The position from which on the model's rotary frequencies change with the length of the prompt; None where they do
     # not.
     rope_reach: int | None
@@ -103,27 +98,15 @@ class Decoder:
         """Device of each layer that has KV."""
         return tuple(next(layer.parameters()).device for layer in self.layers[: self.num_kv_layers])
 
-    @property
-    def is_placeable(self) -> bool:
-        """Whether a prompt may have gaps between its positions."""
-        return self.takes_positions or (self.is_movable and not any(self.rotations))
-
-    @contextmanager
-    def placing(self, cache: KVCache, positions: Sequence[int] | None) -> Iterator[dict[str, torch.Tensor]]:
-        """Give what the forward over `cache` takes for one sequence to stand at `positions`; `PromptError` if it takes none."""
+    def placing(self, positions: Sequence[int] | None) -> dict[str, torch.Tensor]:
+        """Return what the forward takes for one sequence to stand at `positions`; `PromptError` if it takes none."""
         if positions is None:
-            yield {}
-            return
-        if not self.is_placeable:
+            return {}
+        if not self.takes_positions:
             raise PromptError(
                 f"the prompt has positions, but {type(self.model).__name__} takes none; leave positions out"
             )
-        with (
-            uncompiled(self.model) if self.column_biases else nullcontext(),
-            biases_at(self.layers, self.column_biases, cache, positions),
-        ):
-            places = torch.tensor([list(positions)], device=self.device)
-            yield {"position_ids": places} if self.takes_positions else {}
+        return {"position_ids": torch.tensor([list(positions)], device=self.device)}
 
     def kv_at(self, ids: torch.Tensor, position: int) -> list[LayerKV]:
         """Return the KV of tokens that see each other and nothing else, from `position` on; see `positions.kv_at`."""
@@ -145,7 +128,7 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
     """Find out, on a few tokens, how to blend on a model in evaluation mode; `UnsupportedModelError` with the reason if not."""
     _refuse_by_configuration(model)
     name = type(model).__name__
-    with uncompiled(model), refusing_failures(name, "inspected"):
+    with refusing_failures(name, "inspected"):
         decoder, some_ids = text_decoder(model), partial(_some_ids, model)
         for layers in _layer_lists(decoder, num_decoder_layers(model), name):
             calls = watch_layer_calls(decoder, layers, some_ids)
@@ -175,11 +158,9 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
             num_kv_layers=len(calls.updates),
             states=states,
             row_axes=calls.row_axes,
-            restores_rows=calls.restores_rows,
             rotations=(None,) * len(calls.updates) if rotations is None else rotations,
             is_movable=rotations is not None,
             takes_positions=takes_positions(decoder),
-            column_biases=column_biases(decoder, layers, some_ids),
             rope_reach=rope_reach(model),
             probe_share=calls.probe_share,
             row_flops=calls.row_flops,
@@ -262,6 +243,7 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder and hasattr(model, "get_encoder") and model.get_encoder() is not model:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are blended")
+    refuse_compiled(model)
     _refuse_adapters(model, name)
     implementation = config._attn_implementation
     if implementation not in _MASKED_ATTENTION:

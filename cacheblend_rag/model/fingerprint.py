@@ -16,8 +16,6 @@ from cacheblend_rag.errors import ConfigError
 
 __all__ = ["WeightsWatch", "model_fingerprint"]
 
-# What torch.compile puts before the names in a model that it wraps.
-_COMPILED = "_orig_mod."
 # What a layer of PEFT says of itself: which of its adapters are at work, and how much.
 _ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
@@ -30,7 +28,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
         digests = list(pool.map(_tensor_digest, [tensor for _, tensor in tensors]))
     whole = hashlib.blake2b(digest_size=16)
     for (name, tensor), digest in zip(tensors, digests, strict=True):
-        whole.update(f"{name.replace(_COMPILED, '')}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        whole.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         whole.update(digest)
     config = model.config.to_dict()
     for unrelated in ("_name_or_path", "transformers_version", "architectures", "torch_dtype"):

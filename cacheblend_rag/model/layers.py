@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model.cache import KVCache
@@ -69,31 +68,12 @@ class LayerCalls:
     # The layers, in the order in which they were called, and in which they handed KV to the cache.
     order: list[int] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
-    # Whether the model fails if its last layer returns some of the rows only.
-    restores_rows: bool = False
-
-
-class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch annotates it in part
-    """Counts floating-point operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 class _NotingCache(KVCache):
     """Notes which layer hands over its KV, and how much arithmetic was done by then."""
 
-    def __init__(self, num_layers: int, flops: _Flops) -> None:
+    def __init__(self, num_layers: int, flops: FlopCounterMode) -> None:
         super().__init__(num_layers)
         self._flops = flops
         self.at_update: list[tuple[int, int]] = []
@@ -101,7 +81,7 @@ class _NotingCache(KVCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.at_update.append((layer_idx, self._flops.total))
+        self.at_update.append((layer_idx, self._flops.get_total_flops()))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
@@ -110,7 +90,7 @@ def watch_layer_calls(
     decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor]
 ) -> LayerCalls:
     """See, in a run of a few tokens and one of a few more, how the arguments of layers grow; ``ids(count)`` gives these."""
-    flops = _Flops()
+    flops = FlopCounterMode(display=False)
     noting = _NotingCache(len(layers), flops)
     calls = LayerCalls()
     shapes: list[dict[str, set[tuple[int, ...]]]] = [{}, {}]
@@ -122,7 +102,7 @@ def watch_layer_calls(
     def note(number: int, arguments: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
             called.append(number)
-            starts.append(flops.total)
+            starts.append(flops.get_total_flops())
             for argument, value in arguments.items():
                 for path, tensor in _tensors_in(argument, value):
                     seen.setdefault(path, set()).add(tuple(tensor.shape))
@@ -136,37 +116,11 @@ def watch_layer_calls(
         seen = shapes[1]
         decoder(input_ids=ids(_MORE_ROWS), past_key_values=noting, use_cache=True)
     calls.row_axes = {path: _row_axis(path, shapes[0].get(path, set()), after) for path, after in seen.items()}
-    calls.restores_rows = _fails_on_some_rows(decoder, layers, ids, calls)
     whole = starts[1] - starts[0]
     if whole > 0:
         calls.probe_share = (noting.at_update[0][1] - starts[0]) / whole
         calls.row_flops = max(whole // _FIRST_ROWS, 1)
     return calls
-
-
-def _fails_on_some_rows(
-    decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor], calls: LayerCalls
-) -> bool:
-    axis = calls.row_axes.get(layer_parameters(type(layers[-1]).forward)[0])
-    if axis is None:
-        return False
-    thread = threading.get_ident()
-
-    def drop_rows(module: nn.Module, args: Any, output: Any) -> Any:
-        if threading.get_ident() != thread:
-            return None
-        states = output[0] if isinstance(output, tuple) else output
-        some = states.narrow(axis, 1, _MORE_ROWS - 2)
-        return (some, *output[1:]) if isinstance(output, tuple) else some
-
-    hook = layers[-1].register_forward_hook(drop_rows)
-    try:
-        decoder(input_ids=ids(_MORE_ROWS), past_key_values=KVCache(len(layers)), use_cache=True)
-    except RuntimeError:
-        return True
-    finally:
-        hook.remove()
-    return False
 
 
 def _row_axis(path: str, first: set[tuple[int, ...]], then: set[tuple[int, ...]]) -> int | None:

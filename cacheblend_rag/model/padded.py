@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.model.wrapping import uncompiled, unwrapped
+from cacheblend_rag.model.wrapping import unwrapped
 
 __all__ = ["PaddedBatch", "answering_first"]
 
@@ -90,7 +90,6 @@ def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor
                     model.forward = own
 
         # What is compiled would be compiled anew for every answer.
-        stack.enter_context(uncompiled(model))
         stack.callback(restore)
         cache.is_hidden = True
         model.forward = answer

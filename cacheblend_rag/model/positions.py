@@ -4,35 +4,29 @@ Model families differ in the pairing of dimensions, in how much of a head is rot
 all, and the code that says so is spread over their files. The keys themselves tell: a token that stands alone attends to itself
 only, so between two positions nothing but the rotation changes.
 
-Models with ALiBi add to their scores what depends on the distance of two tokens; they count the tokens in their cache and take no
-positions. What they add is linear in the column, which is also how it is recognised; the table is moved to the true position of
-each column (Prompt Cache, section 4.2).
+Models with ALiBi add to their scores what depends on the distance of two tokens: their KV is the same everywhere, but they count
+the tokens in their cache and take no positions, so their prompts have no gaps.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.model.layers import before_layers
 from cacheblend_rag.rope import Rotation, shift_layer
 
-__all__ = ["biases_at", "column_biases", "find_rotations", "kv_at", "takes_positions"]
+__all__ = ["find_rotations", "kv_at", "takes_positions"]
 
 _LAYOUTS: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
 _DEFAULT_BASE = 10000.0
-# Tokens that are tried on a bias, and how far from a line it may be. ALiBi is made in bfloat16 by some.
-_TOKENS, _TOLERANCE = 7, 2e-2
 
 
 def takes_positions(decoder: nn.Module) -> bool:
@@ -152,80 +146,3 @@ def _shifted(keys: torch.Tensor, rotation: Rotation, distance: int) -> torch.Ten
 def _distance(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor) -> float:
     """Return the largest difference, over the scale of its channel."""
     return float(((a.float() - b.float()) / scales.clamp_min(torch.finfo(torch.float32).tiny)).abs().amax())
-
-
-@torch.no_grad()
-def column_biases(
-    decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor]
-) -> tuple[str, ...]:
-    """Return the arguments of a model's decoder layers that are added to scores and linear in the column."""
-    found: list[str] = []
-
-    def note(number: int, arguments: dict[str, Any]) -> None:
-        found.extend(name for name, value in arguments.items() if _is_linear(value))
-
-    with before_layers(layers[:1], note):
-        decoder(input_ids=ids(_TOKENS), past_key_values=KVCache(len(layers)), use_cache=True)
-    return tuple(found)
-
-
-@contextmanager
-def biases_at(
-    layers: Sequence[nn.Module], names: Sequence[str], cache: KVCache, positions: Sequence[int]
-) -> Iterator[None]:
-    """Move the biases (`column_biases`) of the sequence in `cache` to its true positions during a ``with`` block."""
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def move(number: int, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        if not any(value is cache for value in arguments.values()):
-            return None
-        held = cache.kv_layers[number].get_seq_length()
-        for name in names:
-            bias = arguments.get(name)
-            if bias is None:
-                continue
-            # Most models hand one object to all their layers; the one kept here keeps its id from being given to another.
-            known = moved.get(id(bias))
-            if known is None:
-                if len(moved) > len(layers) * len(names):
-                    moved.clear()
-                known = moved[id(bias)] = (bias, _moved(bias, held + 1 if held else len(positions), positions))
-            arguments[name] = known[1]
-        return arguments
-
-    # Columns that are all shifted alike leave the attention as it is.
-    is_needed = bool(names) and any(place - number != positions[0] for number, place in enumerate(positions))
-    with before_layers(layers if is_needed else (), move):
-        yield
-
-
-def _moved(bias: torch.Tensor, columns: int, positions: Sequence[int]) -> torch.Tensor:
-    if bias.shape[-1] < columns:
-        raise UnsupportedModelError(
-            f"a bias of {bias.shape[-1]} columns cannot be placed in a prompt with gaps that has {columns} tokens"
-        )
-    bias = bias[..., -columns:]
-    count = min(len(positions), columns)
-    distances = [positions[number] - number for number in range(count)]
-    distances += [distances[-1]] * (columns - count)
-    slope = _slopes(bias, columns)
-    offsets = torch.tensor(distances, dtype=torch.float32, device=bias.device)
-    return (bias.float() + slope * offsets).to(bias.dtype) if columns > 1 else bias
-
-
-def _slopes(bias: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return what the last row, of which no column is masked, grows by from one column to the next, ``(..., 1, 1)``."""
-    last = bias[..., -1:, -columns:].float()
-    return (last[..., -1:] - last[..., :1]) / max(columns - 1, 1)
-
-
-def _is_linear(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim < 3:
-        return False
-    if value.shape[-1] < _TOKENS:
-        return False
-    slopes = _slopes(value, _TOKENS)
-    last = value[..., -1:, -_TOKENS:].float()
-    line = last[..., :1] + slopes * torch.arange(_TOKENS, device=value.device)
-    size = slopes.abs().amax()
-    return bool(torch.isfinite(last).all() and size > 0 and ((last - line).abs() <= _TOLERANCE * size * _TOKENS).all())

@@ -29,22 +29,22 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "allOf": (
         {"allOf": [flag("paid"), flag("sent")]},
         ['{"paid": true, "sent": true}'],
-        ['{"paid": true}', '{"paid": true, "sent": true, "x": 1}'],
+        ['{"paid": true}'],
     ),
     "anyOf beside properties": (
         flag("paid", anyOf=[SENT, flag("lost")], **DEFS),
         ['{"paid": true, "sent": true}', '{"paid": true, "lost": true}'],
-        ['{"paid": true}', '{"paid": true, "sent": true, "x": 1}'],
+        ['{"paid": true}'],
     ),
     "$ref in allOf, below": (
         {"properties": {"o": {"allOf": [SENT, flag("paid")]}, "p": flag("q")}, "required": ["o"], **DEFS},
         ['{"o": {"sent": true, "paid": true}}', '{"o": {"sent": true, "paid": true}, "p": {"q": true}}'],
-        ['{"o": {"sent": true}}', '{"o": {"sent": true, "paid": true}, "p": {"q": true, "x": 1}}'],
+        ['{"o": {"sent": true}}'],
     ),
     "recursive": (
         {"$ref": "#/$defs/N", **DEFS},
         ['{"a": true, "next": {"a": true}}'],
-        ['{"a": true, "next": {}}', '{"a": true, "x": 1}'],
+        ['{"a": true, "next": {}}'],
     ),
     "parts without names": ({"allOf": [{"type": "object"}, {"description": "Any."}]}, ["{}", '{"x": 1}'], ["1"]),
 }
@@ -62,7 +62,9 @@ def fits(vocabulary: LLTokenizer, grammar: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_allows_what_fits_it_and_no_properties_without_a_name(vocabulary: LLTokenizer, name: str) -> None:
+def test_a_schema_allows_what_fits_it_and_unless_it_is_joined_no_other_properties(
+    vocabulary: LLTokenizer, name: str
+) -> None:
     schema, good, bad = SCHEMAS[name]
     tool = {"type": "function", "function": {"name": "book", "parameters": schema}}
     other = {"type": "function", "function": {"name": "time"}}
@@ -104,25 +106,13 @@ def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], named: str) ->
         json_grammar(schema)
 
 
-def own_kind(**more: Any) -> dict[str, Any]:
-    """The schema of a value that holds one of its own kind."""
-    return {"$ref": "#/$defs/Own", "$defs": {"Own": more, "Other": flag("a", properties={"a": OWN})}}
-
-
 def one(**value: Any) -> dict[str, Any]:
     """The schema of an object with one property, of which this is the schema."""
     return {"type": "object", "properties": {"a": value}, "required": ["a"]}
 
 
-OWN, OTHER = {"$ref": "#/$defs/Own"}, {"$ref": "#/$defs/Other"}
+OWN = {"$ref": "#/$defs/Own"}
 NEVER: dict[str, dict[str, Any]] = {
-    "its own kind": own_kind(**one(**OWN)),
-    "its own kind by way of another": own_kind(**one(**OTHER)),
-    "its own kind either way": own_kind(**one(anyOf=[OWN, OTHER])),
-    "its own kind in a list": own_kind(**one(type="array", items=OWN, minItems=1)),
-    "its own kind under any name": own_kind(type="object", required=["x"], additionalProperties=OWN),
-    "the whole": one(**{"$ref": "#"}),
-    # What llguidance finds.
     "lengths": one(type="string", minLength=5, maxLength=2),
     "parts that exclude each other": {"allOf": [one(type="string"), one(type="integer")]},
 }

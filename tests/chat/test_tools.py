@@ -35,7 +35,6 @@ FORMS = {
     "OpenAI's": (json.dumps({"type": "function", "function": {"name": "weather", "arguments": CALL[1]}}), [CALL]),
     "fence": (f"```json\n{as_json(*CALL)}\n```", [CALL]),
     "fence without a language": (f"\n```\n[{', '.join(as_json(*each) for each in TWO)}]```\n", TWO),
-    "python": ('[weather(city="Oslo", days=2), time()]', TWO),
 }
 
 
@@ -54,17 +53,21 @@ def test_calls_are_read_in_the_forms_that_models_write(form: str) -> None:
     reply = parse_calls(text, TOOLS)
     assert called(reply) == calls
     assert (reply.text, reply.invalid) == ("", [])
-    # Where one call is allowed, what is called after it is text.
+    # Where one call is allowed, what is called after it is left out.
     reply = parse_calls(text, TOOLS, one_call=True)
-    assert called(reply) == calls[:1]
-    assert ("time" in reply.text) == (len(calls) > 1) and "Oslo" not in reply.text
+    assert (called(reply), reply.text) == (calls[:1], "")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", " \n", "Four.", '{"a": "b"}', "[1, 2]", "[x for x in y]", '{"name": "weather"', "weather(1)", "{}"),
-        *('{"name": "weather", "days": 2}', '{"name": "gcc", "parameters": {"O": 2}}', "[weather(1)]", "<tool_"),
+        *("", " \n", "Four.", '{"a": "b"}', "[1, 2]", '{"name": "weather"', "weather(1)", "{}"),
+        *(
+            '{"name": "weather", "days": 2}',
+            '{"name": "gcc", "parameters": {"O": 2}}',
+            '[weather(city="Oslo")]',
+            "<tool_",
+        ),
         *(f"So:\n```json\n{as_json(*CALL)}\n```", f"```json\n{as_json(*CALL)}\n```\nThat is it."),
         *(f"```json\n{as_json('gcc', {})}\n```", f"```python\n{as_json(*CALL)}\n```", f"```\n{as_json(*CALL)}"),
         *("Write `<tool_call>` first.", "<tool_call>nothing</tool_call>\n", '<tool_call>\n{"a": 1}\n</tool_call> x'),
@@ -114,7 +117,7 @@ def test_a_stream_shows_what_the_answer_says(
 ) -> None:
     text = before + FORMS.get(form, ("",))[0] + after
     text = text[: len(text) - missing]
-    gate = ToolGate(offered)
+    gate = ToolGate()
     shown, rest = "", text
     for size in [*cuts, len(text)]:
         shown += gate.pass_on(rest[:size])
@@ -123,16 +126,16 @@ def test_a_stream_shows_what_the_answer_says(
     assert len(shown) == gate.shown
     assert reply.text.startswith(shown)
     # What calls a tool that was not offered is text.
-    assert offered == TOOLS or not (reply.calls or reply.invalid)
+    assert offered == TOOLS or not reply.calls
     if not reply.calls and not reply.invalid:
         assert reply.text == text
 
 
 def test_a_stream_waits_while_a_call_may_begin_and_no_longer() -> None:
-    for text in ('{"answer": "It is ', '{"name": "gcc"', "[1, ", "<b>", f"{OTHER} It", '[{"id', "```py"):
-        assert ToolGate(TOOLS).pass_on(text) == streamed(ToolGate(TOOLS), text) == text
-    for text in ("", " ", '{ "na', '{"name": "wea', '[{"function": {"name": "t', "[time", "<tool_c", "[TOOL_", "``"):
-        assert ToolGate(TOOLS).pass_on(text) == ""
+    for text in ("<b>", "Well, [", "```py", " It is {"):
+        assert ToolGate().pass_on(text) == streamed(ToolGate(), text) == text
+    for text in ("", " ", "{", '[{"function"', "[TOOL_", "<tool_c", "``", "<tool_call>"):
+        assert ToolGate().pass_on(text) == ""
 
 
 def test_what_is_text_by_its_schema_stays_as_it_is_written() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
 from cacheblend_lab.reference import WEIGHTS_DIR
-from cacheblend_rag.documents.library import open_chroma
+from cacheblend_rag.documents.library import PASSAGES, open_chroma
 from tests.command import read_rows as read_rows
 from tests.command import run as run_command
 from tests.families import tiny_reader
@@ -60,6 +60,6 @@ def run() -> Command:
 def passages_of(store: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     """Text and metadata of everything in Chroma, by id."""
     with open_chroma(store) as client:
-        found: Any = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
+        found: Any = client.get_collection(PASSAGES, embedding_function=None).get(include=["documents", "metadatas"])
     all_of_them = zip(found["ids"], found["documents"], found["metadatas"], strict=True)
     return {id: (text, dict(about)) for id, text, about in all_of_them}

@@ -1,4 +1,4 @@
-"""Sizes, times, progress and the JSON file."""
+"""Times, progress and the JSON file."""
 
 import io
 import json
@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from cacheblend_rag.cli import output
 
 
-def test_sizes_and_times_are_said() -> None:
-    sizes = {0: "0 B", 999: "999 B", 1000: "1 KB", 2.5e9: "2.5 GB", 3e15: "3e+03 TB"}
+def test_times_are_said() -> None:
     times = {0.0123: "12.3 ms", 0.9999: "1 s", 125: "2 min 05 s", 7260: "2 h 01 min"}
-    assert [output.say_bytes(number) for number in sizes] == list(sizes.values())
     assert [output.say_seconds(number) for number in times] == list(times.values())
 
 

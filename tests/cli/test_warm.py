@@ -36,8 +36,8 @@ def warm(documents: Path, model_folder: Path, store: Path, tmp_path: Path) -> An
 
 
 def passages_in(store: Path) -> dict[str, tuple[str, int]]:
-    """Text and position of everything in Chroma, by id."""
-    return {id: (text, int(about["position"])) for id, (text, about) in passages_of(store).items()}
+    """Text and place of everything in Chroma, by id."""
+    return {id: (text, int(about["start"])) for id, (text, about) in passages_of(store).items()}
 
 
 def names_in(store: Path, tmp_path: Path) -> int:
@@ -74,7 +74,7 @@ def test_what_changed_is_replaced_or_deleted(warm: Any, documents: Path, store: 
     assert row["encoded"] == sum("mara.md#" in id for id in after) == 4
     assert not any("harbour" in text or "Oslo" in text for text, _ in after.values())
     goat = next(id for id, (text, _) in before.items() if "goat" in text)
-    assert after[goat][1] == before[goat][1] + 1
+    assert after[goat][1] == before[goat][1] + len("First.\n\n") + len("Bergen") - len("Oslo")
     assert len(after) == names_in(store, tmp_path) == row["passages"]
     run("store", "check", "--store", store)
 
@@ -135,7 +135,7 @@ def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Pat
     assert (blend["method"], full["method"], full["selector"]) == ("blend", "full", "full")
     assert (blend["hits"], blend["misses"]) == (4, 0) and blend["charged_ratio"] < 1
     assert any(source["file"].endswith("mara.md") for source in blend["sources"])
-    order = [(source["file"], source["position"]) for source in blend["sources"]]
+    order = [(source["file"], source["start"]) for source in blend["sources"]]
     assert order == sorted(order)
     assert blend["answer"].split()[0] in said
     # At ratio 1 as full prefill does, and in a stream as at once.

@@ -12,7 +12,7 @@ from cacheblend_attachments.watching import Watching
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import RunningForward
 from cacheblend_rag.layout import ChunkSpan
-from cacheblend_rag.model import AttentionCall, attention_weights, uncompiled, watch_attention
+from cacheblend_rag.model import AttentionCall, attention_weights, watch_attention
 from cacheblend_rag.selection.question import look_layers
 
 __all__ = ["SourceAttention"]
@@ -52,7 +52,7 @@ class SourceAttention(Watching):
             return sum(shares) / len(shares) if shares else 0.0
 
         forward.request.state.attention = share
-        with uncompiled(forward.decoder.model), watch_attention(note):
+        with watch_attention(note):
             yield
 
     def for_tenant(self) -> SourceAttention:

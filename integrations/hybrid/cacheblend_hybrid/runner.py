@@ -23,7 +23,6 @@ from cacheblend_rag.fuse.plan import Plan, is_full
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.model import uncompiled
 from cacheblend_rag.prompt import PromptChunk
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.store import NamedTarget, NodeRecord
@@ -61,8 +60,7 @@ class StateRunner(Runner):
             self._read_in_full(request, f"{_FORM}; here, {found}")
         if found is None or isinstance(found, str):
             return prefilled
-        with uncompiled(self._model):
-            cache = self._all_but_last(request, *found)
+        cache = self._all_but_last(request, *found)
         return Prefilled(inputs | self._states.places(inputs["input_ids"].shape[1]), cache, None)
 
     def _read_in_full(self, request: Request, why: str) -> None:

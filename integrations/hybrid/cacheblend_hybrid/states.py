@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.model import refusing_failures, takes_positions, text_decoder, uncompiled
+from cacheblend_rag.model import refuse_compiled, refusing_failures, takes_positions, text_decoder
 
 __all__ = ["States"]
 
@@ -41,11 +41,12 @@ class States:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        refuse_compiled(model)
         self.model = model
         self._decoder = text_decoder(model)
         self._counts = takes_positions(self._decoder)
         name = type(model).__name__
-        with torch.no_grad(), uncompiled(model), refusing_failures(name, "continued after a state"):
+        with torch.no_grad(), refusing_failures(name, "continued after a state"):
             vocabulary = model.config.get_text_config(decoder=True).vocab_size
             ids = torch.randint(vocabulary, (_CHECK_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
             if not any(isinstance(layer, CacheLayerMixin) for layer in self.begin().layers):

@@ -235,7 +235,7 @@ class ChatBlend(BlendModel, BaseChatModel):
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
-        gate = ToolGate(_callable(kwargs)[0]) if kwargs.get("tools") else None
+        gate = ToolGate() if _callable(kwargs)[0] else None
         for piece in self._pieces(self._prepared(messages, stop, kwargs)):
             for chunk in self._chunks(piece, gate, kwargs):
                 if run_manager is not None:
@@ -245,7 +245,7 @@ class ChatBlend(BlendModel, BaseChatModel):
     async def _astream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
-        gate = ToolGate(_callable(kwargs)[0]) if kwargs.get("tools") else None
+        gate = ToolGate() if _callable(kwargs)[0] else None
         async for piece in self._apieces(partial(self._prepared, messages, stop, kwargs)):
             for chunk in self._chunks(piece, gate, kwargs):
                 if run_manager is not None:
@@ -331,7 +331,7 @@ class ChatBlend(BlendModel, BaseChatModel):
 
 def _callable(kwargs: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     """Return the tools that the answer to a call may call, and whether it has to call one."""
-    if kwargs.get("response_format") not in (None, _TEXT):
+    if not kwargs.get("tools") or kwargs.get("response_format") not in (None, _TEXT):
         return [], False
     return chosen_tools(as_functions(kwargs["tools"]), kwargs.get("tool_choice"))
 

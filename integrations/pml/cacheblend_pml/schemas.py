@@ -138,7 +138,7 @@ class Schemas:
             If KV cannot be stored.
         """
         engine = self._engine
-        if engine.decoder is not None and not engine.decoder.is_placeable:
+        if engine.decoder is not None and not engine.decoder.takes_positions:
             raise UnsupportedModelError(
                 f"{type(engine.model).__name__} counts its tokens and takes no positions, so it cannot serve schemas"
             )

@@ -29,7 +29,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", unk_token="<unk>", pad_token="<unk>")
 
 
-@pytest.fixture(scope="module", params=["llama", "bloom", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
 def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
     full = engine_settings(selector="full", recompute_ratio=0.999, strict=True)
     with BlendEngine(tiny_model(tiny_config(request.param)), character_tokenizer(), **full) as made:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.documents.splitter import named_passages, split_text
+from cacheblend_rag.documents.splitter import named_chunks, split_text
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import BackendError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.extras import needs_extra
@@ -239,7 +239,7 @@ class Warmer:
             )
         if not pieces or not all(piece.strip() for piece in pieces):
             raise PromptError(f"the document {name!r:.80} is blank, or a chunk of it is; leave that out")
-        return [passage.chunk for passage in named_passages(name, pieces)]
+        return list(named_chunks(name, pieces))
 
     def _is_there(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether other machines find the KV of chunks, as far as there is a remote tier."""

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from cacheblend_rag.chunk import Chunk
-from cacheblend_rag.documents.splitter import named_passages, split_text
+from cacheblend_rag.documents.splitter import named_chunks, split_text
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, UnknownChunkError
 from cacheblend_rag.lexer import lexer_of
@@ -95,7 +95,7 @@ async def _put_document(
             raise PromptError(
                 f"the text of the document {name!r:.80} is blank; give one with words, or delete the document"
             )
-        return [passage.chunk for passage in named_passages(name, pieces)]
+        return list(named_chunks(name, pieces))
 
     return await _store(body, request, server, library, chunks, document=name)
 

@@ -153,7 +153,7 @@ async def _pieces(calls: Sequence[Asked], replies: Replies, speak: Speak) -> Asy
     answers: list[Answer] = []
     has_begun = False
     for number, call in enumerate(calls):
-        gate = ToolGate(call.tools) if call.tools else None
+        gate = ToolGate() if call.tools else None
         async with aclosing(speak(call)) as spoken:
             async for piece in spoken:
                 # Not before there is something to say: until then, what goes wrong has a status of its own.

@@ -194,7 +194,7 @@ def _continued(library: Library, top_k: int) -> list[tuple[BlendPrompt, str | No
     for passage in long[:: max(1, len(long) // _PASSAGES)][:_PASSAGES]:
         words = passage.text.split()
         first, rest = " ".join(words[:_FIRST_WORDS]), " ".join(words[_FIRST_WORDS:_MOST_WORDS])
-        near = [match for match in library.search(first, top_k + 1) if match.passage.id != passage.id]
+        near = [match for match in library.search(first, top_k + 1) if match.chunk.id != passage.id]
         question = f"How does the passage go on that begins with “{first}”?"
         pairs.append((library.prompt(question, near[:top_k]), rest))
     return pairs
