@@ -218,7 +218,7 @@ class Ingest:
         by_id = {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}
         for chunk in by_id.values():
             if chunk.document in self._categories and chunk.start is None:
-                chunk = replace(chunk, document=None, body=None, source=None)
+                chunk = replace(chunk, document=None, body=None)
             try:
                 record = self._assembler.record(chunk)
             except PromptError as error:
@@ -379,8 +379,9 @@ class Ingest:
                 if given_up():
                     return
                 # Neither deleted nor replaced since they were added, nor encoded for a prompt.
-                found = zip(texts, self._store.holds([text.key for text in texts]), self._named(texts), strict=True)
-                wanted = [text for text, held, named in found if named and not held]
+                held = self._store.holds([text.key for text in texts], durable=True)
+                found = zip(texts, held, self._named(texts), strict=True)
+                wanted = [text for text, is_held, is_named in found if is_named and not is_held]
                 todo.job.advance(todo.finished(text for text in texts if text not in wanted))
                 texts = wanted
             # Planned again, what is left of one batch is one batch, or a few.

@@ -37,8 +37,7 @@ CREATE TABLE entries (
 CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE nodes (
     seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, source TEXT,
-    indexed INTEGER NOT NULL DEFAULT 0, UNIQUE (namespace, id)
+    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, UNIQUE (namespace, id)
 );
 CREATE TABLE documents (
     number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, UNIQUE (namespace, name)
@@ -64,7 +63,6 @@ CREATE INDEX nodes_by_key ON nodes (key);
 CREATE INDEX nodes_by_later ON nodes (later) WHERE later IS NOT NULL;
 CREATE INDEX seen_by_other ON seen (other);
 CREATE INDEX members_by_document ON members (document, arrival);
-CREATE INDEX nodes_by_source ON nodes (source) WHERE source IS NOT NULL;
 CREATE TRIGGER entry_named AFTER INSERT ON nodes BEGIN
     UPDATE entries SET named = 1 WHERE key IN (new.key, new.later) AND NOT named;
 END;
@@ -138,7 +136,7 @@ class Dropped:
 class Index(Database):
     """The entries in the database; each method is one transaction, and the files of what it drops go with that."""
 
-    version = 9
+    version = 10
     schema = _SCHEMA
 
     def entry(self, key: str) -> Entry | None:

@@ -11,7 +11,6 @@ from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag.chunk import is_part
 from cacheblend_rag.engine import AddJob, Engine, WarmEstimate
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.llm import BlendLLM, find_engine
@@ -129,8 +128,7 @@ def warm_index(
     found = _nodes_of(index) if nodes is None else list(nodes)
     pruned = 0
     if prune:
-        gone = set(encoder.engine.ids()) - {node.node_id for node in found}
-        pruned = encoder.engine.delete(id for id in gone if not is_part(id))
+        pruned = encoder.engine.sync(node.node_id for node in found)
     done, without_text, failed = encoder.encode(found, show_progress=show_progress, background=background)
     if isinstance(store, BlendVectorStore) and store.engine is encoder.engine:
         store.sync_documents(found)
