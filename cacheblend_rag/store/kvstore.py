@@ -20,7 +20,7 @@ from cacheblend_rag.store.base import Entry, Fate, KVReader, Later, NodeRecord, 
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped
 from cacheblend_rag.store.memory import RamReader
-from cacheblend_rag.store.names import Names, NamesSource, drop_nameless, has_name, look_up
+from cacheblend_rag.store.names import Names, NamesSource, has_name, look_up
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["KVStore"]
@@ -88,12 +88,18 @@ class KVStore:
             return RamReader(waiting.kv)
         return self._tiers.get(key) or self._open_remote(key)
 
-    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
-        """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room."""
+    def put(
+        self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None, is_named: bool = False
+    ) -> None:
+        """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room.
+
+        KV that `is_named` is only kept while a name leads to it.
+        """
         self._check(key)
         entry = Entry(tenant, self._expires_at(ttl_s), kv=kv)
-        self._tiers.put(key, entry)
-        self._send(key, entry)
+        self._tiers.put(key, entry, partial(has_name, key) if is_named else None)
+        if not is_named or self._names.leading_to(key) is not None:
+            self._send(key, entry)
 
     def put_later(
         self,
@@ -203,10 +209,6 @@ class KVStore:
         finally:
             if self._offsite:
                 self._offsite.drop_later([key])
-
-    def release(self, keys: Sequence[str]) -> None:
-        """Drop the KV under those of the keys that no name maps to."""
-        self._drop(self._tiers.with_room(lambda: self._index.transact(partial(drop_nameless, keys=keys))))
 
     def name(
         self,
