@@ -44,7 +44,7 @@ def text_hash(text: str) -> str:
 
 
 def document_name(value: object) -> str | None:
-    """Return the name of a document or a source; None for what names none: a blank, NaN, a truth value, a collection."""
+    """Return the name of a document; None for what names none: a blank, NaN, a truth value, a collection."""
     is_collection = isinstance(value, Collection) and not isinstance(value, str)
     name = "" if isinstance(value, bool) or is_collection else str(value)
     return None if name.strip().casefold() in _MISSING else name
@@ -78,20 +78,15 @@ class Chunk:
         The position of each of `token_ids` in its prompts, ascending. By default they come right after the
         preamble, without gaps. If KV can be moved, only the gaps count; otherwise it is used only at these positions.
     document : str, optional
-        The name of the document that the chunk is a piece of, for its KV behind other chunks of a prompt: that is read behind
-        another chunk of the document, and the end of what precedes it there. Only a chunk with an id can belong to a document. A
-        blank name or NaN means no document.
+        The name of the document that the chunk is a piece of, with which it can be deleted. Its KV behind other chunks of a
+        prompt is read behind another chunk of the document, and the end of what precedes it there. Only a chunk with an id can
+        belong to a document. A blank name or NaN means no document.
     start : int, optional
         Where the chunk's body begins in the document, in characters. Chunks are ordered by it, and if two overlap, the first
         counts up to where the second begins. Of a chunk without it, nothing is known to stand before or behind it.
     body : (int, int), optional
         The half-open range of characters of `text` that come from the document; all of them by default. Other text, such as a
         block of metadata, counts neither for `start` nor as overlap.
-    source : str, optional
-        The origin of the text, for example a file.
-    indexed : bool
-        Whether a vector store has the chunk, or only prompts do. A chunk that only prompts have is deleted with the last chunk
-        of the same source that a vector store had (`BlendEngine.delete`).
 
     Raises
     ------
@@ -109,8 +104,6 @@ class Chunk:
     document: str | None = None
     start: int | None = None
     body: tuple[int, int] | None = None
-    source: str | None = None
-    indexed: bool = False
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -137,8 +130,6 @@ class Chunk:
                 )
             if places[0] < 0 or any(after <= before for before, after in pairwise(places)):
                 raise ConfigError(f"the positions of chunk {self.id!r} must ascend from 0 or more; they are {places}")
-        if self.source is not None:
-            object.__setattr__(self, "source", document_name(self.source))
         if self.document is not None and document_name(self.document) is None:
             for name in ("document", "start", "body"):
                 object.__setattr__(self, name, None)

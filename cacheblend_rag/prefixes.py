@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -58,6 +58,7 @@ class _Seen:
 
     row: int
     id: str | None
+    named: bool
     key: str
     expires_at: float
 
@@ -113,8 +114,8 @@ class PrefixCache:
 
     Rows are shared if all tokens up to there are the same, and stand behind the same stored chunks: the KV is then what the
     prompt would compute itself. What a selector recomputes depends on the whole prompt, so a prompt with a ratio shares what
-    stands before its first chunk. What has seen a chunk that was deleted or replaced since, by any process, whose id the store
-    does not know, or whose time to live is over, is dropped before it would be used. All methods may be called from any thread.
+    stands before its first chunk. What has seen a named chunk that was deleted or replaced since, by any process, or whose time
+    to live is over, is dropped before it would be used. All methods may be called from any thread.
     """
 
     def __init__(
@@ -185,7 +186,9 @@ class PrefixCache:
         chunks = [chunk for chunk in (*prompt.chunks, *prompt.computed) if chunk.start < rows]
         lives = self._store.lifetimes([chunk.key for chunk in chunks]) if chunks else []
         ends = [math.inf if life is None else time.time() + life for life in lives]
-        seen = [_Seen(chunk.start, chunk.id, chunk.key, end) for chunk, end in zip(chunks, ends, strict=True)]
+        seen = [
+            _Seen(chunk.start, chunk.id, chunk.named, chunk.key, end) for chunk, end in zip(chunks, ends, strict=True)
+        ]
         token_ids = np.array((*prompt.layout.token_ids, *output_ids)[:rows], np.int64)
         stored = tuple(chunk for chunk in _stored(prompt, ratio) if chunk.start < rows)
         held = HeldPrompt(token_ids, stored, tuple(seen), kv, nbytes)
@@ -211,12 +214,12 @@ class PrefixCache:
             if self._held:
                 self._cut(next(iter(self._held)), 0)
 
-    def refresh(self) -> None:
-        """Drop all rows that have seen a chunk which is gone or replaced."""
+    def refresh(self, deleted: Collection[str] = ()) -> None:
+        """Drop all rows that have seen a chunk which is gone or replaced, or that of a deleted id which had no name."""
         with self._lock:
             held = list(self._held)
         for each in held:
-            self._is_fresh(each)
+            self._is_fresh(each, deleted)
 
     def close(self) -> None:
         """Drop everything, and keep nothing any more."""
@@ -225,16 +228,19 @@ class PrefixCache:
             for each in list(self._held):
                 self._cut(each, 0)
 
-    def _is_fresh(self, held: HeldPrompt) -> bool:
+    def _is_fresh(self, held: HeldPrompt, deleted: Collection[str] = ()) -> bool:
         """Drop a prompt's rows from the first chunk on that is gone, replaced or over; return whether there was none."""
         ids = list({each.id for each in held.seen if each.id is not None})
         # What cannot be read may be gone.
         known = (self._store.lookup(self._namespace, ids) if ids else None) or ()
-        keys, now = {each.id: each.keys for each in known if each is not None}, time.time()
+        now = time.time()
+        keys: dict[str | None, tuple[str, ...]] = {each.id: each.keys for each in known if each is not None}
         stale = [
             each.row
             for each in held.seen
-            if each.expires_at <= now or (each.id is not None and each.key not in keys.get(each.id, ()))
+            if each.expires_at <= now
+            or each.id in deleted
+            or (each.key not in keys[each.id] if each.id in keys else each.named)
         ]
         if stale:
             self._cut(held, min(stale))

@@ -20,18 +20,16 @@ class PromptChunk(ChunkSpan):
     """A chunk of a prompt: where it stands, and what is known of it."""
 
     id: str | None
-    # Where the KV that serves it here is or will be stored, and that of which its name is.
+    # Where the KV that serves it here is or will be stored.
     key: str
-    name_key: str
     # All of its tokens, and those after them of which there is KV too; the number of the first that stands here.
     token_ids: tuple[int, ...]
     separator: tuple[int, ...] = ()
     first: int = 0
     # Of its tokens when they are encoded; None for right after the preamble, without gaps.
     positions: tuple[int, ...] | None = None
-    # Whether the id was known, for this text, when the prompt was assembled; of an unknown one the digest of its text.
+    # Whether the id was known, for this text, when the prompt was assembled.
     named: bool = False
-    text_hash: str | None = None
     # How its KV behind other chunks is computed, as far as that was chosen.
     later: Later | None = None
     # Why it is computed like text: the prompt ends with it, its KV is that of another position, or its name cannot be read. None
@@ -39,8 +37,6 @@ class PromptChunk(ChunkSpan):
     computed: Literal["last", "moved", "unread"] | None = None
     # Why it is computed like text, or else why its KV may be missing, where its name says that.
     note: str | None = None
-    # What its text was made of, for one that was not added.
-    source: str | None = None
 
     @property
     def kv_ids(self) -> tuple[int, ...]:
@@ -51,13 +47,6 @@ class PromptChunk(ChunkSpan):
     def is_part(self) -> bool:
         """Whether not all of its tokens stand here."""
         return len(self) < len(self.token_ids)
-
-    @property
-    def record(self) -> NodeRecord:
-        """The record that names the chunk, whose id was unknown."""
-        assert self.id is not None and self.text_hash is not None
-        tokens = self.token_ids, self.separator
-        return NodeRecord(self.id, self.name_key, self.text_hash, *tokens, source=self.source, later=self.later)
 
     @property
     def target(self) -> Target:

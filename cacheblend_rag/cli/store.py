@@ -84,22 +84,14 @@ def check(
 
 
 @store_app.command()
-def gc(
-    store: StoreOption = _DEFAULT,
-    unnamed_days: Annotated[
-        float | None,
-        typer.Option(min=0, help="Also remove KV without a chunk id that was added at least this many days ago."),
-    ] = None,
-    json_file: JsonOption = None,
-) -> None:
+def gc(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
     """Remove KV that has expired, belongs to nothing or was left by killed processes. The store may be in use."""
     kv = _kv(store)
     from cacheblend_rag.store import collect_garbage
 
-    report = collect_garbage(kv, None if unnamed_days is None else unnamed_days * 86400)
+    report = collect_garbage(kv)
     typer.echo(
-        f"{kv}: removed {report.expired} expired chunks, {report.unnamed} without an id and {report.orphans} stray files, "
-        f"{say_bytes(report.freed_bytes)}"
+        f"{kv}: removed {report.expired} expired chunks and {report.orphans} stray files, {say_bytes(report.freed_bytes)}"
     )
     write_json(json_file, "store gc", [{"store": str(kv), **asdict(report)}])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cacheblend_rag.chat.render import around_context
-from cacheblend_rag.chunk import BlendPrompt, Chunk, is_part
+from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.settings import kv_folder
@@ -228,9 +228,7 @@ class Library:
             self._passages.delete(ids=group)
             for id in group:
                 del shown[id]
-        orphans = [id for id in self._engine.ids() if not (id in shown or id in wanted or is_part(id))]
-        for group in _groups(orphans, _DELETE_GROUP):
-            self._engine.delete(group)
+        self._engine.sync(shown.keys() | wanted)
         return len(stale)
 
     def _show(self, passages: list[Chunk], shown: dict[str, tuple[str, int]]) -> None:

@@ -6,7 +6,7 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, StopStrings
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.prefetch import Prefetch
-from cacheblend_rag.engine.protocol import Engine, EngineCollection, Library
+from cacheblend_rag.engine.protocol import Engine, Library
 from cacheblend_rag.report import AddResult, WarmEstimate
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "ChunkCollection",
     "ChunkLibrary",
     "Engine",
-    "EngineCollection",
     "GenerationResult",
     "Library",
     "Prefetch",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
-from cacheblend_rag.chunk import Chunk, text_hash
+from cacheblend_rag.chunk import Chunk, is_part, text_hash
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.engine.background import AddJob
-from cacheblend_rag.engine.protocol import Library, Present
+from cacheblend_rag.engine.protocol import Library
 from cacheblend_rag.errors import BackendError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import Member
@@ -25,6 +25,7 @@ __all__ = ["AnsweringStore", "ChunkCollection", "TenantStore", "add_or_forget"]
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Present = Callable[[Sequence[str]], "Collection[str] | None"]
 
 # Names that a vector store is asked for at once.
 _BATCH = 1000
@@ -70,8 +71,8 @@ class AnsweringStore:
     def put_later(self, key: str, kv: ChunkKV | PackedKV, *names: Any, **owner: Any) -> None:
         self._ask(False, "put", self.store.put_later, key, kv, *names, **owner)
 
-    def cache(self, key: str, kv: ChunkKV | PackedKV, **owner: Any) -> None:
-        self._ask(None, "cache", self.store.cache, key, kv, **owner)
+    def cache(self, key: str, kv: ChunkKV | PackedKV, *ids: Any, **owner: Any) -> None:
+        self._ask(None, "cache", self.store.cache, key, kv, *ids, **owner)
 
     def discard(self, key: str) -> None:
         """Drop stored KV that is damaged or not what it is stored for; it is a miss from now on."""
@@ -147,7 +148,15 @@ def add_or_forget(library: Library, chunks: Sequence[Chunk], **options: Any) -> 
 
 
 class ChunkCollection:
-    """The chunks of a library that a vector store has."""
+    """The chunks of a library that a vector store has.
+
+    Parameters
+    ----------
+    library : Library
+        The library.
+    present : callable
+        Returns those of some ids that the vector store has; None if it cannot say.
+    """
 
     _living: ClassVar[WeakSet[ChunkCollection]] = WeakSet()
 
@@ -156,40 +165,28 @@ class ChunkCollection:
         self._present = present
         self._living.add(self)
 
-    def forget(self, ids: Sequence[str], sources: Sequence[str] = ()) -> None:
-        """Forget chunks; with sources, what was made of those as well, but nothing then that another vector store has."""
-        if sources:
-            made = list(dict.fromkeys([*ids, *self._library.indexed(sources)]))
-            others = [each for each in self._family() if each is not self]
-            kept = set().union(*(each._present(made) or () for each in others))
-            ids = [id for id in made if id not in kept]
-        self._library.delete(ids, sources=sources)
+    def sync(self, ids: Iterable[str], *, deleted: bool = False) -> int:
+        """Forget those of some ids that no vector store of this process has, and return how many.
 
-    def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
-        """Forget what no vector store has any more, all or of some sources, but for the `spared` ids; return how many."""
+        What was `deleted` from this one goes even if others cannot say whether they have it.
+        """
+        if self._library.is_shared and not deleted:
+            # Other processes fill it too.
+            return 0
+        stores = [each for each in list(self._living) if each._library is self._library]
         forgotten = 0
         try:
-            ids = [id for id in self._library.indexed(sources) if id not in spared]
+            ids = [id for id in dict.fromkeys(ids) if not is_part(id)]
             for start in range(0, len(ids), _BATCH):
                 left = ids[start : start + _BATCH]
-                for each in self._family():
-                    if (held := each._present(left)) is None:
+                for each in stores:
+                    held = () if deleted and each is self else each._present(left)
+                    if held is None and not deleted:
                         return forgotten
-                    left = [id for id in left if id not in set(held)]
+                    left = [id for id in left if id not in set(held or ())]
                 forgotten += self._library.delete(left)
         except Exception as error:  # whatever a vector store raises, and an engine that was closed meanwhile
+            if deleted:
+                raise
             logger.debug("the vector store does not say which ids it still has: %s", error)
         return forgotten
-
-    @classmethod
-    def lasting(cls, library: ref[Library], ids: list[str]) -> set[str]:
-        """Return those of the ids that a vector store over the library has, as far as it can say; all where there is none."""
-        stores = [each for each in list(cls._living) if each._library is library()]
-        found = set[str]() if stores else set(ids)
-        for each in stores:
-            with suppress(Exception):  # whatever a vector store raises
-                found.update(each._present(ids) or ())
-        return found
-
-    def _family(self) -> list[ChunkCollection]:
-        return [each for each in list(self._living) if each._library is self._library]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.chunk import BlendPrompt, id_list
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.background import in_thread
@@ -234,10 +234,11 @@ class AnsweringLibrary(ChunkLibrary):
 
         return BlendStream(work)
 
-    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
-        known = super().delete(ids, sources=sources)
+    def delete(self, ids: Iterable[str]) -> int:
+        ids = id_list(ids)
+        known = super().delete(ids)
         # What has seen them goes with them.
-        self._prefixes.refresh()
+        self._prefixes.refresh(set(ids))
         return known
 
     def close(self, *, wait: bool = True) -> None:

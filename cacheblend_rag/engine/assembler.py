@@ -158,7 +158,7 @@ class Assembler:
             ids = self.tokenize(chunk.token_ids)
         elif chunk.document is None or chunk.start is None or not self.reads_documents:
             ids = self.tokenize(lexer_of(self.tokenizer).said(chunk.text))
-            place = Place(chunk.document) if chunk.document is not None and self.reads_documents else None
+            place = None if chunk.document is None else Place(chunk.document)
         else:
             ids, place = self._placed(chunk, chunk.document)
             if max(ids, default=0) >= self._num_embeddings:
@@ -181,8 +181,7 @@ class Assembler:
         # A prompt that places its segments has its own idea of what stands between them.
         separator = self.separator if chunk.positions is None else ()
         key = chunk_key(self.namespace, ids + separator, places)
-        origin = chunk.source, chunk.indexed
-        return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place, *origin)
+        return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place)
 
     def _placed(self, chunk: Chunk, document: str) -> tuple[tuple[int, ...], Place]:
         """Return the tokens of a piece of a document, and where it stands in it."""
@@ -280,7 +279,7 @@ class Assembler:
             return chunk
         later = chunk.later
         if later is None:
-            record = NodeRecord(chunk.id or "", chunk.name_key, "", chunk.token_ids, chunk.separator)
+            record = NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator)
             document = self._store.around(self.namespace, record.id) if chunk.named else []
             [later] = self.companions.choose([(record, document)])
         return replace(chunk, key=later.key, later=later)
@@ -362,9 +361,7 @@ class Assembler:
             fresh,
             positions=self.places(chunk),
             named=record is not None and not is_other,
-            text_hash=fresh.text_hash if record is None else None,
             note=OTHER_TEXT if is_other else None if record is not None else self._not_added(chunk),
-            source=chunk.source,
         )
 
     def _not_added(self, chunk: Chunk) -> str:
@@ -385,7 +382,6 @@ def _unplaced(id: str | None, record: NodeRecord, **known: Any) -> PromptChunk:
         position=0,
         id=id,
         key=record.key,
-        name_key=record.key,
         token_ids=record.token_ids,
         separator=record.separator,
         **known,

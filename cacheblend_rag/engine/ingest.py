@@ -191,7 +191,7 @@ class Ingest:
         by_id = {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}
         for chunk in by_id.values():
             if chunk.document in self._categories and chunk.start is None:
-                chunk = replace(chunk, document=None, body=None, source=None)
+                chunk = replace(chunk, document=None, body=None)
             try:
                 record = self._assembler.record(chunk)
             except PromptError as error:
@@ -352,8 +352,9 @@ class Ingest:
                 if given_up():
                     return
                 # Neither deleted nor replaced since they were added, nor encoded for a prompt.
-                found = zip(texts, self._store.holds([text.key for text in texts]), self._named(texts), strict=True)
-                wanted = [text for text, held, named in found if named and not held]
+                held = self._store.holds([text.key for text in texts], durable=True)
+                found = zip(texts, held, self._named(texts), strict=True)
+                wanted = [text for text, is_held, is_named in found if is_named and not is_held]
                 todo.job.advance(todo.finished(text for text in texts if text not in wanted))
                 texts = wanted
             # Planned again, what is left of one batch is one batch, or a few.
@@ -381,20 +382,16 @@ class Ingest:
                 elif now is not None or target.lives_s is None:
                     lives.append(earliest(now, target.lives_s))
             if lives:
-                self._put(text, kv, lives)
-        # Deleted or replaced while it was encoded.
-        self._release([text for text, _ in batch])
+                # For as long as any of its names lives; they may be gone by now.
+                ttl_s = None if None in lives else max(life for life in lives if life is not None)
+                is_named = all(target.record.id for target in text.names)
+                self._store.put(text.key, kv, tenant=self._tenant, ttl_s=ttl_s, is_named=is_named)
 
     def _store_missed(self, batch: Batch) -> None:
         try:
             self._store_named(batch, missed=True)
         except StoreError as error:
             logger.warning("the KV of misses was not stored: %s", error)
-
-    def _put(self, text: _Text, kv: ChunkKV, lives: Sequence[float | None]) -> None:
-        """Store KV for as long as any of its names lives."""
-        ttl_s = None if None in lives else max(life for life in lives if life is not None)
-        self._store.put(text.key, kv, tenant=self._tenant, ttl_s=ttl_s)
 
     def _name(self, records: Iterable[NodeRecord], ttl_s: float | None, whole: bool) -> None:
         named = [record for record in records if record.id]
@@ -407,12 +404,6 @@ class Ingest:
             keys.setdefault(target.lives_s, []).extend(target.record.keys)
         for ttl_s, each in keys.items():
             self._store.prolong(each, ttl_s)
-
-    def _release(self, texts: Sequence[_Text]) -> None:
-        """Drop the KV that no name leads to, of texts that are named."""
-        gone = [text.key for text, named in zip(texts, self._named(texts), strict=True) if not named]
-        if gone:
-            self._store.release(gone)
 
     def _named(self, texts: Sequence[_Text]) -> list[bool]:
         """Return of each text whether a name leads to its KV, or it has no id by which it could have been deleted."""

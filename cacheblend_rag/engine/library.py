@@ -7,19 +7,17 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
-from weakref import ref
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list
+from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list, is_part
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import ChunkEncoder
-from cacheblend_rag.engine.answering import AnsweringStore, ChunkCollection, TenantStore
+from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
-from cacheblend_rag.engine.protocol import AddOptions, Present
+from cacheblend_rag.engine.protocol import AddOptions
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -55,9 +53,12 @@ class ChunkLibrary(ABC):
         What was done, for Prometheus.
     unsupported_reason : str or None
         Why the model cannot be blended.
+    is_shared : bool
+        Whether vector stores of other processes fill it as well, as they do a server's.
     """
 
     unsupported_reason: str | None = None
+    is_shared: bool = False
     _owns_store = False
 
     def __init__(
@@ -88,7 +89,6 @@ class ChunkLibrary(ABC):
         encoder = make_encoder(self._assembler.preamble)
         self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config)
         self._ingest = Ingest(self._assembler, self._supply, store, form, config)
-        self._supply.lasting = partial(ChunkCollection.lasting, ref(self))
         self._prefetcher = Prefetcher(answering, tuning.threads)
 
     @property
@@ -209,20 +209,15 @@ class ChunkLibrary(ABC):
         self._check_open()
         return self._ingest.estimate(chunk_list(chunks))
 
-    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
+    def delete(self, ids: Iterable[str]) -> int:
         """Forget chunks: their names at once, and their KV unless another name has the same text.
 
         All KV that was read behind them is dropped too, and computed again behind others when it is needed or added.
-
-        With the last chunk of a source that a vector store had, what prompts brought of that source is forgotten too.
 
         Parameters
         ----------
         ids : iterable of str
             The chunks.
-        sources : iterable of str
-            Sources (`Chunk.source`) that are gone: what prompts brought of those is forgotten of which no vector store has any
-            chunk now.
 
         Returns
         -------
@@ -230,33 +225,22 @@ class ChunkLibrary(ABC):
             How many of the ids were known.
         """
         self._check_open()
-        return self._store.forget(self.namespace, id_list(ids), id_list(sources))
+        return self._store.forget(self.namespace, id_list(ids))
 
     def delete_document(self, document: str) -> int:
         """Forget all chunks of a document in one step; return how many there were."""
         return self.delete(self.document(document))
 
     def sync(self, present_ids: Iterable[str]) -> int:
-        """Forget the chunks of vector stores (`Chunk.indexed`) that none has any more; return how many there were.
+        """Forget all chunks but these, and parts of schemas; return how many there were.
 
         Parameters
         ----------
         present_ids : iterable of str
-            The ids that all vector stores over this engine have, in all processes.
+            The ids that are to stay: those of all vector stores over this engine, in all processes, and what else was added.
         """
         present = set(id_list(present_ids))
-        return self.delete(id for id in self.indexed() if id not in present)
-
-    def collection(self, present: Present) -> ChunkCollection:
-        """Return what keeps these chunks in step with a vector store that has some of them.
-
-        Parameters
-        ----------
-        present : callable
-            Returns those of some ids that the vector store has; None if it cannot say.
-        """
-        self._check_open()
-        return ChunkCollection(self, present)
+        return self.delete(id for id in self.ids() if id not in present and not is_part(id))
 
     def document(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""
@@ -299,10 +283,16 @@ class ChunkLibrary(ABC):
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
         return self.records([id]) != [None]
 
-    def ids(self) -> list[str]:
-        """Return the ids of all known chunks of this model, without heads of prompts."""
+    def ids(self, within: str | None = None) -> list[str]:
+        """Return the ids of all known chunks of this model, without heads of prompts.
+
+        Parameters
+        ----------
+        within : str, optional
+            Return only those of documents whose names begin so.
+        """
         self._check_open()
-        return [id for id in self._store.names.ids(self.namespace) if not id.startswith(HEAD_PREFIX)]
+        return [id for id in self._store.names.ids(self.namespace, within) if not id.startswith(HEAD_PREFIX)]
 
     def page(self, after: str = "", limit: int = 1000) -> list[ListedName]:
         """Return the first known chunks behind the id `after`, sorted by their ids; a large library is listed page by page."""
@@ -317,12 +307,7 @@ class ChunkLibrary(ABC):
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
         self._check_open()
-        return [id for id in self._store.names.ids(self.namespace) if id.startswith(HEAD_PREFIX)]
-
-    def indexed(self, sources: Iterable[str] | None = None) -> list[str]:
-        """Return the ids that vector stores have (`Chunk.indexed`), or those of them that were made of these sources."""
-        self._check_open()
-        return self._store.names.indexed(self.namespace, None if sources is None else id_list(sources))
+        return self._store.names.beginning(self.namespace, HEAD_PREFIX)
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""

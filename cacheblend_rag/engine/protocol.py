@@ -5,7 +5,7 @@ What each method does, and raises, its docstring in `BlendEngine` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload, runtime_checkable
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
@@ -20,10 +20,7 @@ from cacheblend_rag.store import NameChanges, NodeRecord
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["AddOptions", "Engine", "EngineCollection", "Library", "Present"]
-
-Present = Callable[[Sequence[str]], "Collection[str] | None"]
-"""Returns those of some ids that a vector store has; None if it cannot say."""
+__all__ = ["AddOptions", "Engine", "Library"]
 
 
 class AddOptions(TypedDict, total=False):
@@ -35,13 +32,6 @@ class AddOptions(TypedDict, total=False):
     whole: bool
 
 
-class EngineCollection(Protocol):
-    """Chunks of an engine that a vector store has; see `ChunkCollection`."""
-
-    def forget(self, ids: Sequence[str], sources: Sequence[str] = ()) -> None: ...
-    def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int: ...
-
-
 class Library(Protocol):
     """Chunks of one model and one tenant; see `ChunkLibrary`."""
 
@@ -49,6 +39,7 @@ class Library(Protocol):
     config: EngineConfig
     namespace: str
     window: int | None
+    is_shared: bool
 
     @overload
     def add(
@@ -62,14 +53,12 @@ class Library(Protocol):
     ) -> AddResult | AddJob: ...
     def flush(self) -> None: ...
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate: ...
-    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int: ...
-    def indexed(self, sources: Iterable[str] | None = None) -> list[str]: ...
+    def delete(self, ids: Iterable[str]) -> int: ...
     def sync(self, present_ids: Iterable[str]) -> int: ...
-    def collection(self, present: Present) -> EngineCollection: ...
     def document(self, document: str) -> list[str]: ...
     def places(self, ids: Sequence[str]) -> list[str | None]: ...
     def prefetch(self, ids: Iterable[str]) -> object: ...
-    def ids(self) -> list[str]: ...
+    def ids(self, within: str | None = None) -> list[str]: ...
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]: ...
     def changes(self, since: int | None = None) -> NameChanges: ...
     def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout: ...

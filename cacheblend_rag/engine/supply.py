@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any
 
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.config import EngineConfig
@@ -43,8 +42,6 @@ class KVSupply:
         self.store = store
         self._namespace = assembler.namespace
         self._encoder = encoder
-        # Returns those of some ids under which KV is to last though they were met in a prompt, without a source.
-        self.lasting: Callable[[list[str]], set[str]] = set
         self.ttl_s = config.ttl_s
         self._tenant = config.tenant or ""
         self.num_kv_layers = num_kv_layers
@@ -249,25 +246,20 @@ class KVSupply:
             kv = self.encoder.head(head.token_ids)
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.
         exactly = pack_kv(kv, EXACT)
-        self.store.put_later(head.key, exactly, self._namespace, [head.record], tenant=self._tenant, ttl_s=self.ttl_s)
+        self.store.put_later(head.key, exactly, self._namespace, {}, head.record, tenant=self._tenant, ttl_s=self.ttl_s)
         return kv
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
-        """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only."""
-        # A text under an unknown id is named if it has a source, or a vector store has it: with that it goes. Other text may have
-        # been made for this prompt alone.
+        """Store the KV of a miss under the names of its chunks; without any in RAM only, where it goes with their ids too."""
         key = chunks[0].key
-        new = [chunk.record for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
-        if loose := [record.id for record in new if not record.source]:
-            lasting = self.lasting(loose)
-            new = [record for record in new if record.source or record.id in lasting]
-        known = {chunk.id: chunk.later for chunk in chunks if chunk.id is not None and chunk.named}
+        named = {chunk.id: chunk.later for chunk in chunks if chunk.id is not None and chunk.named}
+        if not named:
+            ids = {chunk.id for chunk in chunks if chunk.id is not None}
+            # And what it was read behind.
+            ids |= {id for chunk in chunks if chunk.later is not None for id, _ in chunk.later.seen}
+            self.store.cache(key, kv, self._namespace, ids, tenant=self._tenant, ttl_s=self.ttl_s)
+            return
         # It lives no longer than its name, as it was recorded.
-        targets = self.store.targets(self._namespace, list(known)) if known else []
+        targets = self.store.targets(self._namespace, list(named))
         lives_s = reduce(earliest, (target.lives_s for target in targets if target is not None), self.ttl_s)
-        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": lives_s}
-        if new or known:
-            self.store.put_later(key, kv, self._namespace, new, known, **owner)
-        else:
-            tied = self._namespace, None if chunks[0].text_hash else chunks[0].id, chunks[0].source
-            self.store.cache(key, kv, **owner, tied=tied)
+        self.store.put_later(key, kv, self._namespace, named, tenant=self._tenant, ttl_s=lives_s)

@@ -73,7 +73,6 @@ def open_store(
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     page_locked: bool = False,
     lock_timeout_s: float = 60.0,
-    unnamed_days: float = 30.0,
 ) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
@@ -105,8 +104,6 @@ def open_store(
         Whether RAM holds KV in page-locked memory, from which a CUDA device copies without the processor.
     lock_timeout_s : float
         How long what changes the store waits for another process that writes; after that it is an error.
-    unnamed_days : float
-        After how many days KV in the folder goes that no name leads to.
 
     Returns
     -------
@@ -133,7 +130,7 @@ def open_store(
     source = _names_at(names) if isinstance(names, str) else names
     disk = None
     if location is not None:
-        disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, False, lock_timeout_s, unnamed_days)
+        disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, False, lock_timeout_s)
     store = KVStore(Tiers(clock or time.time, device, ram, disk), offsite, write_back_bytes)
     try:
         if source is not None:
@@ -273,25 +270,20 @@ def _examine(location: str | Path, report: CheckReport) -> None:
 
 @dataclass(slots=True)
 class GarbageReport:
-    """What was removed: entries whose time was over or that no name led to, files that belonged to no entry, and their bytes."""
+    """What was removed: entries whose time was over, files that belonged to no entry, and their bytes."""
 
     expired: int = 0
-    unnamed: int = 0
     orphans: int = 0
     freed_bytes: int = 0
 
 
-def collect_garbage(
-    location: str | Path, unnamed_age_s: float | None = None, clock: Callable[[], float] | None = None
-) -> GarbageReport:
-    """Remove what expired or belongs to nothing, and what was nameless for `unnamed_age_s`; others may use the store."""
+def collect_garbage(location: str | Path, clock: Callable[[], float] | None = None) -> GarbageReport:
+    """Remove what expired or belongs to nothing; others may use the store."""
     report = GarbageReport()
     with existing_store(location, clock=clock) as tier:
         now, freed = tier.clock(), tier.index.share()[1]
         while keys := tier.index.expired(now, _AT_ONCE):
             report.expired += len(tier.with_room(partial(tier.index.drop, keys)).keys)
-        while unnamed_age_s is not None and (keys := tier.index.unnamed(now - unnamed_age_s, _AT_ONCE)):
-            report.unnamed += len(tier.with_room(partial(tier.index.drop, keys)).keys)
         report.freed_bytes = freed - tier.index.share()[1]
         for key, nbytes in tier.folder.files():
             # A file has its entry before others see it, or has none because its writer was killed.

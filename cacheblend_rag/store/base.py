@@ -102,8 +102,8 @@ class Entry:
     kv: Any = None
     # Whether the remote tier has it.
     is_copy: bool = False
-    # What KV without a name goes with: a namespace, and an id or a source.
-    tied: tuple[str, str | None, str | None] | None = None
+    # What KV without a name goes with: a namespace, and ids there.
+    tied: tuple[str, frozenset[str]] | None = None
 
     def is_live(self, now: float) -> bool:
         return self.expires_at is None or self.expires_at > now
@@ -133,9 +133,6 @@ class NodeRecord:
     separator: tuple[int, ...] = ()
     # In a record that is to be stored; looking up a name does not return it.
     place: Place | None = field(default=None, compare=False)
-    source: str | None = field(default=None, compare=False)
-    # Whether a vector store has it, and it was not only met in a prompt.
-    indexed: bool = field(default=False, compare=False)
     # Of its KV behind another chunk; None where that is still to be chosen, or is the same.
     later: Later | None = field(default=None, compare=False)
 
@@ -159,11 +156,10 @@ class NamedTarget:
 
 
 class ListedName(NamedTuple):
-    """A known chunk, the document that it is a piece of, and whether a vector store has it."""
+    """A known chunk, and the document that it is a piece of."""
 
     id: str
     document: str | None
-    indexed: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,6 @@ Result = TypeVar("Result")
 
 # Recency is written when this many uses have gathered, or on the next write.
 _TOUCHES_KEPT = 1024
-# KV that is stored now may get its name when all of its document is.
-_NAMED_WITHIN_S = 3600.0
 # How often room is made for one write: what another program fills is not worth the whole store.
 _ROOM_MADE = 4
 
@@ -57,7 +55,6 @@ class DiskTier:
         clock: Callable[[], float] | None = None,
         read_only: bool = False,
         lock_timeout_s: float = 60.0,
-        unnamed_days: float = 30.0,
     ) -> None:
         self.codec = codec or make_codec("native")
         self.folder = StoreFolder(path)
@@ -65,7 +62,6 @@ class DiskTier:
         self.limit_bytes = limit_bytes
         self.clock = clock or time.time
         self.evicted: Counter[str] = Counter()
-        self._unnamed_s = unnamed_days * 86400
         self._told: set[str] = set()
         self._lock = threading.Lock()
         self._touched: OrderedDict[str, None] = OrderedDict()
@@ -120,13 +116,11 @@ class DiskTier:
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (disk_bytes)"
             )
         self.flush()
-        entry, unnamed_before = replace(entry, nbytes=encoded.nbytes, added_at=now), now - self._unnamed_s
+        entry = replace(entry, nbytes=encoded.nbytes, added_at=now)
         part = self.with_room(lambda: self.folder.write(encoded.buffers), encoded.nbytes, [key])
         try:
             dropped = self.with_room(
-                lambda: self.index.add(
-                    key, entry, held, limit_bytes, unnamed_before, lambda: self.folder.place(part, key), wanted
-                ),
+                lambda: self.index.add(key, entry, held, limit_bytes, lambda: self.folder.place(part, key), wanted),
                 spared=[key],
             )
         except BaseException:
@@ -196,16 +190,15 @@ class DiskTier:
                 # In this order: to shorten the log takes room.
                 had_reserve = self.folder.give_up_reserve()
                 if self.index.shorten_log() < wanted_bytes and not had_reserve:
-                    victims = self.index.oldest(wanted_bytes, spared, self.clock() - _NAMED_WITHIN_S)
+                    victims = self.index.oldest(wanted_bytes, spared)
                     if not victims:
                         raise
                     # Their files go first: to note in the index that they are gone takes room, too.
                     self.folder.unlink(victims)
                     self.evicted.update(self.index.drop(victims).tenants)
                     self._warn_once(
-                        "the disk of %s is full, so KV is dropped for room: first KV without an id, then the least recently "
-                        "used; free some, or give the store a smaller byte budget (disk_bytes) (this warning is not "
-                        "repeated; the store's figures count it)",
+                        "the disk of %s is full, so the KV least recently used is dropped for room; free some, or give the store "
+                        "a smaller byte budget (disk_bytes) (this warning is not repeated; the store's figures count it)",
                         self.folder.path,
                     )
         return write()

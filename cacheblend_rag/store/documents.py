@@ -74,21 +74,15 @@ class Drafts:
             draft = self._drafts.setdefault(place.document, _Draft(place.document))
             old = draft.pieces.get(record.id) if current == place.document else None
             if old is not None and old.place.start == place.start:
-                kept = replace(
-                    record,
-                    source=record.source if record.indexed else record.source or old.record.source,
-                    indexed=record.indexed or old.record.indexed,
-                    later=record.later or (old.record.later if record.key == old.record.key else None),
-                )
+                later = record.later or (old.record.later if record.key == old.record.key else None)
                 new = replace(
                     old,
                     token_ids=record.token_ids,
                     place=place,
-                    record=kept,
+                    record=replace(record, later=later),
                     expires_at=latest(old.expires_at, expires_at),
                 )
-                is_same = (new, kept.source, kept.indexed) == (old, old.record.source, old.record.indexed)
-                draft.pieces[record.id] = new if is_same else replace(new, is_changed=True)
+                draft.pieces[record.id] = new if new == old else replace(new, is_changed=True)
                 continue
             self.remove([record.id])
             # The next number after those of the pieces that are left.
@@ -97,7 +91,7 @@ class Drafts:
             self._of[record.id] = place.document
 
     def apart(self, records: Sequence[NodeRecord]) -> list[NodeRecord]:
-        """Return records, without place and source those of a category: many short texts under a name, none with a start."""
+        """Return records, without place those of a category: many short texts under a name, none with a start."""
         given: dict[str, dict[str, NodeRecord]] = {}
         for record in records:
             if record.id and record.place is not None:
@@ -111,7 +105,7 @@ class Drafts:
             is_placed = any(each.place is not None and each.place.start is not None for each in every)
             if len(every) > MOST_RECORDS and short >= 0.9 * len(every) and not is_placed:
                 apart |= new.keys()
-        return [replace(each, place=None, source=None) if each.id in apart else each for each in records]
+        return [replace(each, place=None) if each.id in apart else each for each in records]
 
     def remove(self, ids: Iterable[str]) -> None:
         for id in ids:
@@ -232,15 +226,14 @@ def with_later(
 
 def _read_pieces(connection: sqlite3.Connection, namespace: str, document: str, number: int) -> Iterator[_Piece]:
     query = (
-        "SELECT seq, id, key, text_hash, token_ids, separator, source, indexed, later, behind, arrival, start, length, ends, "
-        "expires_at FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
+        "SELECT seq, id, key, text_hash, token_ids, separator, later, behind, arrival, start, length, ends, expires_at "
+        "FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
     )
     for row in connection.execute(query, (number,)).fetchall():
-        seq, id, key, text_hash, tokens, separator, source, indexed, later, behind, *stands = row
+        seq, id, key, text_hash, tokens, separator, later, behind, *stands = row
         arrival, start, length, ends, expires_at = stands
         place = Place(document, start, length, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
-        packed = unpack_tokens(tokens), unpack_tokens(separator)
-        record = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
+        record = NodeRecord(id, key, text_hash, unpack_tokens(tokens), unpack_tokens(separator))
         record = with_later(connection, namespace, seq, later, behind, record)
         yield _Piece(id, record.token_ids, place, record, expires_at, False, arrival)
 

@@ -14,14 +14,13 @@ from cacheblend_rag.store.database import Database
 
 __all__ = ["Dropped", "Index", "claim", "drop_entries"]
 
-# Expired entries dropped on the way by one addition, and as many without a name; `gc` drops the others.
+# Expired entries dropped on the way by one addition; `gc` drops the others.
 _OLD_A_TIME = 64
 
 _COLUMNS = "tenant, expires_at, bytes, added_at"
 _EXPIRED = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
-_UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? LIMIT ?"
 
-# entries: the chunks whose KV is on disk, and whether a name leads to it. deletions: the keys that lost their entry lately, for
+# entries: the chunks whose KV is on disk. deletions: the keys that lost their entry lately, for
 # other processes' RAM.
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that no call counts a million rows.
@@ -32,13 +31,12 @@ _UNNAMED = "SELECT key FROM entries WHERE NOT named AND added_at < ? LIMIT ?"
 _SCHEMA = """
 CREATE TABLE entries (
     key TEXT PRIMARY KEY, bytes INTEGER NOT NULL, last_used INTEGER NOT NULL DEFAULT 0, tenant TEXT NOT NULL DEFAULT '',
-    added_at REAL NOT NULL, expires_at REAL, named INTEGER NOT NULL DEFAULT 0
+    added_at REAL NOT NULL, expires_at REAL
 ) WITHOUT ROWID;
 CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE nodes (
     seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, source TEXT,
-    indexed INTEGER NOT NULL DEFAULT 0, UNIQUE (namespace, id)
+    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, UNIQUE (namespace, id)
 );
 CREATE TABLE documents (
     number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, UNIQUE (namespace, name)
@@ -59,18 +57,10 @@ INSERT INTO changes VALUES (CAST((julianday('now') - 2440587.5) * 86400000 AS IN
 INSERT INTO deletions VALUES (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), '');
 CREATE INDEX entries_by_use ON entries (last_used);
 CREATE INDEX entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
-CREATE INDEX entries_by_age ON entries (added_at) WHERE NOT named;
 CREATE INDEX nodes_by_key ON nodes (key);
 CREATE INDEX nodes_by_later ON nodes (later) WHERE later IS NOT NULL;
 CREATE INDEX seen_by_other ON seen (other);
 CREATE INDEX members_by_document ON members (document, arrival);
-CREATE INDEX nodes_by_source ON nodes (source) WHERE source IS NOT NULL;
-CREATE TRIGGER entry_named AFTER INSERT ON nodes BEGIN
-    UPDATE entries SET named = 1 WHERE key IN (new.key, new.later) AND NOT named;
-END;
-CREATE TRIGGER entry_named_late AFTER UPDATE OF key, later ON nodes BEGIN
-    UPDATE entries SET named = 1 WHERE key IN (new.key, new.later) AND NOT named;
-END;
 CREATE TRIGGER seen_changed AFTER UPDATE OF key ON nodes WHEN old.key != new.key BEGIN
     UPDATE nodes SET later = NULL, behind = NULL WHERE seq IN (SELECT seq FROM seen WHERE other = new.seq);
     DELETE FROM seen WHERE other = new.seq;
@@ -138,7 +128,7 @@ class Dropped:
 class Index(Database):
     """The entries in the database; each method is one transaction, and the files of what it drops go with that."""
 
-    version = 9
+    version = 10
     schema = _SCHEMA
 
     def entry(self, key: str) -> Entry | None:
@@ -174,7 +164,6 @@ class Index(Database):
         entry: Entry,
         replaced: Entry | None,
         limit_bytes: int,
-        unnamed_before: float,
         place: Callable[[], None],
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
     ) -> Dropped:
@@ -186,14 +175,11 @@ class Index(Database):
             if (wanted is not None and not wanted(connection)) or is_quicker:
                 return dropped
             connection.execute("DELETE FROM entries WHERE key = ?", (key,))
-            for query, moment in ((_EXPIRED, entry.added_at), (_UNNAMED, unnamed_before)):
-                old = [row[0] for row in connection.execute(query, (moment, _OLD_A_TIME))]
-                drop_entries(connection, old, dropped)
+            old = [row[0] for row in connection.execute(_EXPIRED, (entry.added_at, _OLD_A_TIME))]
+            drop_entries(connection, old, dropped)
             claim(connection, entry.tenant)
             connection.execute(
-                "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at, named) "
-                "VALUES (?1, ?2, ?3, ?4, ?5, ?6, "
-                "EXISTS (SELECT 1 FROM nodes WHERE key = ?1 OR later = ?1))",
+                "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at) VALUES (?, ?, ?, ?, ?, ?)",
                 (key, entry.nbytes, time.time_ns(), entry.tenant, entry.added_at, entry.expires_at),
             )
             _make_room(connection, key, limit_bytes, dropped)
@@ -220,14 +206,10 @@ class Index(Database):
     def expired(self, now: float, limit: int) -> list[str]:
         return [key for (key,) in self.rows(_EXPIRED, now, limit)]
 
-    def unnamed(self, before: float, limit: int) -> list[str]:
-        """Return the keys of at most `limit` entries that no name leads to and that were added before that time."""
-        return [key for (key,) in self.rows(_UNNAMED, before, limit)]
-
-    def oldest(self, nbytes: int, spared: Collection[str], recent: float) -> list[str]:
-        """Return the keys of entries to drop for room: what no name leads to first, then the least recently used."""
+    def oldest(self, nbytes: int, spared: Collection[str]) -> list[str]:
+        """Return the keys of entries of that many bytes to drop for room, the least recently used ones."""
         with self.read() as connection:
-            return _oldest(connection, spared, nbytes, f"named OR added_at > {float(recent)}, last_used")
+            return _oldest(connection, spared, nbytes)
 
     def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""
@@ -294,12 +276,9 @@ def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropp
     dropped.for_room = bool(victims)
 
 
-def _oldest(
-    connection: sqlite3.Connection, spared: Collection[str], nbytes: int, order: str = "last_used"
-) -> list[str]:
-    """Return the keys of entries of that many bytes that may be dropped, by default those least recently used."""
+def _oldest(connection: sqlite3.Connection, spared: Collection[str], nbytes: int) -> list[str]:
     victims = []
-    oldest = connection.execute(f"SELECT key, bytes FROM entries ORDER BY {order}")
+    oldest = connection.execute("SELECT key, bytes FROM entries ORDER BY last_used")
     while nbytes > 0 and (victim := oldest.fetchone()) is not None:
         if victim[0] not in spared:
             victims.append(victim[0])

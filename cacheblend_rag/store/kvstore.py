@@ -20,7 +20,7 @@ from cacheblend_rag.store.base import Entry, Fate, KVReader, Later, NodeRecord, 
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped
 from cacheblend_rag.store.memory import RamReader
-from cacheblend_rag.store.names import Names, NamesSource, drop_nameless, has_name, look_up
+from cacheblend_rag.store.names import Names, NamesSource, has_name, look_up
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["KVStore"]
@@ -88,39 +88,42 @@ class KVStore:
             return RamReader(waiting.kv)
         return self._tiers.get(key) or self._open_remote(key)
 
-    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
-        """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room."""
+    def put(
+        self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None, is_named: bool = False
+    ) -> None:
+        """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room.
+
+        KV that `is_named` is only kept while a name leads to it.
+        """
         self._check(key)
         entry = Entry(tenant, self._expires_at(ttl_s), kv=kv)
-        self._tiers.put(key, entry)
-        self._send(key, entry)
+        self._tiers.put(key, entry, partial(has_name, key) if is_named else None)
+        if not is_named or self._names.leading_to(key) is not None:
+            self._send(key, entry)
 
     def put_later(
         self,
         key: str,
         kv: ChunkKV | PackedKV,
         namespace: str,
-        records: Sequence[NodeRecord],
-        known: Mapping[str, Later | None] | None = None,
+        chunks: Mapping[str, Later | None],
+        head: NodeRecord | None = None,
         *,
         tenant: str = "",
         ttl_s: float | None = None,
     ) -> bool:
-        """Keep KV that was computed for an answer: its names at once, the KV in memory until it is written in the background."""
-        # Of its names the `records` were unknown, and the `known` led to it, or to no KV behind other chunks. KV that no name
-        # leads to is not kept; where names cannot be recorded, it is in RAM alone, and goes with the first of them.
+        """Keep KV that was computed for an answer, of named `chunks` or of a `head`, in memory until it is written."""
+        # The chunks led to it, or to no KV behind others. KV that no name leads to any more is not kept. If the index is not
+        # writable, it is in RAM alone, and goes with the first of them.
         self._check(key)
         miss = Entry(tenant, self._expires_at(ttl_s), kv=kv)
-        known = known or {}
-        record_met = partial(self._names.record_met, namespace, tenant, key, records, known)
         try:
-            if not self._tiers.with_room(record_met):
+            if not self._tiers.with_room(partial(self._names.note, namespace, tenant, key, chunks, head)):
                 return True
         except StoreError as error:
             self._fail(error)
-            self._tiers.ram.keep(
-                key, replace(miss, tied=(namespace, [*(record.id for record in records), *known][0], None))
-            )
+            ids = frozenset(chunks if head is None else [head.id])
+            self._tiers.ram.keep(key, replace(miss, tied=(namespace, ids)))
             return True
         if not self._waiting.limit_bytes:
             self._write(key, miss)
@@ -153,24 +156,23 @@ class KVStore:
         self,
         key: str,
         kv: ChunkKV | PackedKV,
+        namespace: str,
+        ids: Iterable[str] = (),
         *,
         tenant: str = "",
         ttl_s: float | None = None,
-        tied: tuple[str, str | None, str | None] | None = None,
     ) -> None:
-        """Keep `kv` that has no name in RAM, until the id in a namespace, or the source, that it is `tied` to goes or changes."""
+        """Keep `kv` that has no name in RAM, until one of the ids that it goes with is deleted or added with another text."""
         self._check(key)
-        if tied is not None and tied[1] and self._names.lookup(tied[0], [tied[1]]) == [None]:
-            # Deleted just now.
-            return
-        self._tiers.ram.keep(key, Entry(tenant, self._expires_at(ttl_s), kv=kv, tied=tied))
+        entry = Entry(tenant, self._expires_at(ttl_s), kv=kv, tied=(namespace, frozenset(ids)))
+        self._tiers.ram.keep(key, entry)
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
-        """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
+        """Return for each key whether its KV is held; with `durable` what is not written, or never is, does not count."""
         self._check()
         now = self._clock()
         waiting = [not durable and self._waits(key, now) is not None for key in keys]
-        held = [waits or here for waits, here in zip(waiting, self._tiers.holds(keys), strict=True)]
+        held = [waits or here for waits, here in zip(waiting, self._tiers.holds(keys, durable), strict=True)]
         if self._offsite and not all(held):
             elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
             held = [here or next(elsewhere) for here in held]
@@ -208,10 +210,6 @@ class KVStore:
             if self._offsite:
                 self._offsite.drop_later([key])
 
-    def release(self, keys: Sequence[str]) -> None:
-        """Drop the KV under those of the keys that no name maps to."""
-        self._drop(self._tiers.with_room(lambda: self._index.transact(partial(drop_nameless, keys=keys))))
-
     def name(
         self,
         namespace: str,
@@ -228,18 +226,18 @@ class KVStore:
             change = partial(self._names.record, namespace, records, tenant, expires_at, whole)
             # Their KV has no name until then.
             spared = {key for record in records for key in record.keys}
-            ids = {record.id for record in records}
-            self._drop(self._names.change(lambda: self._tiers.with_room(change, spared)))
-            self._drop_tied(namespace, ids)
+            changed, dropped = self._names.change(lambda: self._tiers.with_room(change, spared))
+            self._drop(dropped)
+            self._drop_tied(namespace, changed)
 
-    def forget(self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()) -> int:
-        """Remove names, KV that loses its last one, and what prompts brought of ended sources; return how many there were."""
-        if not ids and not sources:
+    def forget(self, namespace: str, ids: Sequence[str]) -> int:
+        """Remove names, and KV that loses its last one or goes with these ids; return how many names there were."""
+        if not ids:
             return 0
-        remove = partial(self._names.remove, namespace, ids, sources)
-        found, ended, dropped = self._names.change(lambda: self._tiers.with_room(remove))
+        remove = partial(self._names.remove, namespace, ids)
+        found, dropped = self._names.change(lambda: self._tiers.with_room(remove))
         self._drop(dropped)
-        self._drop_tied(namespace, found | set(ids), ended)
+        self._drop_tied(namespace, ids)
         return len(found)
 
     def clear(self, tenant: str | None = None) -> None:
@@ -332,9 +330,9 @@ class KVStore:
     def _expires_at(self, ttl_s: float | None) -> float | None:
         return None if ttl_s is None else self._clock() + ttl_s
 
-    def _drop_tied(self, namespace: str, ids: Collection[str], sources: Collection[str] = ()) -> None:
+    def _drop_tied(self, namespace: str, ids: Collection[str]) -> None:
         """Drop what is in RAM without a name, where what it goes with is gone, or stands for something else."""
-        gone = self._tiers.ram.tied(namespace, ids, sources)
+        gone = self._tiers.ram.tied(namespace, ids)
         self._tiers.drop([key for key in gone if self._names.leading_to(key) is None])
 
     def _open_remote(self, key: str) -> KVReader | None:

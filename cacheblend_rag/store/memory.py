@@ -115,13 +115,11 @@ class LRUCache:
         with self._lock:
             return [key for key, entry in self._entries.items() if tenant in (None, entry.tenant)]
 
-    def tied(self, namespace: str, ids: Collection[str], sources: Collection[str]) -> list[str]:
-        """Return the keys of what is tied to one of the ids, or to a source of these."""
+    def tied(self, namespace: str, ids: Collection[str]) -> list[str]:
+        """Return the keys of what is tied to one of the ids."""
         with self._lock:
             ties = [(key, entry.tied) for key, entry in self._entries.items() if entry.tied is not None]
-        return [
-            key for key, (space, id, source) in ties if space == namespace and (id in ids if id else source in sources)
-        ]
+        return [key for key, (space, own) in ties if space == namespace and not own.isdisjoint(ids)]
 
     def nbytes(self, tenant: str | None = None) -> int:
         with self._lock:

@@ -20,13 +20,11 @@ __all__ = [
     "Names",
     "NamesSource",
     "drop_nameless",
-    "end_sources",
     "has_name",
     "keys_of",
     "kv_of",
     "look_up",
     "remove_names",
-    "sources_of",
     "write_names",
 ]
 
@@ -34,6 +32,8 @@ Result = TypeVar("Result")
 
 # That many names are asked for in one query; SQLite takes 999 values in one.
 _AT_ONCE = 200
+# Behind all characters that names are written with.
+_LAST = "\U0010ffff"
 
 
 class Names:
@@ -59,19 +59,29 @@ class Names:
         with self._database.read() as connection:
             return look_up(connection, namespace, ids)
 
-    def ids(self, namespace: str) -> list[str]:
-        """Return all ids of a namespace, in the order they were first recorded."""
-        return [id for (id,) in self._rows("SELECT id FROM nodes WHERE namespace = ? ORDER BY seq", namespace)]
+    def ids(self, namespace: str, within: str | None = None) -> list[str]:
+        """Return the ids of a namespace as they were first recorded: all, or those in documents whose names begin so."""
+        if within is None:
+            return [id for (id,) in self._rows("SELECT id FROM nodes WHERE namespace = ? ORDER BY seq", namespace)]
+        query = (
+            "SELECT nodes.id FROM documents JOIN members ON number = document JOIN nodes USING (seq) "
+            "WHERE documents.namespace = ? AND name >= ? AND name < ? ORDER BY seq"
+        )
+        return [id for (id,) in self._rows(query, namespace, within, within + _LAST)]
+
+    def beginning(self, namespace: str, prefix: str) -> list[str]:
+        """Return the ids that begin with a prefix."""
+        query = "SELECT id FROM nodes WHERE namespace = ? AND id >= ? AND id < ? ORDER BY seq"
+        return [id for (id,) in self._rows(query, namespace, prefix, prefix + _LAST)]
 
     def page(self, namespace: str, after: str, limit: int, passed_over: str) -> list[ListedName]:
         """Return the first names behind `after` in the order of their ids, without those that begin with `passed_over`."""
         query = (
-            "SELECT nodes.id, documents.name, indexed FROM nodes LEFT JOIN members USING (seq) LEFT JOIN documents "
+            "SELECT nodes.id, documents.name FROM nodes LEFT JOIN members USING (seq) LEFT JOIN documents "
             "ON number = document WHERE nodes.namespace = ? AND nodes.id > ? AND substr(nodes.id, 1, ?) != ? "
             "ORDER BY nodes.id LIMIT ?"
         )
-        found = self._rows(query, namespace, after, len(passed_over), passed_over, limit)
-        return [ListedName(id, document, bool(indexed)) for id, document, indexed in found]
+        return [ListedName(*row) for row in self._rows(query, namespace, after, len(passed_over), passed_over, limit)]
 
     def document_names(self, namespace: str, after: str, limit: int) -> list[str]:
         """Return the first documents behind `after`, in the order of their names."""
@@ -118,8 +128,11 @@ class Names:
         tenant: str = "",
         expires_at: float | None = None,
         whole: bool = False,
-    ) -> Dropped:
-        """Record names, those with a place in their documents, of which they are all if `whole`; drop entries without a name."""
+    ) -> tuple[set[str], Dropped]:
+        """Record names, those with a place in their documents, of which they are all if `whole`.
+
+        Return the ids that are recorded or removed for that, and what KV was dropped.
+        """
         ids = {record.id for record in records}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             others = drafts.others(records) if whole else {}
@@ -137,17 +150,16 @@ class Names:
             drafts.save()
             alone += [record.id for record in records if record.place is None]
             self._publish(connection, namespace, drafts, alone)
-            return drop_nameless(connection, replaced)
+            return ids.union(others), drop_nameless(connection, replaced)
 
-    def record_met(
-        self, namespace: str, tenant: str, key: str, records: Sequence[NodeRecord], known: Mapping[str, Later | None]
+    def note(
+        self, namespace: str, tenant: str, key: str, chunks: Mapping[str, Later | None], head: NodeRecord | None = None
     ) -> bool:
-        """Record names, unless they are known by now, of a chunk that a prompt brought; return whether any leads to its `key`."""
+        """Note how later KV of named chunks was computed, or name a head; return whether any name leads to `key`."""
         with self._database.write(wait=False, durable=False) as connection:
-            held = keys_of(connection, namespace, [*known, *(record.id for record in records)])
-            new = [record for record in records if record.id not in held]
-            write_names(connection, namespace, tenant, new, {})
-            for id, later in known.items():
+            if head is not None and not keys_of(connection, namespace, [head.id]):
+                write_names(connection, namespace, tenant, [head], {})
+            for id, later in chunks.items():
                 [record] = look_up(connection, namespace, [id])
                 if record is not None and record.later is None and later is not None and later.key == key:
                     query = "SELECT seq FROM nodes WHERE namespace = ? AND id = ?"
@@ -155,29 +167,17 @@ class Names:
                     _write_later(connection, namespace, number, later)
             return has_name(key, connection)
 
-    def remove(
-        self, namespace: str, ids: Sequence[str], sources: Sequence[str] = ()
-    ) -> tuple[set[str], set[str], Dropped]:
-        """Remove names, and what prompts brought of sources that end; return the ids and sources that went, and dropped KV."""
+    def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], Dropped]:
+        """Remove names; return those that there were, and what KV was dropped."""
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             # Others may know what is not known here.
             alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
             found = set(keys_of(connection, namespace, ids))
-            ended = {*sources, *sources_of(connection, namespace, found)}
             keys = kv_of(connection, namespace, found, drafts)
             remove_names(connection, namespace, found, drafts)
-            ended, left, more = end_sources(connection, namespace, ended, drafts)
             drafts.save()
-            self._publish(connection, namespace, drafts, [*alone, *left])
-            return found | left, ended, drop_nameless(connection, [*keys, *more])
-
-    def indexed(self, namespace: str, sources: Iterable[str] | None = None) -> list[str]:
-        """Return the ids that vector stores have, or those of them that were made of these sources."""
-        if sources is None:
-            query = "SELECT id FROM nodes WHERE namespace = ? AND indexed ORDER BY seq"
-            return [id for (id,) in self._rows(query, namespace)]
-        with self._database.read() as connection:
-            return [id for source in sources for id in _made_of(connection, namespace, source, True)]
+            self._publish(connection, namespace, drafts, alone)
+            return found, drop_nameless(connection, keys)
 
     def rehearse(
         self, namespace: str, records: Sequence[NodeRecord], ttl_s: float | None = None, whole: bool = False
@@ -198,17 +198,13 @@ class Names:
         for record, old in zip(records, known, strict=True):
             is_moved = record.id in drafts.left
             is_changed = bool(record.id) and (old != record or is_moved)
-            # What it was made of, or that a vector store has it, may be all that is new.
-            adds = old is not None and (
-                record.indexed > old.indexed or (record.source != old.source and bool(record.indexed or record.source))
-            )
             there = targets.get(record.id) if record.place is not None else None
             later = old.later if old is not None and old == record and not is_moved else None
             if later is not None and any(id in gone for id, _ in later.seen):
                 later = None
             target = NamedTarget(record, ttl_s) if there is None else there
             kept = replace(target.record, place=record.place, later=later)
-            found.append(replace(target, record=kept, is_changed=is_changed or adds or target.is_changed))
+            found.append(replace(target, record=kept, is_changed=is_changed or target.is_changed))
         for document in set(others.values()) - {target.document for target in found if target.is_changed}:
             number = next(number for number, target in enumerate(found) if target.document == document)
             found[number] = replace(found[number], is_changed=True)
@@ -288,15 +284,11 @@ def write_names(
     numbers = []
     for record in written:
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
-        row = (namespace, record.id, record.key, record.text_hash, tokens, separator, record.source, record.indexed)
         numbers += connection.execute(
-            "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, source, indexed) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, "
-            "text_hash = excluded.text_hash, token_ids = excluded.token_ids, separator = excluded.separator, "
-            # Prompts need not know what a text was made of; vector stores do.
-            "source = CASE WHEN excluded.indexed THEN excluded.source ELSE ifnull(excluded.source, source) END, "
-            "indexed = max(excluded.indexed, indexed) RETURNING seq",
-            row,
+            "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator) VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
+            "token_ids = excluded.token_ids, separator = excluded.separator RETURNING seq",
+            (namespace, record.id, record.key, record.text_hash, tokens, separator),
         ).fetchall()
     for (number,), record in zip(numbers, written, strict=True):
         _write_later(connection, namespace, number, record.later)
@@ -333,28 +325,6 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         )
 
 
-def sources_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> set[str]:
-    """Return what the texts of names were made of."""
-    query = "SELECT source FROM nodes WHERE namespace = ? AND id = ? AND source IS NOT NULL"
-    return {row[0] for id in ids for row in connection.execute(query, (namespace, id))}
-
-
-def end_sources(
-    connection: sqlite3.Connection, namespace: str, sources: Iterable[str], drafts: Drafts
-) -> tuple[set[str], set[str], list[str]]:
-    """Remove the names that prompts brought of those of the sources of which no vector store has anything."""
-    ended = {source for source in sources if not _made_of(connection, namespace, source, True)}
-    left = {id for source in ended for id in _made_of(connection, namespace, source, False)}
-    keys = kv_of(connection, namespace, left, drafts)
-    remove_names(connection, namespace, left, drafts)
-    return ended, left, keys
-
-
-def _made_of(connection: sqlite3.Connection, namespace: str, source: str, indexed: bool) -> list[str]:
-    query = "SELECT id FROM nodes WHERE source = ? AND namespace = ? AND indexed = ? ORDER BY seq"
-    return [row[0] for row in connection.execute(query, (source, namespace, indexed))]
-
-
 def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:
     """Remove names, which leave their documents."""
     ids = list(ids)
@@ -368,13 +338,13 @@ def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) 
     for start in range(0, len(ids), _AT_ONCE):
         some = ids[start : start + _AT_ONCE]
         query = (
-            "SELECT seq, id, key, text_hash, token_ids, separator, source, indexed, later, behind FROM nodes "
+            "SELECT seq, id, key, text_hash, token_ids, separator, later, behind FROM nodes "
             f"WHERE namespace = ? AND id IN ({', '.join('?' * len(some))})"
         )
         for row in connection.execute(query, (namespace, *some)).fetchall():
-            seq, id, key, text_hash, tokens, separator, source, indexed, later, behind = row
+            seq, id, key, text_hash, tokens, separator, later, behind = row
             packed = unpack_tokens(tokens), unpack_tokens(separator) if separator else ()
-            record = NodeRecord(id, key, text_hash, *packed, None, source, bool(indexed))
+            record = NodeRecord(id, key, text_hash, *packed)
             found[id] = with_later(connection, namespace, seq, later, behind, record)
     return list(map(found.get, ids))
 

@@ -111,12 +111,20 @@ class Tiers:
                 f"a chunk of {nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (ram_bytes)"
             )
 
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether its KV is held, and not only a copy of what is gone."""
-        if self.disk is not None:
-            return self.disk.holds(keys)
+    def holds(self, keys: Sequence[str], durable: bool = False) -> list[bool]:
+        """Return for each key whether its KV is held, and not only a copy of what is gone.
+
+        Over a disk, what is in RAM alone for want of a name is not `durable`.
+        """
+        on_disk = [False] * len(keys) if self.disk is None else self.disk.holds(keys)
+        if durable and self.disk is not None:
+            return on_disk
         now = self.clock()
-        return [(cached := self.ram.peek(key)) is not None and cached.is_live(now) for key in keys]
+        cached = map(self.ram.peek, keys)
+        return [
+            there or (entry is not None and entry.is_live(now) and (self.disk is None or entry.tied is not None))
+            for there, entry in zip(on_disk, cached, strict=True)
+        ]
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop copies of what is not on disk any more."""
@@ -206,7 +214,7 @@ class Tiers:
     def _check_copy(self, key: str) -> None:
         """Drop what has just been copied to memory if slower tiers do not hold it any more, or the store is closed."""
         try:
-            if not self._closed and (self.disk.holds([key])[0] if self.disk else self.ram.peek(key) is not None):
+            if not self._closed and self.holds([key])[0]:
                 return
         except StoreError:
             # Closed between the two.

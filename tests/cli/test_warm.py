@@ -215,7 +215,7 @@ def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
         store.name(f"ns{tenant}", [record(f"n{number}", number)], tenant=tenant)
     store.put(key_of(4), make_kv(4), ttl_s=0.001)
     store.close()
-    run("store", "gc", "--store", one, "--unnamed-days", "0", "--json", figures)
+    run("store", "gc", "--store", one, "--json", figures)
     assert read_rows(figures)[0]["expired"] == 1
     run("store", "stats", "--store", one, "--json", figures)
     assert read_rows(figures)[0]["tenants"]["acme"]["entries"] == 2

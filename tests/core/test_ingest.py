@@ -197,8 +197,8 @@ def test_streams_end_with_the_interpreter_and_what_was_given_is_encoded(tmp_path
 
 @pytest.mark.parametrize("name", ["", " ", "nan", "<NA>", float("nan"), None])
 def test_what_names_no_document_is_none(name: Any) -> None:
-    chunk = Chunk("Ticket 1.", "t1", document=name, start=0 if name else None, source=name)
-    assert (chunk.document, chunk.start, chunk.source) == (None, None, None)
+    chunk = Chunk("Ticket 1.", "t1", document=name, start=0 if name else None)
+    assert (chunk.document, chunk.start) == (None, None)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -214,21 +214,3 @@ def test_many_short_texts_of_one_name_are_encoded_alone(engine: BlendEngine, bac
     # What says where it stands, or is longer, is a document.
     assert None not in places("starts", placed=True)
     assert None not in places("long", 81)
-
-
-@pytest.mark.parametrize("place", [{}, {"document": "d", "start": 0}])
-@pytest.mark.parametrize("later", ["two.txt", None])
-def test_a_text_is_made_of_what_its_vector_store_said_last(
-    engine: BlendEngine, later: str | None, place: dict[str, Any]
-) -> None:
-    for source in ("one.txt", later):
-        engine.add([Chunk(words(5, 1), "n", source=source, indexed=True, **place)])
-    # What a prompt does not say is left as it is.
-    engine.prefill(BlendPrompt("t5", [Chunk(words(5, 1), "n", **place)], "t6"))
-    found = [engine.indexed(sources) for sources in (["one.txt"], ["two.txt"], None)]
-    assert found == [[], ["n"] if later else [], ["n"]]
-    # Nothing is left of the source, so what prompts brought of it goes.
-    engine.prefill(BlendPrompt("t5", [Chunk(words(5, 7), "parent", source="one.txt")], "t6"))
-    engine.flush()
-    engine.delete([], sources=["one.txt"])
-    assert engine.ids() == ["n"]

@@ -48,6 +48,8 @@ def test_a_damaged_index_is_refused_or_right(tmp_path: Path, count: int) -> None
         keys = {record.id: record.key for record in engine.records(engine.ids()) if record is not None}
         # One is always missing, and has to be encoded.
         evict(engine, "d1-2")
+        # Pages of the index that nothing asks for.
+        engine.add([Chunk(words(8, number), f"other {number}") for number in range(100)])
     for number in range(count):
         folder = tmp_path / str(number)
         shutil.copytree(source, folder)

@@ -83,6 +83,8 @@ def test_a_full_disk_is_opened_and_a_store_that_cannot_be_is_replaced_by_memory(
     fill(disk)
     with open_engine(disk / "store") as engine:
         assert engine.prefill(PROMPTS[0]).report.hits == 4
+    # What the store has given up is taken as well.
+    fill(disk)
     with open_engine(disk / "another") as engine:
         assert engine.store.path is None
         engine.add(CHUNKS)
@@ -112,7 +114,7 @@ def test_a_disk_that_fills_up_keeps_what_was_used_last(disk: Path) -> None:
         assert engine.add([chunk(150)]).encoded == 1
         assert engine.contains("150")
         fill(disk)
-        collect_garbage(folder, 0.0, lambda: time.time() + 10**6)
+        collect_garbage(folder, lambda: time.time() + 10**6)
         assert engine.delete(engine.ids()) == 151
         assert not list((folder / "kv").glob("*/*"))
     assert check_store(folder).problems == []

@@ -46,9 +46,9 @@ def record(node: str, number: int) -> NodeRecord:
 
 
 def piece(node: str, document: str, start: int, number: int = 0) -> NodeRecord:
-    """Return the record of a chunk of a document, which a vector store has."""
+    """Return the record of a chunk of a document."""
     place = Place(document, start, 3, (1, 2, 3))
-    return NodeRecord(node, key_of(number), f"hash{number}", (number, 1, 2), place=place, source=document, indexed=True)
+    return NodeRecord(node, key_of(number), f"hash{number}", (number, 1, 2), place=place)
 
 
 _made: list[KVStore] = []
@@ -75,8 +75,8 @@ def put(store: KVStore, *numbers: int) -> None:
 
 def put_miss(store: KVStore, number: int, node: str = "", **options: Any) -> bool:
     """Keep the KV of a miss, as an answer does, and return whether there was room for it."""
-    named = [record(node or f"n{number}", number)]
-    return store.put_later(key_of(number), make_kv(number), "ns", named, **options)
+    named = record(node or f"n{number}", number)
+    return store.put_later(key_of(number), make_kv(number), "ns", {}, named, **options)
 
 
 def add(store: KVStore, *numbers: int) -> None:

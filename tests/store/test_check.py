@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_rag.store import check_store, collect_garbage
 from tests.store import workers
-from tests.store.kit import add, damage, files_of, held, key_of, make_kv, open_store, put, record, start
+from tests.store.kit import add, damage, files_of, held, key_of, make_kv, open_store, record, start
 
 
 @pytest.fixture
@@ -78,25 +78,12 @@ def test_each_kind_of_garbage(tmp_path: Path) -> None:
     index_bytes = (folder / "index.sqlite").stat().st_size
     # To the clock of this machine the two have expired long ago.
     report = collect_garbage(folder)
-    assert (report.expired, report.unnamed, report.orphans) == (2, 0, 1)
+    assert (report.expired, report.orphans) == (2, 1)
     assert report.freed_bytes > 2 * make_kv(1).nbytes
     assert (folder / "index.sqlite").stat().st_size < index_bytes // 2
     assert not orphan.exists() and not part.exists()
-    report = collect_garbage(folder, unnamed_age_s=10**9 * 10)
-    assert (report.expired, report.unnamed, report.orphans) == (0, 0, 0)
-    report = collect_garbage(folder, unnamed_age_s=3600)
-    assert (report.unnamed, report.freed_bytes > 0) == (1, True)
+    report = collect_garbage(folder)
+    assert (report.expired, report.orphans, report.freed_bytes) == (0, 0, 0)
     store = open_store(folder, 0)
-    assert held(store, range(1, 5)) == [3]
+    assert held(store, range(1, 5)) == [3, 4]
     assert store.names.ids("ns") == ["n1", "n3"]
-
-
-def test_what_nobody_names_goes_in_time(tmp_path: Path) -> None:
-    now = [1.8e9]
-    store = open_store(tmp_path, 0, clock=lambda: now[0])
-    add(store, 1)
-    put(store, 2)
-    for days, left in ((29, [1, 2]), (2, [1])):
-        now[0] += days * 86400
-        put(store, 3 + days)
-        assert held(store, range(3)) == left

@@ -249,7 +249,7 @@ def test_another_process_writes(folder: Path, write_back_bytes: int) -> None:
     # What prompts bring next is written again; what is in RAM alone goes with its name.
     put_miss(store, 7)
     store.flush()
-    assert store.holds([key_of(number) for number in (4, 7)]) == [False, True]
+    assert store.holds([key_of(number) for number in (4, 7)], durable=True) == [False, True]
     assert store.forget("ns", ["n4", "n7"]) == 1
     assert [is_held(store, number) for number in (4, 5, 7)] == [False, True, False]
 

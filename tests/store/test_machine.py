@@ -105,9 +105,8 @@ class FolderMachine(RuleBasedStateMachine):
         gone = by is not None
         store, options = self.stores[second], {"tenant": TENANTS[space], "ttl_s": ttl_s}
         before = self.model.names[space].get(node)
-        records = [record_of(space, node, number)] if before is None else []
-        known = {} if before is None else {node: None}
-        assert store.call("put_later", key(space, number), make_kv(number), space, records, known, **options)
+        names = ({}, record_of(space, node, number)) if before is None else ({node: None},)
+        assert store.call("put_later", key(space, number), make_kv(number), space, *names, **options)
         if by is not None:
             assert self.stores[by].call("forget", space, [node]) == 1
         store.call("flush")
@@ -194,8 +193,8 @@ class FolderMachine(RuleBasedStateMachine):
         other = self.stores[1]
         assert isinstance(other, RemoteStore)
         if node not in self.model.names[space]:
-            records = [record_of(space, node, number)]
-            other.call("put_later", key(space, number), make_kv(number), space, records, tenant=TENANTS[space])
+            head = record_of(space, node, number)
+            other.call("put_later", key(space, number), make_kv(number), space, {}, head, tenant=TENANTS[space])
             self.model.names[space][node] = number
         other.kill()
         self.stores[1] = RemoteStore(self.opened, self.now)

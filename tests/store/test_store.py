@@ -67,7 +67,7 @@ def test_closed(store: KVStore) -> None:
     for use in (
         lambda: store.open(key_of(1)),
         lambda: store.put(key_of(1), make_kv(1)),
-        lambda: store.put_later(key_of(1), make_kv(1), "ns", [record("a", 1)]),
+        lambda: store.put_later(key_of(1), make_kv(1), "ns", {}, record("a", 1)),
         lambda: store.holds([key_of(1)]),
         lambda: store.discard(key_of(1)),
         lambda: store.name("ns", [record("a", 1)]),

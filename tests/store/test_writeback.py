@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,14 +54,16 @@ def test_deleted_while_it_waits(tmp_path: Path, gate: threading.Event) -> None:
     store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
     for number in range(1, 7):
         put_miss(store, number)
-    store.put_later(key_of(7), make_kv(7), "ns", [record("one", 7), record("two", 7)])
-    # A miss goes with what it was made of, too.
-    store.name("ns", [replace(record("n8", 8), source="d", indexed=True)])
-    assert store.put_later(key_of(9), make_kv(9), "ns", [replace(record("met", 9), source="d")])
-    assert store.forget("ns", ["n1", "n2", "one", "unknown", "n8"]) == 5
+    store.name("ns", [record("one", 7), record("two", 7)])
+    store.put_later(key_of(7), make_kv(7), "ns", {"one": None, "two": None})
+    # What has no name is in RAM alone.
+    store.cache(key_of(8), make_kv(8), "ns", ["met", "other"])
+    store.cache(key_of(9), make_kv(9), "ns", ["unknown", "other"])
+    assert store.holds([key_of(8)]) == [True] != store.holds([key_of(8)], durable=True)
+    assert store.forget("ns", ["n1", "n2", "one", "unknown"]) == 3
     store.discard(key_of(3))
     for _ in range(2):
-        assert held(store, range(10)) == [4, 5, 6, 7]
+        assert held(store, range(10)) == [4, 5, 6, 7, 8]
         # The name of what was discarded stays.
         assert store.names.ids("ns") == ["n3", "n4", "n5", "n6", "two"]
         gate.set()
@@ -103,7 +104,7 @@ def test_a_queue_has_an_end(tmp_path: Path, gate: threading.Event) -> None:
 
 def test_the_first_error_is_raised_by_flush_once(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10**6, disk_bytes=2 * 2600, write_back_bytes=ROOM)
-    store.put_later(key_of(1), make_kv(1, tokens=100), "ns", [record("n1", 1)])
+    store.put_later(key_of(1), make_kv(1, tokens=100), "ns", {}, record("n1", 1))
     put_miss(store, 2)
     with pytest.raises(StoreFullError):
         store.flush()

@@ -136,4 +136,4 @@ def end_without_closing(folder: Path) -> None:
     """End in the usual way with KV that waits to be written."""
     store = open_store(folder, 10**6, write_back_bytes=10**6)
     for number in range(8):
-        assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)])
+        assert store.put_later(key_of(number), make_kv(number), "ns", {}, record(f"n{number}", number))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_hybrid.runner import StateRunner, source_of
+from cacheblend_hybrid.runner import StateRunner, states_of
 from cacheblend_hybrid.states import States
 from cacheblend_rag.chunk import Chunk, chunk_list, id_list
 from cacheblend_rag.engine import BlendEngine
@@ -87,18 +87,22 @@ class HybridEngine(BlendEngine):
         ids = [chunk.id for chunk in chunks if chunk.id is not None]
         documents = {*(chunk.document for chunk in chunks), *self.places(ids)} - {None}
         ids += [id for name in documents for id in self.document(str(name))]
-        sources, known = self._sources(ids), self.records(ids)
+        beginnings, known = self._beginnings(ids), self.records(ids)
         try:
             return super().add(chunks, **options)
         finally:
-            both = zip(sources, known, self.records(ids), strict=True)
-            changed = {source for source, old, new in both if old and (not new or new.token_ids != old.token_ids)}
-            self._store.forget(self.namespace, [], list(changed))
+            both = zip(beginnings, known, self.records(ids), strict=True)
+            changed = {begin for begin, old, new in both if old and (not new or new.token_ids != old.token_ids)}
+            self._store.forget(self.namespace, self._states_named(changed))
 
-    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
+    def delete(self, ids: Iterable[str]) -> int:
         ids = id_list(ids)
-        return super().delete(ids, sources=[*id_list(sources), *self._sources(ids)])
+        return super().delete([*ids, *self._states_named(self._beginnings(ids))])
 
-    def _sources(self, ids: Sequence[str]) -> list[str]:
-        """Return what the states that hold each chunk are said to be made of."""
-        return [source_of(id, document) for id, document in zip(ids, self.places(ids), strict=True)]
+    def _beginnings(self, ids: Sequence[str]) -> list[str]:
+        """Return what the names of the stored states that hold each chunk begin with."""
+        return [states_of(id, document) for id, document in zip(ids, self.places(ids), strict=True)]
+
+    def _states_named(self, beginnings: Iterable[str]) -> list[str]:
+        names = self._store.names
+        return [name for begin in set(beginnings) for name in names.beginning(self.namespace, begin)]

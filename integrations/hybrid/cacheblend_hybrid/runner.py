@@ -28,7 +28,7 @@ from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.store import NamedTarget, NodeRecord
 from cacheblend_rag.store.base import earliest
 
-__all__ = ["StateRunner", "source_of"]
+__all__ = ["StateRunner", "states_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ _FORM = "a stored state serves prompts of a head and, right behind it, a documen
 _CONTEXT = f"state of transformers {transformers.__version__}"
 
 
-def source_of(chunk: str, document: str | None) -> str:
-    """Return what the states of a document, or of a chunk of none, are said to be made of; with it they go."""
-    return HEAD_PREFIX + (document or chunk)
+def states_of(chunk: str, document: str | None) -> str:
+    """Return what the names of the stored states of a document, or of a chunk of none, begin with."""
+    return f"{HEAD_PREFIX}{text_hash(document or chunk)}/"
 
 
 class StateRunner(Runner):
@@ -153,20 +153,19 @@ class StateRunner(Runner):
     ) -> None:
         """Store the state after a prefix, so that deleting one of its chunks deletes it; in RAM if its head is not fixed."""
         store, key = self._supply.store, self._key(ids)
-        name, source = HEAD_PREFIX + key, source_of(first.record.id, first.document)
+        name, chunk_ids = states_of(first.record.id, first.document) + key, [str(chunk.id) for chunk in chunks]
         state = pack_kv(ChunkKV(ids, 0, self._states.take(cache), _CONTEXT), EXACT)
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": earliest(first.lives_s, self._supply.ttl_s)}
         if _has_fixed_head(request.asked):
-            record = NodeRecord(name, key, text_hash(name), ids, source=source)
-            store.put_later(key, state, self._namespace, [record], **owner)
+            store.put_later(key, state, self._namespace, {}, NodeRecord(name, key, text_hash(name), ids), **owner)
         else:
             # It may be a user's own text.
-            store.cache(key, state, **owner, tied=(self._namespace, None, source))
+            store.cache(key, state, self._namespace, [*chunk_ids, name], **owner)
         # Who deleted or replaced a chunk since the prompt came has not found the state.
-        known = store.lookup(self._namespace, [str(chunk.id) for chunk in chunks]) or []
+        known = store.lookup(self._namespace, chunk_ids) or []
         if any(now is None or now.key != chunk.key for now, chunk in zip(known, chunks, strict=False)):
             try:
-                store.store.forget(self._namespace, [], [source])
+                store.store.forget(self._namespace, [name])
             except StoreError as error:
                 logger.warning("the state of a chunk that was deleted just now is still stored: %s", error)
 

@@ -10,6 +10,7 @@ import torch
 
 from cacheblend_hybrid import HybridEngine
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig, FixedText
+from cacheblend_rag.engine import ChunkCollection
 from cacheblend_rag.errors import UnsupportedModelError
 from integrations.hybrid.tests.conftest import HEAD, PIECES, MakeHybrid, ask, hybrid, own_answer, own_logits
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -121,7 +122,7 @@ CHANGES: dict[str, Any] = {
     "the document": lambda engine: engine.delete_document("d"),
     "another text": lambda engine: engine.add([Chunk(words(31, 7), "b", document="d", start=400)]),
     "a shorter document": lambda engine: engine.add(PIECES[:2], whole=True),
-    "a vector store without it": lambda engine: engine.collection(lambda ids: ()).forget(["b"]),
+    "a vector store without it": lambda engine: ChunkCollection(engine, lambda ids: ()).sync(["b"]),
     "the state itself": lambda engine: engine.delete(engine.heads()),
     "everything": lambda engine: engine.store.clear(),
 }

@@ -24,7 +24,6 @@ from cacheblend_rag import Chunk
 from cacheblend_rag.chat.render import Holes, Passage, block_text, past_call
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.errors import ConfigError, PromptError
-from langchain_cacheblend.places import SOURCE
 
 __all__ = [
     "PromptText",
@@ -40,7 +39,6 @@ __all__ = [
 # Key in a block's ``extras``: nothing is put between the document and the text beside it.
 _INLINE = "cacheblend_inline"
 # Another: what it was made of.
-_SOURCE = "cacheblend_source"
 # Thoughts of answers, which the chat template shows again or not, and what streams leave of calls.
 _NO_WORDS_OF_ANSWERS = frozenset(
     {"input_json_delta", "reasoning", "reasoning_content", "redacted_thinking", "thinking", "tool_call_chunk"}
@@ -95,9 +93,8 @@ def _block(chunk: Chunk, *, inline: bool = False) -> PlainTextContentBlock:
     block = PlainTextContentBlock(type="text-plain", mime_type="text/plain", text=chunk.text)
     if chunk.id:
         block["id"] = chunk.id
-    extras = ({_INLINE: True} if inline else {}) | ({_SOURCE: chunk.source} if chunk.source else {})
-    if extras:
-        block["extras"] = extras
+    if inline:
+        block["extras"] = {_INLINE: True}
     return block
 
 
@@ -249,7 +246,7 @@ def render_text(messages: Sequence[BaseMessage]) -> list[str | Chunk]:
 
 
 def _chunk(document: Document) -> Chunk:
-    return Chunk(document.page_content, document.id or None, source=document.metadata.get(SOURCE))
+    return Chunk(document.page_content, document.id or None)
 
 
 def _block_parts(block: str | dict[str, Any]) -> list[str | Chunk]:
@@ -263,8 +260,7 @@ def _block_parts(block: str | dict[str, Any]) -> list[str | Chunk]:
         text, held = source.get("data"), source.get("content")
     about: list[str | Chunk] = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
     if kind == "text-plain" and isinstance(text, str):
-        source = (block.get("extras") or {}).get(_SOURCE)
-        return [*about, Chunk(text, block.get("id") or None, source=source)] if text else []
+        return [*about, Chunk(text, block.get("id") or None)] if text else []
     if kind == "tool_result" or (kind == "document" and held):
         parts = [_block_parts(each) for each in (held if isinstance(held, list) else [held or ""])]
         return [*about, *(part for each in parts for part in each)]

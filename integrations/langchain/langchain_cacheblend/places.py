@@ -42,16 +42,23 @@ class Places:
         collection_name = getattr(collection, "id", None) or getattr(inner, "collection_name", None) or ""
         self._store = name or f"{type(inner).__name__} {collection_name}"
         self._boundary = tuple(boundary)
-        self.has_documents = companions != "neutral"
-        self.divides = frozenset[str]() if companions == "similar" else frozenset((SOURCE, *_PARTS, *boundary))
+        # The metadata that may tell readers apart; None where no text is read behind another.
+        self.divides = None if companions == "neutral" else frozenset((SOURCE, *_PARTS, *boundary))
+        if companions == "similar":
+            self.divides = frozenset()
 
     def chunk(self, id: str, text: str, metadata: Mapping[str, Any]) -> Chunk:
         """Return the chunk of a text."""
-        source, document, start = metadata.get(SOURCE), None, metadata.get("start_index")
-        if self.has_documents and document_name(source) is not None:
-            values = {key: metadata[key] for key in (SOURCE, *_PARTS) if document_name(metadata.get(key)) is not None}
+        source, document, start = document_name(metadata.get(SOURCE)), None, metadata.get("start_index")
+        if source is not None:
+            values = {key: metadata[key] for key in _PARTS if document_name(metadata.get(key)) is not None}
             values |= {key: metadata.get(key) for key in self._boundary}
-            document = json.dumps([self._store, values], default=str)
+            document = json.dumps([self._store, {SOURCE: source} | values], default=str)
         # Splitters that do not find a piece again say -1.
         has_place = document is not None and type(start) is int and start >= 0
-        return Chunk(text, id, document=document, start=start if has_place else None, source=source, indexed=True)
+        return Chunk(text, id, document=document, start=start if has_place else None)
+
+    def of_source(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return what the names of all documents of a text's source begin with; None for a text of none."""
+        source = document_name(metadata.get(SOURCE))
+        return None if source is None else json.dumps([self._store, {SOURCE: source}])[:-2]

@@ -14,8 +14,7 @@ from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.chat.engines import given_engine
-from cacheblend_rag.chunk import document_name
-from cacheblend_rag.engine import AddJob, AddResult, Engine, add_or_forget
+from cacheblend_rag.engine import AddJob, AddResult, ChunkCollection, Engine, add_or_forget
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.places import Places
@@ -77,8 +76,8 @@ class BlendVectorStore(SearchesInner):
         self.background = background
         self._inventory = Inventory(inner)
         self._places = Places(inner, engine, name, boundary)
-        self._collection = engine.collection(self._inventory.present)
-        super().__init__(inner, self._places.divides if self._places.has_documents else None)
+        self._collection = ChunkCollection(engine, self._inventory.present)
+        super().__init__(inner, self._places.divides)
 
     # Adding
 
@@ -191,8 +190,9 @@ class BlendVectorStore(SearchesInner):
         ids = list(map(str, ids))
         chunks = self._chunks(ids, texts, metadatas)
         # What was deleted behind our back is no context of these texts.
-        sources = {document_name(chunk.source) for chunk in chunks}
-        self._collection.sync({source for source in sources if source is not None}, ids)
+        sources = {self._places.of_source(each or {}) for each in metadatas or ()} - {None}
+        spared = set(ids)
+        self._collection.sync(id for each in sources for id in self.engine.ids(within=each) if id not in spared)
         if blank := set(ids).difference(chunk.id for chunk in chunks):
             self.engine.delete(blank)
         return add_or_forget(self.engine, chunks, progress=progress, on_refused=_warn_of, background=self.background)
@@ -213,9 +213,11 @@ class BlendVectorStore(SearchesInner):
     def sync(self) -> int:
         """Forget the KV of documents that were deleted behind this store's back; return how many chunks that were.
 
-        Where other processes have vector stores over the same KV, call the engine's `sync` with the ids of all of them instead.
+        What the engine knows and no vector store of this process has is forgotten, but for parts of schemas. If chunks were added
+        to the engine in another way, or other processes have vector stores over the same KV, call the engine's `sync` with all
+        ids that are to stay instead.
         """
-        return self._collection.sync()
+        return self._collection.sync(self.engine.ids())
 
     # Retrieving
 
@@ -269,7 +271,7 @@ class BlendVectorStore(SearchesInner):
         return done
 
     def _forget(self, ids: Iterable[str]) -> None:
-        self._collection.forget(list(map(str, ids)))
+        self.engine.delete(list(map(str, ids)))
 
 
 def _warn_of(chunk: Chunk, refusal: PromptError) -> None:

@@ -125,7 +125,6 @@ def test_a_source_that_says_nothing_is_no_document(engine: BlendEngine, embeddin
     store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
     ids = store.add_documents([of(f"Ticket {n}.", source, page=1, start_index=0) for n in range(2)])
     assert store.engine.places(ids) == [None, None]
-    assert not store.engine.indexed([str(source)])
 
 
 def test_a_boundary_divides_documents(inner: VectorStore, engine: BlendEngine) -> None:
@@ -145,7 +144,7 @@ def test_companions(embedding: Embeddings, tiny: LlamaForCausalLM, tokenizer: An
     with BlendEngine(tiny, tokenizer, **engine_settings(SETTINGS, companions=companions)) as engine:
         pieces = split(of(TEXT))
         store = BlendVectorStore.from_documents(pieces, embedding, inner=InMemoryVectorStore, engine=engine)
-        assert (set(engine.places(engine.ids())) == {None}) == (companions == "neutral")
+        assert None not in engine.places(engine.ids())
         if companions == "similar":
             with pytest.raises(ConfigError):
                 BlendVectorStore(store.inner, engine=engine, boundary=["team"])

@@ -20,6 +20,8 @@ __all__ = [
     "Boundary",
     "NodeEncoder",
     "TextOf",
+    "ids_above",
+    "known_ids",
     "llm_text",
     "node_chunks",
     "placed",
@@ -66,9 +68,7 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
                 f"object of type {type(text).__name__}"
             )
         if text and text.strip():
-            # What was made of a node for one query, a citation, has its document but no place in it.
-            is_piece = getattr(node, "start_char_idx", None) is not None or NodeRelationship.CHILD in node.relationships
-            chunks.append(Chunk(text.strip(), node.node_id, source=node.ref_doc_id if is_piece else None))
+            chunks.append(Chunk(text.strip(), node.node_id))
     return chunks
 
 
@@ -101,17 +101,21 @@ class Boundary:
         self._keys = tuple(keys)
         self._declared = {*keys, *_DOCUMENT_KEYS}
 
-    def document(self, node: BaseNode) -> str | None:
+    def document(self, node: BaseNode, *, is_apart: bool = False) -> str | None:
         """Return the name of a node's document for the engine; None for a node of none.
 
         The pieces that a parent was split into are a reading of their own: they overlap with it, and where they begin is counted
-        from where it does.
+        from where it does. So is each node that `is_apart`.
         """
-        name = document_name(node.ref_doc_id)
-        if name is None or (_parent(node) is None and not self._keys):
+        name, parent, is_above = (
+            document_name(node.ref_doc_id),
+            _parent(node),
+            NodeRelationship.CHILD in node.relationships,
+        )
+        if name is None or not (parent or self._keys or is_above or is_apart):
             return name
-        values = [node.metadata.get(key) for key in self._keys]
-        return json.dumps([node.ref_doc_id, _parent(node), *values], default=str)
+        divided = [name, parent, *(node.metadata.get(key) for key in self._keys), *([node.node_id] if is_apart else [])]
+        return json.dumps([None, *divided] if is_above else divided, default=str)
 
     def watch(self, filters: MetadataFilters) -> None:
         """Warn, once for each key, of filters on metadata that divide no document."""
@@ -134,20 +138,29 @@ def _filter_keys(filters: MetadataFilters) -> Iterator[str]:
             yield each.key
 
 
-def placed(chunk: Chunk, node: BaseNode, boundary: Boundary) -> Chunk:
+def known_ids(engine: Engine, ref_doc_id: str) -> list[str]:
+    """Return the ids of the nodes of a document that an engine knows, without those above others, which a docstore has."""
+    return [*engine.document(ref_doc_id), *engine.ids(within=json.dumps([ref_doc_id])[:-1])]
+
+
+def ids_above(engine: Engine, ref_doc_id: str | None = None) -> list[str]:
+    """Return the ids of the nodes above others that an engine knows: of a document, or all."""
+    return engine.ids(within=json.dumps([None] if ref_doc_id is None else [None, ref_doc_id])[:-1])
+
+
+def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, *, is_own: bool = True) -> Chunk:
     """Return the chunk of a node with its document and, if the node says where it begins there, its place.
 
-    It stays as it is where the node comes from no document, or its own text is not in what the language model is shown of it.
+    A node of which the language model is shown something else than its own text is apart from the others of its document.
     """
-    document = boundary.document(node)
     content = node.get_content(metadata_mode=MetadataMode.NONE)
     text = content.strip()
     # Metadata may hold the same words; by LlamaIndex's own template they stand before the text.
     begin = len(chunk.text) - len(text) if chunk.text.endswith(text) else chunk.text.find(text)
-    if document is None or not text or begin < 0:
-        return chunk
+    is_apart = not is_own or not text or begin < 0
+    document = boundary.document(node, is_apart=is_apart)
     start: int | None = getattr(node, "start_char_idx", None)
-    if start is None or start < 0:
+    if document is None or is_apart or start is None or start < 0:
         return replace(chunk, document=document)
     start += len(content) - len(content.lstrip())
     return replace(chunk, document=document, start=start, body=(begin, begin + len(text)))
@@ -156,11 +169,10 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary) -> Chunk:
 class NodeEncoder:
     """Has an engine compute the KV of nodes, under their ids.
 
-    A node of which no chunk can be made is computed when it is retrieved, and a warning says so. One of which the model is shown
-    something else than LlamaIndex writes (`text_of`) is of no document; without a `boundary`, none is of any.
+    A node of which no chunk can be made is computed when it is retrieved, and a warning says so.
     """
 
-    def __init__(self, engine: Engine, text_of: TextOf | None = None, boundary: Boundary | None = None) -> None:
+    def __init__(self, engine: Engine, text_of: TextOf | None, boundary: Boundary) -> None:
         if not (text_of is None or callable(text_of) or isinstance(text_of, BaseNodePostprocessor)):
             raise ConfigError(
                 f"text_of={text_of!r} must be a postprocessor, as MetadataReplacementPostProcessor(target_metadata_key=...), or "
@@ -203,11 +215,7 @@ class NodeEncoder:
             try:
                 for chunk in node_chunks([node], self.text_of):
                     is_own = self.text_of is llm_text or chunk.text == node.get_content().strip()
-                    if self.boundary is not None and is_own:
-                        chunk = placed(chunk, node, self.boundary)
-                    # Nodes above others are in a docstore, to merge others into.
-                    indexed = NodeRelationship.CHILD not in node.relationships
-                    chunks.append(replace(chunk, source=node.ref_doc_id, indexed=indexed))
+                    chunks.append(placed(chunk, node, self.boundary, is_own=is_own))
             except (ConfigError, PromptError) as error:
                 logger.warning(_WITHOUT, node.node_id, error)
         return chunks

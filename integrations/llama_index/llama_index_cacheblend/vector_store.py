@@ -21,10 +21,10 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
-from cacheblend_rag.engine import Engine, EngineCollection
+from cacheblend_rag.engine import ChunkCollection, Engine
 from cacheblend_rag.errors import BackendError, ConfigError, StoreError
 from llama_index_cacheblend.llm import BlendLLM, find_engine
-from llama_index_cacheblend.nodes import Boundary, NodeEncoder, TextOf
+from llama_index_cacheblend.nodes import Boundary, NodeEncoder, TextOf, ids_above, known_ids
 
 __all__ = ["BlendVectorStore", "listed_ids", "listed_nodes"]
 
@@ -102,8 +102,8 @@ class BlendVectorStore(BasePydanticVectorStore):
     """A vector store whose nodes are also chunks of an engine, under their node ids.
 
     Adding encodes, deleting deletes KV, and the inner store does the rest. A node whose id already exists replaces the
-    old one, text and KV, even in stores that would silently keep the old text. A node that has lost its KV, or that reached the
-    inner store another way, is encoded when it is first retrieved, or by `warm_index`.
+    old one, text and KV, even in stores that would silently keep the old text. A node that has lost its KV is encoded when it is
+    first retrieved; one that reached the inner store another way is stored by `warm_index`, and until then kept in RAM.
 
     A node is read behind another node of its document (``ref_doc_id``) and, if nodes say where they begin there
     (``start_char_idx``), the end of what precedes it; a node without a document, behind a neutral passage
@@ -125,7 +125,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     text_of : BaseNodePostprocessor or callable, optional
         The postprocessor that changes what the language model sees of a node, `MetadataReplacementPostProcessor` for
         sentence windows, or a function that returns it; by default a node's text and metadata as LlamaIndex writes them. Nodes
-        shown in another form are taken for ones without a document.
+        shown in another form are read behind none of their document.
     boundary : sequence of str
         Metadata keys; nodes of one document with different values are treated as different documents. If filters on metadata
         tell readers apart, name their keys here.
@@ -143,7 +143,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     _encoder: NodeEncoder = PrivateAttr()
     _show_progress: bool = PrivateAttr()
     _background: bool = PrivateAttr()
-    _collection: EngineCollection = PrivateAttr()
+    _collection: ChunkCollection = PrivateAttr()
 
     def __init__(
         self,
@@ -167,13 +167,12 @@ class BlendVectorStore(BasePydanticVectorStore):
                 'boundary says which nodes may know of each other, but with companions="similar" the engine reads every node '
                 'behind any other; give it companions="own"'
             )
-        divided = None if found.config.companions == "neutral" else Boundary(boundary)
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)
         self._inner = inner
         self._show_progress = show_progress
         self._background = background
-        self._collection = found.collection(self._present)
-        self._encoder = NodeEncoder(found, text_of, divided)
+        self._collection = ChunkCollection(found, self._present)
+        self._encoder = NodeEncoder(found, text_of, Boundary(boundary))
 
     @property
     def client(self) -> Any:
@@ -227,17 +226,17 @@ class BlendVectorStore(BasePydanticVectorStore):
             raise
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Delete the nodes of a document, and forget all KV that was made of it."""
-        # Prompts may have brought nodes of it that were not added here, and do not say what they are made of.
+        """Delete the nodes of a document, and forget all KV of it that no other vector store of this process has."""
+        # Some may have been named without their document.
         found = listed_ids(self._inner, filters=_of_document(ref_doc_id))
         self._inner.delete(ref_doc_id, **delete_kwargs)
-        self._collection.forget(found or [], [ref_doc_id])
+        self._forget_document(ref_doc_id, found or [])
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document asynchronously; see `delete`."""
         found = await _alisted_ids(self._inner, filters=_of_document(ref_doc_id))
         await self._inner.adelete(ref_doc_id, **delete_kwargs)
-        await asyncio.to_thread(self._collection.forget, found or [], [ref_doc_id])
+        await asyncio.to_thread(self._forget_document, ref_doc_id, found or [])
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
@@ -294,14 +293,12 @@ class BlendVectorStore(BasePydanticVectorStore):
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Query the inner store; filters on metadata that does not divide documents log a warning."""
-        if query.filters is not None and (boundary := self._encoder.boundary) is not None:
-            boundary.watch(query.filters)
+        self._watch(query)
         return self._inner.query(query, **kwargs)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Query the inner store asynchronously; see `query`."""
-        if query.filters is not None and (boundary := self._encoder.boundary) is not None:
-            boundary.watch(query.filters)
+        self._watch(query)
         return await self._inner.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
@@ -318,14 +315,18 @@ class BlendVectorStore(BasePydanticVectorStore):
     def sync(self) -> int:
         """Forget the KV of nodes that were deleted behind this store's back, and return how many.
 
-        Where other processes have vector stores over the same KV, call the engine's `sync` with the ids of all of them instead.
+        What the engine knows and no vector store of this process has is forgotten, but for nodes above others (of a docstore) and
+        parts of schemas. If chunks were added to the engine in another way, or other processes have vector stores over the same
+        KV, call the engine's `sync` with all ids that are to stay instead.
         """
-        return self._collection.sync()
+        above = set(ids_above(self.engine))
+        return self._collection.sync(id for id in self.engine.ids() if id not in above)
 
     def sync_documents(self, nodes: Sequence[BaseNode]) -> None:
         """Forget what a killed process, or who deleted behind our back, has left of the documents of these nodes."""
         documents = {node.ref_doc_id for node in nodes if node.ref_doc_id}
-        self._collection.sync(documents, {node.node_id for node in nodes})
+        spared = {node.node_id for node in nodes}
+        self._collection.sync(id for name in documents for id in known_ids(self.engine, name) if id not in spared)
 
     def _encode(self, nodes: Sequence[BaseNode]) -> None:
         self.sync_documents(nodes)
@@ -346,4 +347,13 @@ class BlendVectorStore(BasePydanticVectorStore):
                 "%s cannot list what was deleted, so its KV stays stored; to free it, pass ids to delete_nodes",
                 type(self._inner).__name__,
             )
-        self._collection.forget(node_ids or [])
+        self.engine.delete(node_ids or [])
+
+    def _forget_document(self, ref_doc_id: str, node_ids: Sequence[str]) -> None:
+        """Forget the KV of a document that was deleted: of some nodes, and all others that the engine knows."""
+        named = *known_ids(self.engine, ref_doc_id), *ids_above(self.engine, ref_doc_id)
+        self._collection.sync([*node_ids, *named], deleted=True)
+
+    def _watch(self, query: VectorStoreQuery) -> None:
+        if query.filters is not None and self.engine.config.companions != "neutral":
+            self._encoder.boundary.watch(query.filters)

@@ -26,7 +26,7 @@ from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, Simp
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from cacheblend_lab.settings import engine_settings
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from integrations.llama_index.tests.conftest import FACTS, MakeLLM, WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
@@ -79,9 +79,12 @@ def make_engine(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[MakeEngi
         (TextNode(text="Otto.", relationships=SOURCE), ("d", None, None)),
         (TextNode(text="Otto.", start_char_idx=3), (None, None, None)),
         (Document(text="Otto."), (None, None, None)),
-        (ImageNode(text="", metadata={"by": "Ada"}, relationships=SOURCE), (None, None, None)),
         # Its own text is not in what is shown of it.
-        (TextNode(text="Otto.", metadata={"a": 1}, text_template="{metadata_str}", relationships=SOURCE), (None,) * 3),
+        (ImageNode(id_="n", text="", metadata={"by": "Ada"}, relationships=SOURCE), ('["d", null, "n"]', None, None)),
+        (
+            TextNode(id_="n", text="Otto.", metadata={"a": 1}, text_template="{metadata_str}", relationships=SOURCE),
+            ('["d", null, "n"]', None, None),
+        ),
     ],
 )
 def test_places(node: BaseNode, place: tuple[str | None, int | None, str | None]) -> None:
@@ -143,7 +146,8 @@ def test_levels_of_a_hierarchy(chroma: ChromaVectorStore, llm: BlendLLM, embeddi
     index = VectorStoreIndex(leaves, storage_context=context, embed_model=embedding)
     assert warm_index(index, nodes=nodes).unchanged == len(leaves)
     roots = [node.node_id for node in nodes if node.parent_node is None]
-    assert llm.engine.document("d0") == roots and len(roots) > 1
+    [document] = set(llm.engine.places(roots))
+    assert llm.engine.document(str(document)) == roots and len(roots) > 1
     readings = llm.engine.places([node.node_id for node in nodes])
     for node, reading in zip(nodes, readings, strict=True):
         ids = [each.node_id for each in nodes if each.parent_node == node.parent_node]
@@ -155,10 +159,7 @@ def test_levels_of_a_hierarchy(chroma: ChromaVectorStore, llm: BlendLLM, embeddi
         node.node_id for node in leaves
     }
     assert response.metadata["blend"]["misses"] == 0
-    # Parents that prompts alone have brought go with their document, too.
-    llm.engine.delete(roots)
-    engine.query("Mara")
-    llm.engine.flush()
+    # Parents go with their document, too.
     index.delete_ref_doc("d0")
     llm.engine.delete(llm.engine.heads())
     assert (llm.engine.ids(), llm.engine.store.stats().entries) == ([], 0)
@@ -259,10 +260,11 @@ def test_what_others_have_or_deleted(make_llm: MakeLLM, tmp_path: Path, embeddin
     store.add(facts(embedding, "c")[:1])
     others = {f"b{number}" for number in range(5)}
     assert set(llm.engine.ids()) == {"a0", "a4", "c0", *others}
-    met = Chunk("A parent that a prompt brought.", "parent", source="d")
-    llm.engine.prefill(BlendPrompt("Hi.", [met], "Why?"))
-    llm.engine.flush()
+    # Nodes above others are in a docstore, and go with their document.
+    below = {NodeRelationship.CHILD: [RelatedNodeInfo(node_id="c0")]}
+    store.encoder.encode([TextNode(id_="parent", text="Of all of it.", relationships=SOURCE | below)])
+    assert store.sync() == 0
     store.delete("d")
-    assert set(llm.engine.ids()) == {"parent", *others}
+    assert set(llm.engine.ids()) == others
     other.delete("d")
     assert llm.engine.ids() == []

@@ -86,7 +86,8 @@ class Watched:
         self, prompt: BlendPrompt, names: dict[str, Chunk], records: Collection[NodeRecord]
     ) -> GenerationResult:
         """Return what comes of a prompt where these names, and no others, were just given, and nothing is encoded."""
-        self.engine.delete(self.engine.ids())
+        met = [str(each.id) for each in prompt.segments if isinstance(each, Chunk)]
+        self.engine.delete([*self.engine.ids(), *met])
         self.engine._store.name(self.engine.namespace, records)
         segments = [
             (each if names.get(str(each.id), each).text == each.text else Chunk(each.text))
@@ -108,10 +109,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         # In the collection: the document and the text of each node.
         self.live: dict[str, tuple[str, str]] = {}
-        # In the engine: the chunk of each name.
+        # In the engine: the chunk of each name, which was added.
         self.names: dict[str, Chunk] = {}
-        # Those of them that were added; the others were met in a prompt.
-        self.owned: set[str] = set()
         self.open()
 
     def open(self) -> None:
@@ -132,31 +131,23 @@ class IndexMachine(RuleBasedStateMachine):
         for node in nodes:
             self.live[node.node_id] = (document, node.get_content())
             self.names[node.node_id] = self._chunk(node.node_id)
-            self.owned.add(node.node_id)
 
     def _chunk(self, node_id: str) -> Chunk:
         document, text = self.live[node_id]
         return Chunk(text, node_id, document=document, start=PLACE * int(node_id.split("/")[1]))
 
     def _gone(self, node_ids: set[str], whole: str | None = None) -> None:
-        """Take nodes away, all of a `whole` document, and what prompts brought of documents that nothing was added of."""
-        node_ids = node_ids | {node_id for node_id in self.live.keys() | self.owned if node_id.split("/")[0] == whole}
-        touched = {node_id.split("/")[0] for node_id in node_ids & self.names.keys()} | {whole}
-        for node_id in node_ids:
-            self.live.pop(node_id, None)
-            # What prompts brought is named by its document's end.
-            if whole is None or node_id in self.owned:
+        """Take nodes away, all of a `whole` document."""
+        for node_id in self.live.keys() | self.names.keys():
+            if node_id in node_ids or node_id.split("/")[0] == whole:
+                self.live.pop(node_id, None)
                 self.names.pop(node_id, None)
-        self.owned -= node_ids
-        ended = touched - {node_id.split("/")[0] for node_id in self.owned}
-        self.names = {id: chunk for id, chunk in self.names.items() if id.split("/")[0] not in ended}
 
     def _synced(self, documents: set[str], spared: set[str]) -> None:
         """Take away the names of nodes of documents that were deleted behind the store's back."""
-        lost = {id for id in self.owned - self.live.keys() - spared if id.split("/")[0] in documents}
-        self.owned -= lost
-        ended = {id.split("/")[0] for id in lost} - {id.split("/")[0] for id in self.owned | spared}
-        self.names = {id: chunk for id, chunk in self.names.items() if id not in lost and id.split("/")[0] not in ended}
+        for id in self.names.keys() - self.live.keys() - spared:
+            if id.split("/")[0] in documents:
+                del self.names[id]
 
     @rule(document=DOCUMENTS, text=TEXTS)
     def insert(self, document: str, text: str) -> None:
@@ -194,7 +185,6 @@ class IndexMachine(RuleBasedStateMachine):
     def warm(self) -> None:
         warm_index(self.index)
         self.names.update({node_id: self._chunk(node_id) for node_id in self.live})
-        self.owned |= self.live.keys()
         self._synced({document for document, _ in self.live.values()}, set())
         self.check()
 
@@ -263,13 +253,16 @@ class IndexMachine(RuleBasedStateMachine):
             live, named = self.live[str(chunk.id)][1], self.names.get(str(chunk.id))
             if named is not None and named.text != live:
                 assert chunk.hit or chunk.reason == OTHER_TEXT
-            elif not chunk.hit:
-                self.names.setdefault(str(chunk.id), Chunk(live, str(chunk.id)))
         self.engine.flush()
         records = self._records().values()
         assert self.naive.answer_anew(prompt, self.names, records).token_ids == result.token_ids
 
     def teardown(self) -> None:
+        # What prompts alone brought goes with its ids, too.
+        ids = [f"d{document}/{number}" for document in range(3) for number in range(2)]
+        self.engine.delete([*ids, *self.engine.heads()])
+        stats = self.engine.store.stats()
+        assert (stats.nodes, stats.entries, stats.ram_bytes) == (0, 0, 0)
         self.engine.close()
         self.client.delete_collection(self.collection.name)
         shutil.rmtree(self.folder)

@@ -18,19 +18,17 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of
+from cacheblend_rag.store.documents import Drafts, NamedPiece
 from cacheblend_rag.store.folder import locked
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import (
     Names,
     NamesSource,
     drop_nameless,
-    end_sources,
     keys_of,
     kv_of,
     look_up,
     remove_names,
-    sources_of,
     write_names,
 )
 from cacheblend_ray.table import NameTable, Session, Unit, UnitName
@@ -153,13 +151,12 @@ class SharedNames(Names):
             self._drop(self._adopt(namespace, list(group)))
 
     def _adopt(self, namespace: str, units: Sequence[Unit]) -> Dropped:
-        """Have units be what they are elsewhere, whatever they were here; what prompts brought of what has ended goes with it."""
+        """Have units be what they are elsewhere, whatever they were here."""
         ids = {piece.record.id for unit in units for piece in unit.pieces}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             held = [id for unit in units for id in _held(drafts, unit.name)]
             replaced = keys_of(connection, namespace, [*held, *ids])
             keys = kv_of(connection, namespace, replaced, drafts)
-            sources = sources_of(connection, namespace, replaced)
             remove_names(connection, namespace, [id for id in held if id in replaced and id not in ids], drafts)
             # Their order, and how long they live, are what they are elsewhere too.
             drafts.remove(ids)
@@ -172,33 +169,19 @@ class SharedNames(Names):
             # All at once, since chunks may have been read behind each other.
             for tenant, records in written.items():
                 write_names(connection, namespace, tenant, records, targets)
-            _, _, more = end_sources(connection, namespace, sources, drafts)
             drafts.save()
-            return drop_nameless(connection, [*keys, *more])
+            return drop_nameless(connection, keys)
 
     def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
         readers = look_up(connection, namespace, list(drafts.readers))
         # What they were read behind is gone: in the log their documents, loaded by this, may have it no longer either.
         bereft = [each.id for each in readers if each is not None and each.later is None]
-        loose = [id for id in bereft if drafts.document_of(id) is None]
-        alone = [*alone, *(set(loose) - self._own(connection, namespace, loose))]
+        alone = [*alone, *(id for id in bereft if drafts.document_of(id) is None)]
         units = list(_units_now(connection, namespace, drafts, alone))
-        seen = {
-            id for unit in units for piece in unit.pieces if piece.record.later for id, _ in piece.record.later.seen
-        }
-        own = self._own(connection, namespace, seen - set(alone))
         session = self._session
         if session is not None and units:
-            session.change([unit.without(own) for unit in units])
+            session.change(units)
             _note(connection, session)
-
-    def _own(self, connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> set[str]:
-        """Return those of some ids that only prompts to this machine brought, so that others could not delete them."""
-        if self._session is None:
-            return set()
-        loose = [id for id in ids if document_of(connection, namespace, id) is None]
-        there = self._session.has([UnitName(namespace, id=id) for id in loose])
-        return {id for id, is_there in zip(loose, there, strict=True) if not is_there}
 
     @contextmanager
     def _alone(self, patience_s: float) -> Iterator[None]:

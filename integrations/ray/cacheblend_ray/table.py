@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sql
@@ -73,16 +73,6 @@ class Unit:
         laters = (piece.record.later for piece in self.pieces)
         return any(id not in own for later in laters if later is not None for id, _ in later.seen)
 
-    def without(self, ids: Set[str]) -> Unit:
-        """Return it with nothing that was read behind these chunks."""
-        pieces = [
-            piece._replace(record=replace(piece.record, later=None))
-            if piece.record.later is not None and not ids.isdisjoint(id for id, _ in piece.record.later.seen)
-            else piece
-            for piece in self.pieces
-        ]
-        return replace(self, pieces=pieces)
-
     def row(self, position: int) -> dict[str, Any]:
         """Return it as a row of the table."""
         state = _STATE.dump_json(list(self.pieces)).decode() if self.pieces else None
@@ -119,15 +109,6 @@ class Session:
             last = rows[-1]
             of_same = (_UNITS.c.position == last.position) & (_UNITS.c.name > last.name)
             behind = (_UNITS.c.position > last.position) | of_same
-
-    def has(self, names: Sequence[UnitName]) -> list[bool]:
-        """Return of each of some names whether there is such a unit."""
-        packed = [name.packed() for name in names]
-        found: set[str] = set()
-        for start in range(0, len(packed), _PAGE):
-            some = _UNITS.c.name.in_(packed[start : start + _PAGE]) & _UNITS.c.state.is_not(None)
-            found.update(self._connection.execute(sql.select(_UNITS.c.name).where(some)).scalars())
-        return [name in found for name in packed]
 
     def change(self, units: Sequence[Unit]) -> None:
         """Give units their states for all machines, and end the change; a second call of the same change does nothing."""

@@ -22,7 +22,7 @@ from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import AddResult
 from cacheblend_serve.responses import event_stream, unless_left
 from cacheblend_serve.server import FromLibrary, FromServer, Server, in_thread
-from cacheblend_serve.wire import AddRequest, DeleteRequest, DocumentRequest, IdsRequest, StoreRequest
+from cacheblend_serve.wire import AddRequest, DocumentRequest, IdsRequest, StoreRequest
 
 __all__ = ["router"]
 
@@ -53,9 +53,8 @@ async def _add_chunks(body: AddRequest, request: Request, server: FromServer, li
 
 
 @router.post("/v1/chunks/delete")
-def _delete_chunks(request: DeleteRequest, library: FromLibrary) -> Response:
-    made = library.indexed(request.sources) if request.sources else []
-    return JSONResponse({"deleted": library.delete([*request.ids, *made], sources=request.sources)})
+def _delete_chunks(request: IdsRequest, library: FromLibrary) -> Response:
+    return JSONResponse({"deleted": library.delete(request.ids)})
 
 
 @router.post("/v1/chunks/records")

@@ -19,7 +19,6 @@ __all__ = [
     "ChunkItem",
     "CompletionRequest",
     "Decoding",
-    "DeleteRequest",
     "DocumentItem",
     "DocumentRequest",
     "IdsRequest",
@@ -271,8 +270,6 @@ class _Placed(_Sent):
     document: str | None = Field(default=None, min_length=1)
     start: int | None = Field(default=None, ge=0, lt=2**62)
     body: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
-    source: str | None = None
-    indexed: bool = False
 
     def chunk(self) -> Chunk:
         """Return the chunk."""
@@ -370,13 +367,6 @@ class DocumentRequest(StoreRequest):
 
 
 class IdsRequest(_Sent):
-    """A request about stored chunks: what is known of them, or to read their KV ahead."""
+    """A request about stored chunks: what is known of them, to read their KV ahead, or to delete them."""
 
     ids: list[str] = Field(min_length=1, max_length=_MOST_CHUNKS)
-
-
-class DeleteRequest(_Sent):
-    """A request to forget chunks, by their ids or by what they were made of."""
-
-    ids: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
-    sources: list[str] = Field(default=[], max_length=_MOST_CHUNKS)

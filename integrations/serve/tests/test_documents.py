@@ -60,11 +60,9 @@ def pages(client: httpx.Client, path: str, limit: int) -> list[dict[str, Any]]:
 def test_a_list_has_everything_once_in_order_whatever_its_pages(listing: Any, ids: list[str], limit: int) -> None:
     engine, client = listing
     engine.delete(engine.ids())
-    chunks = [
-        Chunk(CHUNKS["mara"], id, document=id[:1] if n % 2 else None, indexed=n % 3 == 0) for n, id in enumerate(ids)
-    ]
+    chunks = [Chunk(CHUNKS["mara"], id, document=id[:1] if n % 2 else None) for n, id in enumerate(ids)]
     engine.add(chunks)
-    wanted = [{"id": each.id, "document": each.document, "indexed": each.indexed} for each in chunks]
+    wanted = [{"id": each.id, "document": each.document} for each in chunks]
     assert pages(client, "/v1/chunks", limit) == sorted(wanted, key=lambda each: each["id"])
     documents = {each.document for each in chunks if each.document is not None}
     assert [each["id"] for each in pages(client, "/v1/documents", limit)] == sorted(documents)

@@ -13,7 +13,7 @@ from cacheblend_pml import Schemas
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, errors
 from cacheblend_rag.chat.answer import Deadline, Ending
 from cacheblend_rag.chat.grammar import Guide
-from cacheblend_rag.engine import Engine
+from cacheblend_rag.engine import ChunkCollection, Engine
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
@@ -21,11 +21,11 @@ from integrations.serve.tests.conftest import Serve, engine_of, serving
 from integrations.serve.tests.test_answers import ask, events
 from tests.thinking import Dictation
 
-PIECE = partial(Chunk, document="mara", source="mara.txt", indexed=True)
+PIECE = partial(Chunk, document="mara")
 STORY = [
     PIECE("Mara Lind was born in Oslo and moved north.\n", "born", start=0),
     PIECE("She works at the harbour as a rope maker.\n", "works", start=44),
-    Chunk("A striped goat called Pim lives there too.\n", "goat", indexed=True),
+    Chunk("A striped goat called Pim lives there too.\n", "goat"),
 ]
 HEAD = FixedText("Answer the question from the context only.\n\n")
 PROMPT = BlendPrompt(HEAD, ["works", "goat", Chunk("Nobody else is there.\n")], "\nQuestion: Who works?")
@@ -112,13 +112,13 @@ def test_names_are_those_of_the_engine(
 def test_what_is_deleted_is_gone(engine: BlendEngine, served: ServedEngine) -> None:
     job = served.add(STORY, background=True)
     assert (job.result(60).named, job.progress) == (3, (3, 3))
-    shelf = served.collection(lambda ids: set())
-    assert sorted(served.indexed()) == ["born", "goat", "works"]
+    shelf = ChunkCollection(served, lambda ids: set())
+    assert (sorted(served.ids()), sorted(served.ids(within="mar"))) == (["born", "goat", "works"], ["born", "works"])
     # What a vector store loses behind our back is not noticed at a server.
-    assert shelf.sync() == 0
-    served.add([Chunk("Later.", "later", indexed=True)])
+    assert shelf.sync(served.ids()) == 0
+    served.add([Chunk("Later.", "later")])
     assert served.delete(["goat"]) == 1
-    shelf.forget([], ["mara.txt"])
+    assert shelf.sync(served.document("mara"), deleted=True) == 2
     assert engine.ids() == ["later"]
     assert (served.sync(["later"]), served.sync([])) == (0, 1)
 
@@ -154,7 +154,6 @@ def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
     for refused in (
         partial(served.add, STORY, whole=True),
         partial(served.estimate, STORY),
-        partial(served.indexed, ["mara.txt"]),
         partial(served.generate, BlendPrompt(segments=["a", "b"], positions=[0, 5]), 4),
         partial(served.generate, BlendPrompt(segments=["a"], skip_unknown=True), 4),
         partial(served.generate, PROMPT_OF_TEXT, 4, wait_s=1),

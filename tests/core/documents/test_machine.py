@@ -30,6 +30,8 @@ TEXTS = {"d0": words(30, 1).split(), "d1": words(30, 1).split(), "d2": words(30,
 HEAD = "t90 t91 "
 LIVES = st.sampled_from([None, None, 50.0, 100.0])
 SOME_IDS = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
+# Only met in prompts.
+MET = {f"m{number}": words(9, 3 + number) for number in range(2)}
 
 
 @cache
@@ -184,6 +186,15 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         self.change(lambda: engine.prefill(BlendPrompt("t5 t6", known, "t7 t8")))
         self.live_on(self.settings["config"].ttl_s, known)
 
+    @stateful.rule(second=st.booleans(), met=st.sampled_from(sorted(MET)), ids=SOME_IDS)
+    def meet(self, second: bool, met: str, ids: list[str]) -> None:
+        """Ask with a text that was never added, which is not named for that."""
+        known = [id for id in ids if id in self.readings()]
+        engine = self.engines[second]
+        for _ in range(2):
+            self.change(lambda: engine.prefill(BlendPrompt("t5 t6", [Chunk(MET[met], met), *known], "t7 t8")))
+        self.live_on(self.settings["config"].ttl_s, known)
+
     @stateful.rule(second=st.booleans(), ids=SOME_IDS)
     def prefetch(self, second: bool, ids: list[str]) -> None:
         known = [id for id in ids if id in self.readings()]
@@ -241,6 +252,8 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
                 self.engines[0].delete(self.engines[0].ids())
                 for second, engine in enumerate(self.engines):
                     assert engine.ids() == []
+                    # What was met in its prompts alone goes with its ids, and with what it has seen.
+                    assert engine.delete([*IDS, *MET]) == 0
                     stats = store_of(engine).stats()
                     assert (stats.nodes, stats.entries, stats.disk_bytes) == (0, 0, 0)
                     assert (stats.ram_bytes, stats.device_bytes) == (0, 0)

@@ -174,20 +174,6 @@ def test_threads_look_up_while_others_write(pair: tuple[KVStore, KVStore]) -> No
 # What goes with what.
 
 
-def test_what_prompts_brought_goes_with_a_deletion_elsewhere(pair: tuple[KVStore, KVStore]) -> None:
-    one, two = pair
-    one.name(NAMESPACE, [piece("a", "d", 0)])
-    assert ids_of(two) == ["a"]
-    met = NodeRecord("window", key_of(5), "5" * 32, (5,), source="d")
-    two.put_later(key_of(5), make_kv(5), NAMESPACE, [met, record("loose", 5)])
-    two.settle()
-    assert ids_of(two) == ["a", "loose", "window"]
-    # Of the one id the first machine knows nothing, of the other it knows the source.
-    one.forget(NAMESPACE, ["loose", "a"], "")
-    assert ids_of(two) == []
-    assert two.holds([key_of(5)]) == [False]
-
-
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 @pytest.mark.parametrize("by", [0, 1])
 def test_what_has_seen_a_chunk_goes_with_it(names: str, pair: tuple[KVStore, KVStore], how: str, by: int) -> None:
@@ -213,21 +199,12 @@ def test_what_has_seen_a_chunk_goes_with_it(names: str, pair: tuple[KVStore, KVS
         assert store.holds(laters) == [False] * 3
 
 
-def test_what_only_prompts_brought_stays_on_its_machine(names: str, pair: tuple[KVStore, KVStore]) -> None:
+def test_heads_stay_on_their_machine(names: str, pair: tuple[KVStore, KVStore]) -> None:
     one, two = pair
-    secret = NodeRecord("met", key_of(5), "5" * 32, (77001, 77002))
-    one.name(NAMESPACE, [piece("a", "d", 0, 1), record("l", 2)])
-    one.put_later(key_of(5), make_kv(5), NAMESPACE, [secret])
-    # One was read behind what a prompt brought, and what a prompt brought behind one.
-    one.put_later(key_of(6), make_kv(6), NAMESPACE, [behind(record("own", 6), record("l", 2))])
+    one.put_later(key_of(5), make_kv(5), NAMESPACE, {}, NodeRecord("head", key_of(5), "5" * 32, (77001, 77002)))
     one.settle()
-    one.name(NAMESPACE, [behind(piece("b", "d", 10, 3), secret), behind(record("m", 4), record("l", 2))])
-    assert laters_of(one, ["b"]) != [None]
-    assert laters_of(two, ["b"]) == [None]
-    two.forget(NAMESPACE, ["l"])
-    assert laters_of(one, ["own", "m"]) == [None, None]
-    one.forget(NAMESPACE, ["a"])
-    assert (ids_of(one), ids_of(two)) == (["b", "m", "met", "own"], ["b", "m"])
+    one.name(NAMESPACE, [piece("a", "d", 0, 1)])
+    assert (ids_of(one), ids_of(two)) == (["a", "head"], ["a"])
     assert not is_said(names, "77001")
 
 

@@ -11,24 +11,25 @@ import threading
 import weakref
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, overload
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text, chunk_list, id_list
+from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text, chunk_list, id_list, is_part
 from cacheblend_rag.config import SERVER_KEY_VARIABLE, BlendConfig, EngineConfig
 from cacheblend_rag.engine.background import AddJob, Jobs, in_thread
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult
 from cacheblend_rag.engine.many import options_of_each
-from cacheblend_rag.engine.protocol import AddOptions, EngineCollection, Present
+from cacheblend_rag.engine.protocol import AddOptions
 from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.report import AddResult, WarmEstimate
@@ -81,6 +82,8 @@ class ServedEngine:
     ConfigError
         If it refuses the key.
     """
+
+    is_shared = True
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self._server = Connection(url, os.environ.get(SERVER_KEY_VARIABLE) if key is None else key)
@@ -194,18 +197,13 @@ class ServedEngine:
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         raise ConfigError("an estimate needs an engine in this process; make a BlendEngine of the model")
 
-    def delete(self, ids: Iterable[str], *, sources: Iterable[str] = ()) -> int:
-        """Forget chunks, and all that is made of `sources`; return how many there were."""
-        given = {"ids": id_list(ids), "sources": id_list(sources)}
-        bodies = [{name: part} for name, items in given.items() for part in _parts(items, _BATCH)]
-        return sum(self._server.read("/v1/chunks/delete", body)["deleted"] for body in bodies)
+    def delete(self, ids: Iterable[str]) -> int:
+        parts = _parts(id_list(ids), _BATCH)
+        return sum(self._server.read("/v1/chunks/delete", {"ids": part})["deleted"] for part in parts)
 
     def sync(self, present_ids: Iterable[str]) -> int:
         present = set(id_list(present_ids))
-        return self.delete(id for id in self.indexed() if id not in present)
-
-    def collection(self, present: Present) -> EngineCollection:
-        return _ServedCollection(self)
+        return self.delete(id for id in self.ids() if id not in present and not is_part(id))
 
     def document(self, document: str) -> list[str]:
         try:
@@ -216,15 +214,11 @@ class ServedEngine:
     def places(self, ids: Sequence[str]) -> list[str | None]:
         return [None if found is None else found["document"] for found in self._found(ids)]
 
-    def ids(self) -> list[str]:
-        return [each["id"] for each in self._listed()]
-
-    def indexed(self, sources: Iterable[str] | None = None) -> list[str]:
-        if sources is not None:
-            raise ConfigError(
-                "which chunks are made of a source needs an engine in this process; delete(sources=) needs none"
-            )
-        return [each["id"] for each in self._listed() if each["indexed"]]
+    def ids(self, within: str | None = None) -> list[str]:
+        if within is None:
+            return list(self._listed("/v1/chunks"))
+        begun = takewhile(lambda name: name.startswith(within), self._listed("/v1/documents", within))
+        return [id for name in begun for id in self.document(name)]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         return _records.validate_python(list(self._found(ids)))
@@ -245,12 +239,13 @@ class ServedEngine:
         for part in _parts(id_list(ids), _BATCH):
             yield from self._server.read("/v1/chunks/records", {"ids": part})["data"]
 
-    def _listed(self) -> Iterator[dict[str, Any]]:
-        after, has_more = "", True
+    def _listed(self, path: str, after: str = "") -> Iterator[str]:
+        has_more = True
         while has_more:
-            page = self._server.read("/v1/chunks", after=after)
-            yield from page["data"]
-            has_more, after = page["has_more"], page["data"][-1]["id"] if page["data"] else after
+            page = self._server.read(path, after=after)
+            ids = [each["id"] for each in page["data"]]
+            yield from ids
+            has_more, after = page["has_more"], ids[-1] if ids else after
 
     # Prompts
 
@@ -376,21 +371,6 @@ def served_engine(url: str) -> ServedEngine:
 
 _engines: weakref.WeakValueDictionary[tuple[str, str | None], ServedEngine] = weakref.WeakValueDictionary()
 _engines_lock = threading.Lock()
-
-
-class _ServedCollection:
-    """The chunks of a server that a vector store here has: what is deleted through its wrapper is forgotten there."""
-
-    # What the vector store loses in another way is not noticed, since others fill the same tenant's store meanwhile. It is not
-    # retrieved any more, and so not used; `ServedEngine.sync` forgets it.
-    def __init__(self, engine: ServedEngine) -> None:
-        self._engine = engine
-
-    def forget(self, ids: Sequence[str], sources: Sequence[str] = ()) -> None:
-        self._engine.delete(ids, sources=sources)
-
-    def sync(self, sources: Collection[str] | None = None, spared: Collection[str] = ()) -> int:
-        return 0
 
 
 def _sendable(chunks: list[Chunk], on_refused: Callable[[Chunk, PromptError], None] | None) -> list[Chunk]:
