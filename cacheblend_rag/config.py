@@ -59,12 +59,9 @@ class SettingsBase(BaseSettings):
 
     @classmethod
     def of(cls: type[_Settings], given: Any) -> _Settings:
-        """Return settings as they were given, those of the environment for None, or those that a mapping holds.
-
-        `ConfigError` if they are of another type.
-        """
-        if given is None or isinstance(given, Mapping):
-            return cls(**(given or {}))
+        """Return settings as they were given, or those of the environment for None; `ConfigError` if they are of another type."""
+        if given is None:
+            return cls()
         if not isinstance(given, cls):
             raise ConfigError(f"expected {cls.__name__}, not the {type(given).__name__} {given!r:.40}")
         return given

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, run_in_executor
@@ -116,8 +116,7 @@ class BlendModel(DecodingFields):
                 "into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
             )
         generation_options(fields.get("generation_kwargs") or {})
-        blend = None if blend_config is None else BlendConfig.of(blend_config)
-        config = None if engine_config is None else EngineConfig.of(engine_config)
+        blend, config = _settings(blend_config, BlendConfig), _settings(engine_config, EngineConfig)
         loads = engine is None and server is None
         engine = model_engine(
             model,
@@ -157,7 +156,7 @@ class BlendModel(DecodingFields):
         """Merge the options of this object and of one call, which wins; `thinking` says how thoughts are told from the answer."""
         given = checked_options({**kwargs, "stop": stop})
         asked = given.pop("blend_config", None)
-        blend = self.blend_config if asked is None else BlendConfig.of(asked)
+        blend = self.blend_config if asked is None else _settings(asked, BlendConfig)
         model = given.pop("model", None)
         if model is not None and model != self.model:
             raise ConfigError(
@@ -271,3 +270,11 @@ class BlendModel(DecodingFields):
                 written["kwargs"][name] = settings.model_dump(mode="json", exclude_unset=True, exclude=_SECRET)
         written["kwargs"] |= {name: value for name, value in loaded.items() if value}
         return written
+
+
+_Settings = TypeVar("_Settings", BlendConfig, EngineConfig)
+
+
+def _settings(given: _Settings | Mapping[str, Any] | None, kind: type[_Settings]) -> _Settings | None:
+    """Return settings that may be given as a mapping, as in what was written down; None for None."""
+    return kind(**given) if isinstance(given, Mapping) else None if given is None else kind.of(given)
