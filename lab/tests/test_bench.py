@@ -44,7 +44,7 @@ def test_figures_and_tables() -> None:
     assert [percentile([float(number) for number in range(200)], share) for share in (50, 99)] == [100, 198]
     assert shown([{"a_s": 1, "a_min_s": 1, "b": None}, {"a_s": 2, "b": None, "c": 0}]) == ["a_s", "c"]
     values = {"a_s": 0.002, "a_per_s": 1234.5, "a_bytes": 1500, "share": 0.12345, "count": 1200, "name": "x"}
-    assert [cell(*each) for each in values.items()] == ["2 ms", "1,234", "1.5 KB", "0.123", "1,200", "x"]
+    assert [cell(*each) for each in values.items()] == ["2 ms", "1,234", "1.5 kB", "0.123", "1,200", "x"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
