@@ -135,8 +135,9 @@ check-others: $(STAMP)  ## the tests of the lab, both frameworks, the attachment
 
 .PHONY: check-vllm
 check-vllm: $(VLLM_STAMP) $(STAMP)  ## the tests that need vLLM, in a virtual environment of its own, and clients' that ask it from this one
-	$(VLLM_VENV)/bin/python -m pytest -m "not full" -n 2 --dist loadfile -o filterwarnings=default -rN integrations/vllm/tests
-	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -k vllm integrations/serve/tests/test_clients.py
+	@# At once, since both wait for servers that start.
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -k vllm integrations/serve/tests/test_clients.py & clients=$$!; \
+		$(VLLM_VENV)/bin/python -m pytest -m "not full" -n 2 --dist loadfile -o filterwarnings=default -rN integrations/vllm/tests; wait $$clients
 
 .PHONY: check-vllm-newest
 check-vllm-newest: $(VLLM_STAMP)  ## the same with the newest vLLM for CPUs, where that is another than the tested one

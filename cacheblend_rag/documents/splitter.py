@@ -30,7 +30,7 @@ def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
     texts: dict[str, str] = {}
     left_out: dict[Path, str] = {}
     seen: set[str] = set()
-    for file in chain.from_iterable(_files(path) if path.is_dir() else [path] for path in paths):
+    for file in chain.from_iterable(_files(path, left_out) if path.is_dir() else [path] for path in paths):
         if (found := os.path.realpath(file)) in seen:
             continue
         seen.add(found)
@@ -44,12 +44,16 @@ def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
     return texts, left_out
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, left_out: dict[Path, str]) -> Iterator[Path]:
     """Yield the files below a folder that may have text, but for hidden ones and those in linked folders."""
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix.lower() in SUFFIXES and not is_hidden and path.is_file():
-            yield path
+
+    def leave_out(error: OSError) -> None:
+        left_out[Path(error.filename)] = str(error.strerror)
+
+    for place, folders, names in os.walk(folder, onerror=leave_out):
+        folders[:] = (name for name in folders if not name.startswith("."))
+        paths = (Path(place, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
 
 
 def cut(texts: Mapping[str, str], count_tokens: TokenCount, chunk_tokens: int) -> list[Chunk]:
