@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model.cache import KVCache
@@ -70,10 +71,29 @@ class LayerCalls:
     updates: list[int] = field(default_factory=list)
 
 
+class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch annotates it in part
+    """Counts floating-point operations."""
+
+    # Not torch's FlopCounterMode: that watches modules, and fails where one is called with parameters (DBRX).
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 class _NotingCache(KVCache):
     """Notes which layer hands over its KV, and how much arithmetic was done by then."""
 
-    def __init__(self, num_layers: int, flops: FlopCounterMode) -> None:
+    def __init__(self, num_layers: int, flops: _Flops) -> None:
         super().__init__(num_layers)
         self._flops = flops
         self.at_update: list[tuple[int, int]] = []
@@ -81,7 +101,7 @@ class _NotingCache(KVCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.at_update.append((layer_idx, self._flops.get_total_flops()))
+        self.at_update.append((layer_idx, self._flops.total))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
@@ -90,7 +110,7 @@ def watch_layer_calls(
     decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor]
 ) -> LayerCalls:
     """See, in a run of a few tokens and one of a few more, how the arguments of layers grow; ``ids(count)`` gives these."""
-    flops = FlopCounterMode(display=False)
+    flops = _Flops()
     noting = _NotingCache(len(layers), flops)
     calls = LayerCalls()
     shapes: list[dict[str, set[tuple[int, ...]]]] = [{}, {}]
@@ -102,7 +122,7 @@ def watch_layer_calls(
     def note(number: int, arguments: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
             called.append(number)
-            starts.append(flops.get_total_flops())
+            starts.append(flops.total)
             for argument, value in arguments.items():
                 for path, tensor in _tensors_in(argument, value):
                     seen.setdefault(path, set()).add(tuple(tensor.shape))
