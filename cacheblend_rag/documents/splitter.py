@@ -51,8 +51,8 @@ def _files(folder: Path, left_out: dict[Path, str]) -> Iterator[Path]:
         left_out[Path(error.filename)] = str(error.strerror)
 
     for place, folders, names in os.walk(folder, onerror=leave_out):
-        folders[:] = (name for name in folders if not name.startswith("."))
-        paths = (Path(place, name) for name in names if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = (Path(place, name) for name in sorted(names) if not name.startswith("."))
         yield from (path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
 
 
