@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -62,12 +62,20 @@ def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> s
     # Compact but for one blank after separators, as models write JSON; endless whitespace would be JSON too.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     grammar = f"start: {before} %json {json.dumps(schema | {'x-guidance': form})} {after}"
-    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
+    problem = _problem(grammar)
     if problem:
         # Behind the reason stands the whole grammar.
         reason = problem.partition("\n   1 | ")[0]
         raise ConfigError(f"this JSON schema cannot be enforced: {reason}; leave that part out of the schema")
     return grammar
+
+
+# The same few schemas are asked for again and again, by one call more than once.
+@lru_cache(maxsize=64)
+def _problem(grammar: str) -> str:
+    """Return what is wrong with a grammar; empty for nothing."""
+    problem: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
+    return problem
 
 
 def after_thoughts(grammar: str, thinking: Thinking | None) -> str:

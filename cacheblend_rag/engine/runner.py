@@ -226,9 +226,8 @@ class Runner:
         plan = request.state.plan
         if not request.shares or not request.blend.enabled or plan is None:
             return
-        # Nothing was computed for a stream that was closed before its turn came.
         layers = cache.kv_layers[: self._supply.num_kv_layers]
-        is_whole = all(layer.held_tokens and not layer.evicted_tokens for layer in layers)
+        is_whole = not any(layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(request.prompt.layout, len(request.state.output_ids)) is None:
             ratio = None if plan.selection is None else _effective(request.blend)
             kv, rows = cache.kv(), layers[0].held_tokens

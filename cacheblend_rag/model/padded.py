@@ -68,7 +68,7 @@ def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor
 
     Until then the cache says that it is empty, as ``generate`` finds it before a prefill. The caller has the model's lock.
     """
-    # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
+    # What wraps a model (adapters) hands generate on to the model inside.
     model = unwrapped(model)
     forward, own = model.forward, vars(model).get("forward")
     with ExitStack() as stack:
@@ -89,7 +89,6 @@ def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor
                 else:
                     model.forward = own
 
-        # What is compiled would be compiled anew for every answer.
         stack.callback(restore)
         cache.is_hidden = True
         model.forward = answer
