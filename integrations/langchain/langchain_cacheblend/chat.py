@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, Literal
 
 from langchain_core.documents import Document
@@ -213,12 +212,13 @@ class ChatBlend(BlendModel, BaseChatModel):
             llm = self.bind(response_format=asked, ls_structured_output_format=traced, **kwargs)
         else:
             raise ConfigError(f"method={method!r} is not known; give json_schema, json_mode or function_calling")
-        parser = RunnableLambda(form.parse)
         if not include_raw:
-            return llm | parser
-        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
-        failed = RunnablePassthrough.assign(parsed=lambda _: None)
-        return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+            return llm | RunnableLambda(form.parse)
+        # A fallback would come too late for a stream, which has begun.
+        return RunnableMap(raw=llm) | RunnablePassthrough.assign(
+            parsed=lambda given: form.attempt(given["raw"])[0],
+            parsing_error=lambda given: form.attempt(given["raw"])[1],
+        )
 
     # How LangChain calls it
 

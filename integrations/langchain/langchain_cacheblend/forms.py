@@ -58,6 +58,13 @@ class AnswerForm:
         is_schema = isinstance(given, dict) and not given.keys() & {"function", "input_schema", "parameters"}
         return dict(given) if is_schema else convert_to_json_schema(given)
 
+    def attempt(self, message: Any) -> tuple[Any, AnswerFormError | None]:
+        """Return an answer as an object, or None and why it is none."""
+        try:
+            return self.parse(message), None
+        except AnswerFormError as error:
+            return None, error
+
     def parse(self, message: Any) -> Any:
         """Return an answer, or the arguments of its first call, as an object of the pydantic model, or as a dict.
 

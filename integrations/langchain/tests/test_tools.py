@@ -284,9 +284,12 @@ def test_raw_and_errors(llm: ChatBlend) -> None:
     assert isinstance(both["raw"], AIMessage)
     assert isinstance(both["parsed"], Person)
     assert both["parsing_error"] is None
-    short = llm.with_structured_output(Person, include_raw=True, max_tokens=3).invoke("Who?")
-    assert short["parsed"] is None
-    assert isinstance(short["parsing_error"], StructuredOutputError)
+    asked = llm.with_structured_output(Person, include_raw=True, max_tokens=3)
+    streamed = [part for piece in asked.stream("Who?") for part in piece.items()]
+    for short in (asked.invoke("Who?"), dict(streamed)):
+        assert short["parsed"] is None
+        assert isinstance(short["parsing_error"], StructuredOutputError)
+    assert len([name for name, _ in streamed if name == "raw"]) > 1
     unknown = {"title": "T", "type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     for schema, options in ((unknown, {}), (Person, {"method": "json"})):
         with pytest.raises(ConfigError):
