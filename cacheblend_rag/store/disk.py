@@ -105,19 +105,22 @@ class DiskTier:
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (disk_bytes)"
             )
         self.flush()
-        part = self.with_room(lambda: self.folder.write(encoded.buffers), encoded.nbytes)
-        try:
-            dropped = self.with_room(
-                lambda: self.index.add(
+
+        def write() -> dict[str, str]:
+            part = self.folder.write(encoded.buffers)
+            try:
+                return self.index.add(
                     key, encoded.nbytes, tenant, limit_bytes, lambda: self.folder.place(part, key), wanted
                 )
-            )
+            finally:
+                part.unlink(missing_ok=True)
+
+        try:
+            dropped = self.with_room(write, encoded.nbytes)
         except BaseException:
             with suppress(StoreError):
                 self.remove_orphan(key, wait=False)
             raise
-        finally:
-            part.unlink(missing_ok=True)
         self._discarded.discard(key)
         self.evicted.update(dropped.values())
         if dropped:

@@ -149,12 +149,7 @@ class StoreFolder:
         final = self.file_path(key)
         with storing(self.path):
             final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            try:
-                part.replace(final)
-            except FileNotFoundError:
-                # An earlier attempt may have brought it there.
-                if not final.exists():
-                    raise
+            part.replace(final)
 
     def remove(self, key: str) -> None:
         """Remove the file of a key; where that fails, it is there without an entry."""

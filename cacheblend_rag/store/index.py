@@ -66,15 +66,10 @@ class Index:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Give the reading connection to one thread at a time."""
+        """Give the reading connection to one thread at a time; all queries see the index as it is at the first."""
         self.check_open()
         with self._read_lock, self._translating():
-            yield self._current("reader")
-
-    @contextmanager
-    def snapshot(self) -> Iterator[sqlite3.Connection]:
-        """Read as `read` does; all queries see the index as it is at the first."""
-        with self.read() as connection:
+            connection = self._current("reader")
             connection.execute("BEGIN")
             try:
                 yield connection
@@ -161,11 +156,8 @@ class Index:
             return
         with self._read_lock:
             self._closed = True
-            if self._path is None:
-                self._finalizer()
-        if self._path is not None:
-            with self._write_lock:
-                self._finalizer()
+        with self._write_lock:
+            self._finalizer()
 
     # Entries; each method is one transaction.
 

@@ -39,7 +39,7 @@ class KVStore:
     the digest of the model and the tenant; several may lead to one key. All methods may be called from any thread.
 
     KV is on disk, with copies in RAM, each of which is served only while the disk has it, so that no deletion, by any process,
-    leaves a copy; without a disk RAM has all of it. The remote tier gets it packed by `codec`.
+    leaves a copy; without a disk RAM has all of it, and the remote tier gets it packed by `codec`.
     """
 
     def __init__(
@@ -127,11 +127,7 @@ class KVStore:
             self._fail(error)
             self._ram.keep(key, kv, tenant, tied=(namespace, frozenset(chunks if head is None else [head.id])))
             return
-        if self._disk is not None and self._ram.keep(key, kv, tenant, waits=True):
-            with suppress(RuntimeError):  # Python ends: it is written at once
-                self._writer.submit(self._write_waiting, key)
-                return
-        self._write(key, kv, tenant)
+        self._write_later(key, kv, tenant)
 
     def cache(
         self, key: str, kv: ChunkKV | PackedKV, namespace: str, ids: Iterable[str] = (), *, tenant: str = ""
@@ -178,7 +174,7 @@ class KVStore:
         finally:
             self._ram.drop([key])
             if self._offsite:
-                self._offsite.drop_later([key])
+                self._offsite.drop([key], wait=False)
 
     def name(self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "", whole: bool = False) -> None:
         """Record names in place of earlier ones of these ids, and drop KV that loses its last name."""
@@ -264,10 +260,11 @@ class KVStore:
 
     def _packed(self, key: str) -> PackedKV | None:
         """Return what is held here under a key as the remote tier gets it."""
-        found = self._find(key)
-        if found is None:
-            return None
-        return pack_kv(found.kv if isinstance(found, Entry) else packed_kv(found[0]), self._codec)
+        if self._disk is not None:
+            found = self._disk.find(key)
+            return None if found is None else packed_kv(found[0])
+        entry = self._ram.peek(key)
+        return None if entry is None else pack_kv(entry.kv, self._codec)
 
     def _store(self, key: str, kv: ChunkKV | PackedKV, tenant: str, wanted: Wanted | None, sends: bool = True) -> None:
         """Keep KV on disk, or without one in RAM, unless `wanted`, called in a transaction, returns False; and upload it."""
@@ -300,17 +297,22 @@ class KVStore:
 
     def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
         """Keep what was found in the remote tier alone, unless it lost its name meanwhile; on disk if it has one."""
-        with suppress(StoreError, RuntimeError):
+        with suppress(StoreError):
             tenant = self._names.leading_to(key)
-            if tenant is None or self._disk is None:
-                if tenant is not None or not was_named:
-                    self._ram.keep(key, kv, tenant or "")
-            elif self._ram.keep(key, kv, tenant, waits=True):
-                self._writer.submit(self._write_waiting, key, False)
-            else:
-                self._write(key, kv, tenant, False)
+            if tenant is not None and self._disk is not None:
+                self._write_later(key, kv, tenant, sends=False)
+            elif tenant is not None or not was_named:
+                self._ram.keep(key, kv, tenant or "")
 
-    def _write_waiting(self, key: str, sends: bool = True) -> None:
+    def _write_later(self, key: str, kv: ChunkKV | PackedKV, tenant: str, sends: bool = True) -> None:
+        """Keep KV of a miss in RAM until it is written; what has no room there is written at once."""
+        if self._disk is not None and self._ram.keep(key, kv, tenant, waits=True):
+            with suppress(RuntimeError):  # Python ends, and starts no threads any more
+                self._writer.submit(self._write_waiting, key, sends)
+                return
+        self._write(key, kv, tenant, sends)
+
+    def _write_waiting(self, key: str, sends: bool) -> None:
         entry = self._ram.peek(key)
         # What was deleted meanwhile is not there any more.
         if entry is not None and not entry.is_copy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
 
@@ -66,16 +66,18 @@ class RamTier:
             packed = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
         else:
             packed = pack_kv(kv, self.codec)
-            packed = self._lock_pages(_owned(packed)) if packed.nbytes <= self.limit_bytes else packed
+            packed = self._settled(packed) if packed.nbytes <= self.limit_bytes else packed
         nbytes = packed.nbytes
         with self._lock:
             self._drop(key)
-            for old, entry in list(self._entries.items()) if self._used_bytes + nbytes > self.limit_bytes else ():
-                if self._used_bytes + nbytes > self.limit_bytes >= nbytes and not entry.waits:
-                    self.evicted[entry.tenant] += 1
-                    self._drop(old)
-            if self._used_bytes + nbytes > self.limit_bytes:
+            if nbytes > self.limit_bytes:
                 return False
+            while self._used_bytes + nbytes > self.limit_bytes:
+                oldest = next((each for each, entry in self._entries.items() if not entry.waits), None)
+                if oldest is None:
+                    return False
+                self.evicted[self._entries[oldest].tenant] += 1
+                self._drop(oldest)
             self._entries[key] = Entry(packed, tenant, **role)
             self._used_bytes += nbytes
             return True
@@ -106,39 +108,28 @@ class RamTier:
         if entry is not None:
             self._used_bytes -= entry.kv.nbytes
 
-    def _lock_pages(self, kv: PackedKV) -> PackedKV:
-        """Move KV to page-locked memory, if that is wanted and possible."""
-        if not self._page_locked:
-            return kv
-        try:
-            return _with_parts(kv, lambda layer: {name: part.pin_memory() for name, part in layer.parts.items()})
-        except RuntimeError as error:
-            with self._lock:
-                is_first, self._page_locked = self._page_locked, False
-            if is_first:
+    def _settled(self, kv: PackedKV) -> PackedKV:
+        """Return KV in memory of its own, page-locked if that is wanted and possible."""
+
+        def settled(part: torch.Tensor, layer: PackedLayer) -> torch.Tensor:
+            try:
+                if self._page_locked:
+                    return part.pin_memory()
+            except RuntimeError as error:
+                self._page_locked = False
                 _log.warning(
                     "KV is kept in ordinary memory, since page-locked memory is unavailable: %s (set page_locked=False, or a "
                     "smaller ram_bytes; this warning is not repeated)",
                     str(error).partition("\n")[0],
                 )
-            return kv
+            # What is a view into something larger, but not of its layer alone, as read from a file, would keep that uncounted.
+            return part.clone() if part.untyped_storage().nbytes() > layer.nbytes else part
 
-
-def _owned(kv: PackedKV) -> PackedKV:
-    """Copy the tensors that are views into something larger, which would stay in memory uncounted."""
-    # All parts of a layer may share one storage, as they do when read from a file.
-    return _with_parts(
-        kv,
-        lambda layer: {
-            name: part.clone() if part.untyped_storage().nbytes() > layer.nbytes else part
-            for name, part in layer.parts.items()
-        },
-    )
-
-
-def _with_parts(kv: PackedKV, parts: Callable[[PackedLayer], dict[str, torch.Tensor]]) -> PackedKV:
-    layers = [PackedLayer(layer.codec, layer.key_form, layer.value_form, parts(layer)) for layer in kv.layers]
-    return PackedKV(kv.token_ids, kv.start, layers, kv.context)
+        layers = [
+            replace(layer, parts={name: settled(part, layer) for name, part in layer.parts.items()})
+            for layer in kv.layers
+        ]
+        return PackedKV(kv.token_ids, kv.start, layers, kv.context)
 
 
 class RamReader(KVReader):

@@ -239,7 +239,7 @@ class Names:
     @contextmanager
     def _drafting(self, namespace: str, transaction: Any = None) -> Iterator[tuple[sqlite3.Connection, Drafts]]:
         """Give the documents of a namespace in a transaction, by default a snapshot."""
-        with (transaction or self._database.snapshot)() as connection:
+        with (transaction or self._database.read)() as connection:
             yield connection, Drafts(connection, namespace)
 
 

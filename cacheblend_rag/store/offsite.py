@@ -49,7 +49,7 @@ class Offsite:
                 self._tell(error.__cause__)
             elif error.damaged:
                 _log.warning("remote KV is dropped: %s", error)
-                self.drop_later([key])
+                self.drop([key], wait=False)
             else:
                 _log.warning("remote KV is left alone: %s", error)
         return None
@@ -68,21 +68,20 @@ class Offsite:
         with suppress(RuntimeError):  # Python ends, or the store is closed
             self._uploads.submit(self._upload, key)
 
-    def drop(self, keys: Iterable[str]) -> None:
-        """Remove what is held under the keys, for all machines; where the tier does not answer, as soon as it does."""
+    def drop(self, keys: Iterable[str], wait: bool = True) -> None:
+        """Remove what is held under the keys, for all machines; nothing is read from there under these keys from now on.
+
+        Without `wait`, or where the tier does not answer, that is done in the background, as soon as it can.
+        """
         with self._changed:
             self._undropped.update(keys)
-        if self._undropped and not self._is_out:
+        if not wait:
+            self._mend_later()
+        elif not self._is_out:
             try:
                 self._remove()
             except RemoteUnavailableError as error:
                 self._tell(error)
-
-    def drop_later(self, keys: Iterable[str]) -> None:
-        """Drop KV in the background, see `drop`; until then nothing is read from there under these keys."""
-        with self._changed:
-            self._undropped.update(keys)
-        self._mend_later()
 
     def flush(self) -> None:
         """Wait until everything that waits is uploaded."""
