@@ -107,13 +107,8 @@ class DiskTier:
         self.flush()
 
         def write() -> dict[str, str]:
-            part = self.folder.write(encoded.buffers)
-            try:
-                return self.index.add(
-                    key, encoded.nbytes, tenant, limit_bytes, lambda: self.folder.place(part, key), wanted
-                )
-            finally:
-                part.unlink(missing_ok=True)
+            with self.folder.written(key, encoded.buffers) as place:
+                return self.index.add(key, encoded.nbytes, tenant, limit_bytes, place, wanted)
 
         try:
             dropped = self.with_room(write, encoded.nbytes)

@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -128,28 +128,26 @@ class StoreFolder:
                 key = path.name.removesuffix(_SUFFIX)
                 yield path, key if _KEY.fullmatch(key) and path == self.file_path(key) else None
 
-    def write(self, buffers: Iterable[memoryview]) -> Path:
-        """Write and sync a new file outside its place, to which `place` brings it."""
-        path = self.path / "tmp" / f"{secrets.token_hex(8)}.part"
-        with storing(self.path):
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                with open(fd, "wb") as file:
+    @contextmanager
+    def written(self, key: str, buffers: Iterable[memoryview]) -> Iterator[Callable[[], None]]:
+        """Write and sync a file outside its place; give what brings it to that of a key's, instead of one that is there."""
+        part, final = self.path / "tmp" / f"{secrets.token_hex(8)}.part", self.file_path(key)
+
+        def place() -> None:
+            with storing(self.path):
+                final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                part.replace(final)
+
+        try:
+            with storing(self.path):
+                part.parent.mkdir(mode=0o700, exist_ok=True)
+                with open(part, "xb", opener=owner_only) as file:
                     file.writelines(buffers)
                     file.flush()
-                    os.fsync(fd)
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
-        return path
-
-    def place(self, part: Path, key: str) -> None:
-        """Bring a written file to the place of a key's, instead of one that is there."""
-        final = self.file_path(key)
-        with storing(self.path):
-            final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part.replace(final)
+                    os.fsync(file.fileno())
+            yield place
+        finally:
+            part.unlink(missing_ok=True)
 
     def remove(self, key: str) -> None:
         """Remove the file of a key; where that fails, it is there without an entry."""

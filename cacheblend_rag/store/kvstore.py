@@ -252,7 +252,7 @@ class KVStore:
         entry = self._ram.get(key)
         if self._disk is None or (entry is not None and not entry.is_copy):
             return entry
-        if entry is not None and self._disk.holds([key])[0]:
+        if entry is not None and self._index.tenant_of(key) is not None:
             self._disk.touch(key)
             return entry
         self._ram.drop([key])

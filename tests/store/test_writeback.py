@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,13 @@ from tests.store.kit import files_of, held, is_held, key_of, make_kv, open_store
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold every file back until the gate is opened."""
     opened = threading.Event()
-    write = StoreFolder.write
+    written = StoreFolder.written
 
-    def wait_and_write(self: StoreFolder, buffers: list[memoryview]) -> Path:
+    def wait_and_write(self: StoreFolder, *given: Any) -> Any:
         assert opened.wait(30)
-        return write(self, buffers)
+        return written(self, *given)
 
-    monkeypatch.setattr(StoreFolder, "write", wait_and_write)
+    monkeypatch.setattr(StoreFolder, "written", wait_and_write)
     yield opened
     opened.set()
 
