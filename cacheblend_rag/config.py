@@ -180,12 +180,6 @@ class EngineConfig(SettingsBase):
         has exactly this text after the chunk.
     tenant : str, optional
         Who owns the KV. Tenants of one store never see each other's KV or ids; by default it belongs to no tenant.
-    ttl_s : float, optional
-        Seconds that stored KV lives; after that it counts as a miss. By default it does not expire.
-    device_bytes : int, optional
-        Maximum bytes of KV kept unpacked in the memory of the device that computes it, or of all devices together if a model
-        is spread over several. Blending uses it there without loading. By default 0 on the CPU, where RAM is that memory
-        already, and otherwise an eighth of the free memory when the engine is created.
     ram_bytes : int
         Maximum bytes of KV that the RAM tier holds.
     disk_bytes : int, optional
@@ -224,8 +218,6 @@ class EngineConfig(SettingsBase):
     companions: Literal["own", "similar", "neutral"] = "own"
     separator: str = ""
     tenant: str | None = None
-    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    device_bytes: int | None = Field(default=None, ge=0)
     ram_bytes: int = Field(default=4 * 1024**3, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
     ram_codec: _Codec = "native"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -90,23 +90,11 @@ class _Figures(Collector):
         except StoreError:
             # The engine was closed: what it counted is still there.
             return
-        by_tier = {"device": now.device_bytes, "ram": now.ram_bytes, "disk": now.disk_bytes}
-        copies = {"device": now.device_evictions, "ram": now.ram_evictions}
-        yield _labelled(GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"]), by_tier)
+        held = GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"])
+        held.add_metric(["ram"], now.ram_bytes)
+        held.add_metric(["disk"], now.disk_bytes)
+        yield held
         yield GaugeMetricFamily("cacheblend_store_entries", "Chunks whose KV is held.", now.entries)
         yield GaugeMetricFamily("cacheblend_store_names", "Chunk ids.", now.nodes)
-        yield GaugeMetricFamily(
-            "cacheblend_store_waiting_bytes", "Bytes of misses waiting to be written.", now.waiting_bytes
-        )
         yield CounterMetricFamily("cacheblend_store_evictions", "Entries evicted.", now.evictions)
-        dropped = CounterMetricFamily("cacheblend_store_copies_dropped", "Copies evicted.", labels=["tier"])
-        yield _labelled(dropped, copies)
-        yield CounterMetricFamily(
-            "cacheblend_store_unwritten", "Misses not written: the queue was full.", now.unwritten
-        )
-
-
-def _labelled(metric: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
-    for label, value in values.items():
-        metric.add_metric([label], value)
-    return metric
+        yield CounterMetricFamily("cacheblend_store_copies_dropped", "Copies evicted from RAM.", now.ram_evictions)

@@ -17,16 +17,15 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.store import KVReader, NodeRecord
-from cacheblend_rag.store.memory import DeviceReader, ResidentKV, Upload, event_now
 
 __all__ = [
     "HeldPrompt",
     "KnownChunks",
     "PrefixCache",
     "ReusedPrefix",
+    "RowsReader",
     "cut_layers",
     "drop_oldest",
-    "reader_of",
     "storage_bytes",
 ]
 
@@ -39,7 +38,6 @@ class KnownChunks(Protocol):
     """What is asked about the chunks of earlier prompts; a store answers."""
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None: ...
-    def lifetimes(self, keys: Sequence[str]) -> list[float | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +52,12 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A chunk that a prompt was made with, stored or computed: its first row, and when it is over, by `time.time`."""
+    """A chunk that a prompt was made with, stored or computed, and its first row."""
 
     row: int
     id: str | None
     named: bool
     key: str
-    expires_at: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +111,8 @@ class PrefixCache:
 
     Rows are shared if all tokens up to there are the same, and stand behind the same stored chunks: the KV is then what the
     prompt would compute itself. What a selector recomputes depends on the whole prompt, so a prompt with a ratio shares what
-    stands before its first chunk. What has seen a named chunk that was deleted or replaced since, by any process, or whose time
-    to live is over, is dropped before it would be used. All methods may be called from any thread.
+    stands before its first chunk. What has seen a named chunk that was deleted or replaced since, by any process, is dropped
+    before it would be used. All methods may be called from any thread.
     """
 
     def __init__(
@@ -184,11 +181,7 @@ class PrefixCache:
         if most < rows:
             kv, nbytes, rows = self._cut_kv(kv, most), nbytes * most // rows, most
         chunks = [chunk for chunk in (*prompt.chunks, *prompt.computed) if chunk.start < rows]
-        lives = self._store.lifetimes([chunk.key for chunk in chunks]) if chunks else []
-        ends = [math.inf if life is None else time.time() + life for life in lives]
-        seen = [
-            _Seen(chunk.start, chunk.id, chunk.named, chunk.key, end) for chunk, end in zip(chunks, ends, strict=True)
-        ]
+        seen = [_Seen(chunk.start, chunk.id, chunk.named, chunk.key) for chunk in chunks]
         token_ids = np.array((*prompt.layout.token_ids, *output_ids)[:rows], np.int64)
         stored = tuple(chunk for chunk in _stored(prompt, ratio) if chunk.start < rows)
         held = HeldPrompt(token_ids, stored, tuple(seen), kv, nbytes)
@@ -229,18 +222,15 @@ class PrefixCache:
                 self._cut(each, 0)
 
     def _is_fresh(self, held: HeldPrompt, deleted: Collection[str] = ()) -> bool:
-        """Drop a prompt's rows from the first chunk on that is gone, replaced or over; return whether there was none."""
+        """Drop a prompt's rows from the first chunk on that is gone or replaced; return whether there was none."""
         ids = list({each.id for each in held.seen if each.id is not None})
         # What cannot be read may be gone.
         known = (self._store.lookup(self._namespace, ids) if ids else None) or ()
-        now = time.time()
         keys: dict[str | None, tuple[str, ...]] = {each.id: each.keys for each in known if each is not None}
         stale = [
             each.row
             for each in held.seen
-            if each.expires_at <= now
-            or each.id in deleted
-            or (each.key not in keys[each.id] if each.id in keys else each.named)
+            if each.id in deleted or (each.key not in keys[each.id] if each.id in keys else each.named)
         ]
         if stale:
             self._cut(held, min(stale))
@@ -296,10 +286,14 @@ def storage_bytes(layers: Sequence[LayerKV]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def reader_of(token_ids: tuple[int, ...], layers: Sequence[LayerKV]) -> KVReader:
-    """Return a reader of the first rows of layers on their devices, as many as there are tokens."""
-    # Layers are put together in another stream than that in which the KV was computed.
-    done = {device: event_now(device) for device in {layer.keys.device for layer in layers}}
-    rows = len(token_ids)
-    uploads = [Upload(LayerKV(*(tensor[0, :, :rows] for tensor in layer)), done[layer.keys.device]) for layer in layers]
-    return DeviceReader(ResidentKV(token_ids, 0, uploads))
+class RowsReader(KVReader):
+    """Reads the first rows of layers on their devices, as many as there are tokens."""
+
+    tier = "device"
+
+    def __init__(self, token_ids: tuple[int, ...], layers: Sequence[LayerKV]) -> None:
+        self._layers = [LayerKV(*(tensor[0, :, : len(token_ids)] for tensor in layer)) for layer in layers]
+        super().__init__(token_ids, 0, "", len(layers), "native", sum(layer.nbytes for layer in self._layers))
+
+    def layer(self, index: int) -> LayerKV:
+        return self._layers[index]

@@ -22,8 +22,6 @@ class Tuning:
     load_threads: int | None = None
     # Whether the RAM tier's memory is page-locked; by default if the model is on a CUDA device.
     page_locked: bool | None = None
-    # Most bytes of KV of misses that wait in RAM to be written; with 0 an answer waits for its misses to be written.
-    write_back_bytes: int = 256 * 1024**2
     # Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
     self_check: bool = True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +59,11 @@ def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
 def check(
     store: StoreOption = _DEFAULT,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Drop what is damaged; it is computed again when it is needed.")
+        bool,
+        typer.Option(
+            "--repair",
+            help="Drop what is damaged, which is computed again when it is needed, and files that killed processes left.",
+        ),
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
@@ -77,23 +80,13 @@ def check(
     )
     row = {"store": str(kv), "clean": report.is_clean, "repaired": report.repaired, "names": report.names}
     row |= {"entries": report.entries, "disk_bytes": report.bytes, "problems": report.problems}
+    if repair:
+        typer.echo(f"removed {say_bytes(report.freed_bytes)}")
+        row["freed_bytes"] = report.freed_bytes
     write_json(json_file, "store check", [row])
     if verdict == "not clean":
         typer.echo("to repair it, run this again with --repair", err=True)
         raise typer.Exit(1)
-
-
-@store_app.command()
-def gc(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
-    """Remove KV that has expired, belongs to nothing or was left by killed processes. The store may be in use."""
-    kv = _kv(store)
-    from cacheblend_rag.store import collect_garbage
-
-    report = collect_garbage(kv)
-    typer.echo(
-        f"{kv}: removed {report.expired} expired chunks and {report.orphans} stray files, {say_bytes(report.freed_bytes)}"
-    )
-    write_json(json_file, "store gc", [{"store": str(kv), **asdict(report)}])
 
 
 @store_app.command()

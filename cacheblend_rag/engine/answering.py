@@ -18,7 +18,7 @@ from cacheblend_rag.errors import BackendError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import Member
 from cacheblend_rag.report import AddResult
-from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store import KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
 
 __all__ = ["AnsweringStore", "ChunkCollection", "TenantStore", "add_or_forget"]
 
@@ -42,7 +42,7 @@ class AnsweringStore:
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None:
         """Return the record of each id; None where they cannot be read."""
-        return self._ask(None, "names", self.store.lookup, namespace, ids)
+        return self._ask(None, "names", lambda: self.store.names.lookup(namespace, ids))
 
     def document(self, namespace: str, document: str) -> list[str] | None:
         """Return the ids of a document's chunks; None where they cannot be read."""
@@ -62,14 +62,8 @@ class AnsweringStore:
     def holds(self, keys: Sequence[str]) -> list[bool]:
         return self._ask([False] * len(keys), "holds", self.store.holds, keys)
 
-    def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
-        return self._ask({}, "fates", self.store.fates, keys)
-
-    def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
-        return self._ask([None] * len(keys), "lifetimes", self.store.lifetimes, keys)
-
     def put_later(self, key: str, kv: ChunkKV | PackedKV, *names: Any, **owner: Any) -> None:
-        self._ask(False, "put", self.store.put_later, key, kv, *names, **owner)
+        self._ask(None, "put", self.store.put_later, key, kv, *names, **owner)
 
     def cache(self, key: str, kv: ChunkKV | PackedKV, *ids: Any, **owner: Any) -> None:
         self._ask(None, "cache", self.store.cache, key, kv, *ids, **owner)

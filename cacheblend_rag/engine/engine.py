@@ -44,7 +44,6 @@ from cacheblend_rag.model.checkpoint import gguf_files, load_pretrained
 from cacheblend_rag.prefixes import PrefixCache, cut_layers
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.memory import spare_bytes
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["BlendEngine", "engine_identity", "look_at_model", "open_engine_store"]
@@ -316,10 +315,7 @@ def open_engine_store(
         )
     devices = [torch.device("cpu")] if decoder is None else decoder.devices
     by_default = any(device.type == "cuda" for device in devices)
-    room = spare_bytes(devices) if config.device_bytes is None else config.device_bytes
     settings: dict[str, Any] = {
-        "device_bytes": 0 if decoder is None else room,
-        "devices": devices,
         "page_locked": by_default if tuning.page_locked is None else tuning.page_locked,
         "ram_bytes": config.ram_bytes,
         "disk_bytes": config.disk_bytes,
@@ -327,7 +323,6 @@ def open_engine_store(
         "disk_codec": config.disk_codec,
         "remote": None if config.remote is None else config.remote.get_secret_value(),
         "names": config.names_url,
-        "write_back_bytes": tuning.write_back_bytes,
     }
     try:
         return open_store(store, **settings)

@@ -23,7 +23,6 @@ from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.reading import Member
 from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
-from cacheblend_rag.store.base import earliest
 from cacheblend_rag.store.documents import MOST_RECORDS
 
 __all__ = ["Ingest"]
@@ -106,7 +105,6 @@ class Ingest:
         self._supply = supply
         self._store = store
         self._tenant = config.tenant or ""
-        self._ttl_s = config.ttl_s
         self._config = config
         self._form = form
         self._has_told = False
@@ -118,16 +116,14 @@ class Ingest:
         self,
         chunks: Iterable[Chunk],
         progress: Callable[[int, int], None] | None,
-        ttl_s: float | None,
         on_refused: Callable[[Chunk, PromptError], None] | None,
         background: bool,
         whole: bool,
     ) -> AddResult | AddJob:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
-        ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
+        todo = self._todo(chunks, progress, on_refused, whole)
         # Names come first: whoever is killed leaves misses.
-        self._name([target.record for target in todo.names], ttl_s, whole)
+        self._name([target.record for target in todo.names], whole)
         if background:
             refusals, todo.refusals = todo.refusals, []
             job = self.jobs.submit(todo.job, partial(self._encode, todo, self._store_named))
@@ -165,7 +161,7 @@ class Ingest:
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost, by encoding a few of its texts; see `BlendEngine.estimate`."""
-        todo = self._todo(chunks, self._ttl_s, on_refused=lambda chunk, error: None, is_trial=True)
+        todo = self._todo(chunks, on_refused=lambda chunk, error: None, is_trial=True)
         plan = [[text.target for text in batch] for batch in self._planned(todo.texts)]
         new, tokens = sum(text.is_counted for text in todo.texts), sum(text.num_tokens for text in todo.texts)
         return WarmEstimate(new, tokens, *measure(plan, self._supply, self._config, self._store.path is None))
@@ -173,13 +169,12 @@ class Ingest:
     def _todo(
         self,
         chunks: Iterable[Chunk],
-        ttl_s: float | None,
         progress: Callable[[int, int], None] | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
         whole: bool = False,
         is_trial: bool = False,
     ) -> _Todo:
-        """Tokenise chunks; find out which are not stored exactly so, and let KV that is there live as long as they do."""
+        """Tokenise chunks; find out which are not stored exactly so."""
         # What was met as a miss is written first, so that it is not computed again.
         self._store.settle()
         records: list[NodeRecord] = []
@@ -218,7 +213,7 @@ class Ingest:
             )
         if refused and not is_trial:
             self._store.forget(self._namespace, refused)
-        targets, documents = self._store.names.rehearse(self._namespace, records, ttl_s=ttl_s, whole=whole)
+        targets, documents = self._store.names.rehearse(self._namespace, records, whole=whole)
         for target, record in zip(targets, records, strict=True):
             if record.place is not None and target.document is None and record.place.document not in self._categories:
                 self._categories.add(record.place.document)
@@ -233,8 +228,6 @@ class Ingest:
         texts = self._texts(targets, positions)
         lacking = {id(target) for text in texts for target in text.names}
         renewed = {target.document for target in targets if target.is_changed and target.document} if whole else set()
-        if not is_trial:
-            self._prolong(targets)
         unchanged = sum(not target.is_changed and id(target) not in lacking for target in targets)
         return _Todo(
             [target for target in targets if target.is_changed or target.document in renewed],
@@ -367,43 +360,21 @@ class Ingest:
             except Exception as error:  # of one text: the others are encoded
                 todo.refusals.append(error)
 
-    def _store_named(self, batch: Batch, *, missed: bool = False) -> None:
-        """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now."""
-        ids = [target.record.id for text, _ in batch for target in text.names if target.document is not None]
-        known = self._store.names.targets(self._namespace, ids) if ids else []
-        left = {target.record.id: target.lives_s for target in known if target is not None}
+    def _store_named(self, batch: Batch) -> None:
+        """Store KV whose names were recorded before it was encoded; they may be gone by now."""
         for text, kv in batch:
-            lives: list[float | None] = []
-            for target in text.names:
-                now = left.get(target.record.id, target.lives_s)
-                if missed:
-                    # Like any miss, even where its life has ended meanwhile.
-                    lives.append(earliest(now, self._ttl_s))
-                elif now is not None or target.lives_s is None:
-                    lives.append(earliest(now, target.lives_s))
-            if lives:
-                # For as long as any of its names lives; they may be gone by now.
-                ttl_s = None if None in lives else max(life for life in lives if life is not None)
-                is_named = all(target.record.id for target in text.names)
-                self._store.put(text.key, kv, tenant=self._tenant, ttl_s=ttl_s, is_named=is_named)
+            is_named = all(target.record.id for target in text.names)
+            self._store.put(text.key, kv, tenant=self._tenant, is_named=is_named)
 
     def _store_missed(self, batch: Batch) -> None:
         try:
-            self._store_named(batch, missed=True)
+            self._store_named(batch)
         except StoreError as error:
             logger.warning("the KV of misses was not stored: %s", error)
 
-    def _name(self, records: Iterable[NodeRecord], ttl_s: float | None, whole: bool) -> None:
+    def _name(self, records: Iterable[NodeRecord], whole: bool) -> None:
         named = [record for record in records if record.id]
-        self._store.name(self._namespace, named, tenant=self._tenant, ttl_s=ttl_s, whole=whole)
-
-    def _prolong(self, held: Iterable[NamedTarget]) -> None:
-        """Let existing KV live as long as what is added now."""
-        keys: dict[float | None, list[str]] = {}
-        for target in held:
-            keys.setdefault(target.lives_s, []).extend(target.record.keys)
-        for ttl_s, each in keys.items():
-            self._store.prolong(each, ttl_s)
+        self._store.name(self._namespace, named, tenant=self._tenant, whole=whole)
 
     def _named(self, texts: Sequence[_Text]) -> list[bool]:
         """Return of each text whether a name leads to its KV, or it has no id by which it could have been deleted."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -114,7 +113,6 @@ class ChunkLibrary(ABC):
         chunks: Iterable[Chunk],
         *,
         progress: Callable[[int, int], None] | None = None,
-        ttl_s: float | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
         background: bool = False,
         whole: bool = False,
@@ -140,9 +138,6 @@ class ChunkLibrary(ABC):
             The chunks; if several have the same id, the last counts.
         progress : callable, optional
             Called with the numbers of finished and of all chunks after each batch; by the background thread if `background`.
-        ttl_s : float, optional
-            Seconds that their KV lives, instead of ``config.ttl_s``. Adding a chunk again makes it live that long from then on,
-            if that is longer than it would have lived otherwise.
         on_refused : callable, optional
             Called with each chunk that cannot be served or encoded, and why, instead of the error being raised. The chunk is left
             out, and what its id stood for is deleted.
@@ -165,19 +160,13 @@ class ChunkLibrary(ABC):
             If a chunk does not fit the model's window.
         PromptError
             If a chunk has a token that the model has no embedding of.
-        ConfigError
-            If `ttl_s` is not a positive number.
         StoreError
             If the KV cannot be stored; what was stored until then stays. For chunks added in the background, the job's `result`
             and `flush` raise it.
         """
         self._check_open()
         self._check_model()
-        if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s < math.inf):
-            raise ConfigError(
-                f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks forever"
-            )
-        return self._ingest.add(chunk_list(chunks), progress, ttl_s, on_refused, background, whole)
+        return self._ingest.add(chunk_list(chunks), progress, on_refused, background, whole)
 
     def flush(self) -> None:
         """Wait until what was added in the background, and the KV of all misses so far, is stored.

@@ -52,7 +52,7 @@ def _wait(reads: Iterable[Future[None]], timeout_s: float | None = None) -> bool
 
 
 class Prefetcher:
-    """Reads chunks in its own threads, so that RAM and the device keep them as far as they have room."""
+    """Reads chunks in its own threads, so that RAM keeps them as far as it has room."""
 
     def __init__(self, store: AnsweringStore, threads: int) -> None:
         self._store = store
@@ -100,9 +100,9 @@ class Prefetcher:
     def _work(self, key: str) -> None:
         try:
             reader = self._store.open(key)
-            if reader is not None and (reader.tier not in ("ram", "device") or reader.promotes_to_device):
+            if reader is not None and reader.tier != "ram":
                 for number in range(reader.num_layers):
-                    reader.keep(number, reader.layer(number))
+                    reader.layer(number)
                 reader.finish()
         except CacheBlendError as error:
             # The prompt itself will meet it, and encode the chunk anew.

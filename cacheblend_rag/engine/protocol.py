@@ -27,7 +27,6 @@ class AddOptions(TypedDict, total=False):
     """Options of `Library.add`."""
 
     progress: Callable[[int, int], None] | None
-    ttl_s: float | None
     on_refused: Callable[[Chunk, PromptError], None] | None
     whole: bool
 

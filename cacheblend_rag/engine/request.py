@@ -21,7 +21,6 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prefixes import ReusedPrefix
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.report import BlendReport, ChunkReport
-from cacheblend_rag.store import Fate
 from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
 __all__ = ["Request", "RequestState", "make_report", "why_missed"]
@@ -38,7 +37,7 @@ class RequestState:
     tiers: dict[str, str | None] = field(default_factory=dict)
     # Whether what could not be read is damaged. What is not stays stored, and is not opened again.
     unreadable: dict[str, bool] = field(default_factory=dict)
-    fates: dict[str, Fate | Literal["unsupported"] | None] = field(default_factory=dict)
+    fates: dict[str, Literal["unsupported", "damaged"] | None] = field(default_factory=dict)
     # KV of misses that was computed before the prompt's turn came.
     encoded: dict[str, ChunkKV] = field(default_factory=dict)
     # Seconds spent on waiting for the model, encoding misses, opening stored KV, and on waiting for it in the forward.
@@ -242,19 +241,16 @@ def why_missed(request: Request, chunk: PromptChunk) -> str:
     """Return why a chunk was not served from stored KV."""
     fate = "damaged" if chunk.key in request.state.unreadable else request.state.fates.get(chunk.key)
     note = chunk.note
-    # Of a text that no name leads to it says more that it was not added than what became of its KV.
-    if fate is not None and (fate != "evicted" or note is None):
+    if fate is not None:
         return _FATES[fate]
-    if note is not None:
-        return note
-    return "its KV is not computed yet, or went with a deleted chunk that it was read behind"
+    return (
+        note or "its KV is not stored: evicted, not computed yet, or gone with a deleted chunk that it was read behind"
+    )
 
 
 _FATES = {
     "unsupported": "this model cannot be blended, so no KV is stored for it",
-    "unreachable": "its KV is not stored here, and the remote tier does not answer",
     "damaged": "its stored KV could not be read",
-    "evicted": "its KV was evicted: dropped for room, or expired",
 }
 
 

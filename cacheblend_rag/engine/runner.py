@@ -21,7 +21,7 @@ from cacheblend_rag.fuse.plan import Plan, is_full, make_plan
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix, reader_of, storage_bytes
+from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix, RowsReader, storage_bytes
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
@@ -216,7 +216,7 @@ class Runner:
         chunks = () if whole else tuple(span for span in layout.chunks if span.start >= rows)
         resumed = replace(layout, chunks=chunks, resumed_rows=rows)
         if held is not None:
-            reader = reader_of(tuple(layout.token_ids[:rows]), held.kv)
+            reader = RowsReader(tuple(layout.token_ids[:rows]), held.kv)
             request.state.resumed = ReusedPrefix(resumed, 0, {0: reader})
         elif head is not None:
             request.state.resumed = ReusedPrefix(resumed, rows, {0: self._supply.head(request, head)})

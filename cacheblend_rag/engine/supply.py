@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.config import EngineConfig
@@ -19,7 +18,7 @@ from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prompt import PromptChunk, PromptHead
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.base import earliest, part_of
+from cacheblend_rag.store.base import part_of
 from cacheblend_rag.store.memory import RamReader
 
 __all__ = ["KVSupply"]
@@ -42,7 +41,6 @@ class KVSupply:
         self.store = store
         self._namespace = assembler.namespace
         self._encoder = encoder
-        self.ttl_s = config.ttl_s
         self._tenant = config.tenant or ""
         self.num_kv_layers = num_kv_layers
         self._warned_of_no_hit = False
@@ -169,12 +167,9 @@ class KVSupply:
             self.store.discard(error.key)
 
     def note_fates(self, request: Request, keys: Sequence[str]) -> None:
-        """Note what became of KV that is not stored, before it is computed."""
-        new = [key for key in keys if key not in request.state.fates]
+        """Note where the model is why KV is not stored."""
         if self._encoder is None:
-            request.state.fates |= dict.fromkeys(new, "unsupported")
-        elif new:
-            request.state.fates |= {**dict.fromkeys(new), **self.store.fates(new)}
+            request.state.fates |= dict.fromkeys(keys, "unsupported")
 
     def readers(self, request: Request, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
         """Return a reader of each chunk, or part, that is not taken over, by its first row; encode those that `found` lacks."""
@@ -246,7 +241,7 @@ class KVSupply:
             kv = self.encoder.head(head.token_ids)
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.
         exactly = pack_kv(kv, EXACT)
-        self.store.put_later(head.key, exactly, self._namespace, {}, head.record, tenant=self._tenant, ttl_s=self.ttl_s)
+        self.store.put_later(head.key, exactly, self._namespace, {}, head.record, tenant=self._tenant)
         return kv
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
@@ -257,9 +252,6 @@ class KVSupply:
             ids = {chunk.id for chunk in chunks if chunk.id is not None}
             # And what it was read behind.
             ids |= {id for chunk in chunks if chunk.later is not None for id, _ in chunk.later.seen}
-            self.store.cache(key, kv, self._namespace, ids, tenant=self._tenant, ttl_s=self.ttl_s)
+            self.store.cache(key, kv, self._namespace, ids, tenant=self._tenant)
             return
-        # It lives no longer than its name, as it was recorded.
-        targets = self.store.targets(self._namespace, list(named))
-        lives_s = reduce(earliest, (target.lives_s for target in targets if target is not None), self.ttl_s)
-        self.store.put_later(key, kv, self._namespace, named, tenant=self._tenant, ttl_s=lives_s)
+        self.store.put_later(key, kv, self._namespace, named, tenant=self._tenant)

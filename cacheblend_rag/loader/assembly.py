@@ -15,9 +15,8 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.buffers import empty_buffer
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.memory import Upload, event_now
 
-__all__ = ["Assembly", "KVForm", "Piece"]
+__all__ = ["Assembly", "KVForm", "Piece", "Upload"]
 
 # Less than this of a layer is not worth a task of its own.
 _PIECE_BYTES = 256 * 1024
@@ -37,6 +36,23 @@ class KVForm(Protocol):
     def devices(self) -> tuple[torch.device, ...]: ...
 
 
+@dataclass(frozen=True, eq=False)
+class Upload:
+    """A layer on its way to a CUDA device; `done` is recorded after what writes it."""
+
+    layer: LayerKV
+    done: torch.cuda.Event
+
+    def receive(self) -> LayerKV:
+        """Make the current stream wait for the layer, without waiting here, and hand it over."""
+        stream = torch.cuda.current_stream(self.layer.keys.device)
+        stream.wait_event(self.done)
+        for tensor in self.layer:
+            # The memory belongs to the stream that wrote it: without this it could be given out again too early.
+            tensor.record_stream(stream)
+        return self.layer
+
+
 @dataclass(frozen=True)
 class Piece:
     """Chunks that are loaded in one go, with the rows of text between them, which the computation overwrites."""
@@ -46,7 +62,7 @@ class Piece:
     rows: slice
     # How many rows are between each chunk and the next.
     gaps: tuple[int, ...]
-    # Whether their KV is on its device.
+    # Whether their KV is on the devices of its layers, so that it is not loaded.
     is_resident: bool
 
 
@@ -63,20 +79,23 @@ class Assembly:
         self._devices = form.devices
         row_bytes = max(form.kv_bytes_per_token // form.num_kv_layers, 1)
         self.pieces = self._cut(max(_PIECE_BYTES // row_bytes, layout.context_tokens // shares, 1))
-        self._rising = [reader for reader in readers if reader.promotes_to_device]
         self._lock = threading.Lock()
         self._buffers: dict[int, LayerKV] = {}
-        # What was read into page-locked memory, by layer and first row of its piece.
+        # What the device takes from where it is, by layer and first row of its piece.
         self._direct: dict[tuple[int, int], list[LayerKV]] = {}
         self._tables: dict[tuple[int, Rotation, torch.device], RotationTable | None] = {}
         # Layers are put together on each device in one stream beside that of the computation.
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        for device in {device for device in form.devices if device.type == "cuda"}:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # What is resident may still be computed there.
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
     def _cut(self, least_rows: int) -> list[Piece]:
         """Group close chunks, up to `least_rows` rows, all resident or none: many small ones cost one copy and rotation."""
         pieces: list[Piece] = []
         for index, (span, reader) in enumerate(zip(self._layout.chunks, self._readers, strict=True)):
-            is_resident = reader.devices == self._devices
+            is_resident = reader.tier == "device"
             last = pieces[-1] if pieces and pieces[-1].is_resident == is_resident else None
             gap = span.start - last.rows.stop if last else 0
             if last is not None and gap <= _CLOSE_ROWS and last.rows.stop - last.rows.start < least_rows:
@@ -92,13 +111,10 @@ class Assembly:
 
     @torch.no_grad()
     def fill(self, layer: int, piece: Piece) -> int:
-        """Read one layer of a piece into the layer's buffer and return its bytes; what is resident elsewhere `finish` does."""
+        """Read one layer of a piece into the layer's buffer and return its bytes; what a device can take itself `finish` does."""
         is_staged = _is_staged(self._devices[layer])
-        if piece.is_resident and is_staged:
-            return 0
-        readers = self._readers[piece.chunks]
-        parts = [reader.resident(layer) if piece.is_resident else reader.layer(layer) for reader in readers]
-        if is_staged and all(map(_is_page_locked, parts)):
+        parts = [reader.layer(layer) for reader in self._readers[piece.chunks]]
+        if is_staged and (piece.is_resident or all(map(_is_page_locked, parts))):
             # The device copies from where they are.
             with self._lock:
                 self._direct[layer, piece.rows.start] = parts
@@ -121,11 +137,9 @@ class Assembly:
         with self._lock:
             buffer = self._buffers.pop(layer, None)
             direct = [self._direct.pop((layer, piece.rows.start), None) for piece in self.pieces]
-            if device.type == "cuda" and device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if device.type == "cuda":
             with torch.cuda.stream(self._streams[device]):
-                return Upload(self._on_device(layer, buffer, direct), event_now(device))
+                return Upload(self._on_device(layer, buffer, direct), self._streams[device].record_event())
         if _is_staged(device):
             return self._on_device(layer, buffer, direct)
         assert buffer is not None
@@ -133,7 +147,7 @@ class Assembly:
 
     @torch.no_grad()
     def end(self) -> None:
-        """End reading: what was read for this prompt may stay in RAM and on its device."""
+        """End reading: what was read for this prompt may stay in RAM."""
         for reader in self._readers:
             reader.finish()
 
@@ -142,7 +156,7 @@ class Assembly:
         device = self._devices[layer]
         made: LayerKV | None = None
         on_the_way = zip(self.pieces, direct, strict=True)
-        for is_staged, group in groupby(on_the_way, key=lambda each: not each[0].is_resident and each[1] is None):
+        for is_staged, group in groupby(on_the_way, key=lambda each: each[1] is None):
             pieces = list(group)
             if is_staged:
                 assert staged is not None
@@ -154,10 +168,10 @@ class Assembly:
                         into[0, head, rows].copy_(tensor[0, head, rows], non_blocking=True)
                 continue
             for piece, parts in pieces:
-                if parts is None:
-                    there = [reader.resident(layer) for reader in self._readers[piece.chunks]]
-                else:
-                    there = [LayerKV(*(tensor.to(device, non_blocking=True) for tensor in part)) for part in parts]
+                there = [LayerKV(*(tensor.to(device, non_blocking=True) for tensor in part)) for part in parts or ()]
+                if piece.is_resident and device in self._streams:
+                    for tensor in (tensor for part in there for tensor in part):
+                        tensor.record_stream(self._streams[device])
                 made = made or self._empty(there[0], device)
                 self._join(there, piece, made)
         assert made is not None
@@ -190,11 +204,8 @@ class Assembly:
         )
 
     def _settle(self, layer: int, piece: Piece, whole: LayerKV) -> None:
-        """Offer the chunks of a piece to the device tier as they were stored, and then turn their keys to their positions."""
+        """Turn the keys of a piece's chunks to their positions."""
         spans, readers = self._layout.chunks[piece.chunks], self._readers[piece.chunks]
-        for reader, span in zip(readers, spans, strict=True) if self._rising else ():
-            if reader.promotes_to_device:
-                reader.keep(layer, LayerKV(*(each[0, :, span.start : span.stop] for each in whole)))
         rotation = self._rotations[layer]
         if rotation is None:
             return

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import torch
-
+from cacheblend_rag.codec import PackedKV, PackedLayer, unpack_layer
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.reading import Place
 
 __all__ = [
-    "Entry",
-    "Fate",
     "KVReader",
     "Later",
     "ListedName",
@@ -21,9 +17,7 @@ __all__ = [
     "NamedTarget",
     "NodeRecord",
     "StoreStats",
-    "count_of",
-    "earliest",
-    "latest",
+    "packed_kv",
     "part_of",
 ]
 
@@ -31,16 +25,13 @@ __all__ = [
 class KVReader:
     """Reads the stored KV of one chunk, layer by layer, from any number of threads at once.
 
-    `tier` says where the bytes are: "device", "ram", "disk", or what a remote tier calls itself. Most layers are packed there by
-    `codec`, all of them in `packed_bytes`. The KV is of `token_ids`; the keys of the first are rotated to position `start`.
-    `context` is the digest of the tokens that it was read behind, beside the preamble; empty if there were none.
+    `tier` says where the bytes are: "ram", "disk", or what a remote tier calls itself; "device" for KV that no store holds, on
+    the devices of its layers. Most layers are packed there by `codec`, all of them in `packed_bytes`. The KV is of `token_ids`;
+    the keys of the first are rotated to position `start`. `context` is the digest of the tokens that it was read behind, beside
+    the preamble; empty if there were none.
     """
 
     tier: str
-    promotes_to_device = False
-    """Whether the device tier is to get what is read: `keep` is then called with each layer."""
-    devices: tuple[torch.device, ...] = ()
-    """Where each layer is resident; empty where the KV is in no device tier."""
 
     def __init__(
         self, token_ids: tuple[int, ...], start: int, context: str, num_layers: int, codec: str, packed_bytes: int
@@ -48,23 +39,26 @@ class KVReader:
         self.token_ids, self.start, self.context = token_ids, start, context
         self.num_layers, self.codec, self.packed_bytes = num_layers, codec, packed_bytes
 
-    def layer(self, index: int) -> LayerKV:
-        """Return one layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU, for reading alone, or raise `ChunkReadError`."""
+    def packed_layer(self, index: int) -> PackedLayer:
+        """Return one layer as it is packed, or raise `ChunkReadError`."""
         raise NotImplementedError
 
-    def resident(self, index: int) -> LayerKV:
-        """Return one layer where it is, for work in the current stream; the caller must not write to it."""
-        return self.layer(index)
-
-    def keep(self, index: int, layer: LayerKV) -> None:
-        """Copy a layer that was read, its keys as stored, to the device tier in the current stream, if that is to get it."""
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer, ``(num_kv_heads, seq_len, head_dim)``, for reading alone, or raise `ChunkReadError`."""
+        return unpack_layer(self.packed_layer(index))
 
     def finish(self) -> None:
-        """Say that no further layer is read or kept; what was read, or kept, for the most part enters RAM, or the device tier."""
+        """Say that no further layer is read; what was read for the most part may enter RAM."""
+
+
+def packed_kv(reader: KVReader) -> PackedKV:
+    """Return all that a reader reads."""
+    layers = [reader.packed_layer(index) for index in range(reader.num_layers)]
+    return PackedKV(reader.token_ids, reader.start, layers, reader.context)
 
 
 def part_of(reader: KVReader, start: int, stop: int) -> KVReader:
-    """Return a reader of the tokens from `start` to before `stop` of what `reader` reads; none of it goes to the device tier."""
+    """Return a reader of the tokens from `start` to before `stop` of what `reader` reads."""
     return _Part(reader, slice(start, stop))
 
 
@@ -73,40 +67,13 @@ class _Part(KVReader):
         ids = reader.token_ids[rows]
         nbytes = reader.packed_bytes * len(ids) // len(reader.token_ids)
         super().__init__(ids, reader.start + rows.start, reader.context, reader.num_layers, reader.codec, nbytes)
-        self.tier, self.devices = reader.tier, reader.devices
-        self._reader, self._rows = reader, rows
+        self.tier, self._reader, self._rows = reader.tier, reader, rows
 
     def layer(self, index: int) -> LayerKV:
         return LayerKV(*(tensor[:, self._rows] for tensor in self._reader.layer(index)))
 
-    def resident(self, index: int) -> LayerKV:
-        return LayerKV(*(tensor[:, self._rows] for tensor in self._reader.resident(index)))
-
     def finish(self) -> None:
         self._reader.finish()
-
-
-Fate: TypeAlias = Literal["unreachable", "damaged", "evicted"]
-"""Why KV is not to be had: the remote tier does not answer, it was found damaged, or it was dropped for room or because its time
-was over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The KV of one chunk in a tier, or on its way: whose it is and until when, in memory the KV itself, and its size."""
-
-    tenant: str = ""
-    expires_at: float | None = None
-    nbytes: int = 0
-    added_at: float = 0.0
-    kv: Any = None
-    # Whether the remote tier has it.
-    is_copy: bool = False
-    # What KV without a name goes with: a namespace, and ids there.
-    tied: tuple[str, frozenset[str]] | None = None
-
-    def is_live(self, now: float) -> bool:
-        return self.expires_at is None or self.expires_at > now
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +115,6 @@ class NamedTarget:
 
     # As it is recorded, or will be.
     record: NodeRecord
-    # Seconds left of the shortest time to live in its document, its own included; None where none ends.
-    lives_s: float | None = None
     # Whether that is not what is recorded now.
     is_changed: bool = False
     document: str | None = None
@@ -175,21 +140,16 @@ class NameChanges:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Figures of a store, or of what one tenant has in it; evictions and `unwritten` count since the store was opened.
+    """Figures of a store, or of what one tenant has in it; evictions count since the store was opened.
 
     Attributes
     ----------
     nodes, entries : int
         Named chunks of all models, and chunks whose KV is held.
-    ram_bytes, disk_bytes, device_bytes : int
-        Bytes of KV in RAM, of files on disk, and of KV on the devices that compute.
-    evictions, ram_evictions, device_evictions : int
-        Entries dropped for room; copies dropped for room in RAM, and on devices. What is dropped from RAM without a folder is
-        counted by both.
-    waiting, waiting_bytes : int
-        Chunks that wait to be written, and bytes of their KV.
-    unwritten : int
-        Misses that found no room to wait in and were not stored.
+    ram_bytes, disk_bytes : int
+        Bytes of KV in RAM, and of files on disk.
+    evictions, ram_evictions : int
+        Entries dropped for room, and copies dropped for room in RAM. Without a folder both count what is dropped from RAM.
     """
 
     nodes: int
@@ -197,24 +157,4 @@ class StoreStats:
     ram_bytes: int
     disk_bytes: int
     evictions: int
-    waiting: int = 0
-    waiting_bytes: int = 0
-    unwritten: int = 0
-    device_bytes: int = 0
-    ram_evictions: int = 0
-    device_evictions: int = 0
-
-
-def count_of(counts: Counter[str], tenant: str | None) -> int:
-    """Return what was counted for a tenant, or for all."""
-    return counts.total() if tenant is None else counts[tenant]
-
-
-def earliest(one: float | None, other: float | None) -> float | None:
-    """Return the earlier of two times at which something expires, or the shorter of two lives; None is never."""
-    return other if one is None or (other is not None and other < one) else one
-
-
-def latest(one: float | None, other: float | None) -> float | None:
-    """Return the later of two times at which something expires; None is never."""
-    return None if one is None or other is None else max(one, other)
+    ram_evictions: int

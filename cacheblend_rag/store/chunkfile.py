@@ -43,10 +43,9 @@ from cacheblend_rag.codec import (
     main_codec,
     make_codec,
     pack_kv,
-    unpack_layer,
 )
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import KVReader
 
 __all__ = ["ByteSource", "ChunkFile", "EncodedChunk", "FileSource", "encode_chunk", "pack_tokens", "unpack_tokens"]
@@ -220,17 +219,12 @@ class ChunkFile(KVReader):
 
     @classmethod
     def open(cls, path: str | Path, key: str) -> ChunkFile:
-        """Open a file on disk, which stays readable when it is unlinked; FileNotFoundError if there is none."""
+        """Open a file on disk, which stays readable when it is unlinked."""
         try:
             source = FileSource(str(path))
-        except FileNotFoundError:
-            raise
         except OSError as error:
             raise ChunkReadError(key, f"file {path}: {error.strerror}", damaged=error.errno not in _PASSING) from error
         return cls(source, key)
-
-    def layer(self, index: int) -> LayerKV:
-        return unpack_layer(self.packed_layer(index))
 
     def packed_layer(self, index: int) -> PackedLayer:
         """Read one layer in one piece and verify it; its parts stay packed."""

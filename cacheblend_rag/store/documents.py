@@ -5,17 +5,15 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import NamedTuple
 
 import numpy as np
 
 from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.reading import Member, Place, in_order
-from cacheblend_rag.store.base import Later, NamedTarget, NodeRecord, earliest, latest
+from cacheblend_rag.store.base import Later, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import unpack_tokens
 
-__all__ = ["MOST_RECORDS", "Drafts", "NamedPiece", "document_of", "with_later"]
+__all__ = ["MOST_RECORDS", "Drafts", "document_of", "with_later"]
 
 MOST_RECORDS = 32
 """So many short texts under one name may be a document, wherever in it they stand; more are records of a category."""
@@ -28,7 +26,6 @@ class _Piece(Member):
     """A chunk of a document; where it `is_changed`, it is to be written."""
 
     record: NodeRecord
-    expires_at: float | None
     is_changed: bool
     arrival: int
 
@@ -41,18 +38,10 @@ class _Draft:
     pieces: dict[str, _Piece] = field(default_factory=dict)
 
 
-class NamedPiece(NamedTuple):
-    """A chunk that has a name: its record, with its place if it is of a document, and when it expires as a piece of that."""
-
-    record: NodeRecord
-    expires_at: float | None
-
-
 class Drafts:
     """The documents of a namespace as changes will leave them; `left` are the ids that leave theirs, `readers` what saw any."""
 
-    def __init__(self, connection: sqlite3.Connection, namespace: str, now: float = 0.0) -> None:
-        self.now = now
+    def __init__(self, connection: sqlite3.Connection, namespace: str) -> None:
         self.left: set[str] = set()
         self.readers: set[str] = set()
         self._connection = connection
@@ -61,7 +50,7 @@ class Drafts:
         # The document that each id that was looked up is in now.
         self._of: dict[str, str | None] = {}
 
-    def put(self, records: Iterable[NodeRecord], expires_at: float | None) -> None:
+    def put(self, records: Iterable[NodeRecord]) -> None:
         """Put chunks into their documents, and those of none out of the ones that they are in."""
         for record in records:
             if not record.id:
@@ -80,14 +69,13 @@ class Drafts:
                     token_ids=record.token_ids,
                     place=place,
                     record=replace(record, later=later),
-                    expires_at=latest(old.expires_at, expires_at),
                 )
                 draft.pieces[record.id] = new if new == old else replace(new, is_changed=True)
                 continue
             self.remove([record.id])
             # The next number after those of the pieces that are left.
             arrival = next((piece.arrival for piece in reversed(draft.pieces.values())), -1) + 1
-            draft.pieces[record.id] = _Piece(record.id, record.token_ids, place, record, expires_at, True, arrival)
+            draft.pieces[record.id] = _Piece(record.id, record.token_ids, place, record, True, arrival)
             self._of[record.id] = place.document
 
     def apart(self, records: Sequence[NodeRecord]) -> list[NodeRecord]:
@@ -130,11 +118,11 @@ class Drafts:
         draft = self.load(document)
         return [] if draft is None else [piece.id for piece in in_order(draft.pieces.values())]
 
-    def pieces(self, document: str) -> list[NamedPiece]:
-        """Return the chunks of a document in the order in which they came."""
+    def pieces(self, document: str) -> list[NodeRecord]:
+        """Return the chunks of a document, with their places, in the order in which they came."""
         draft = self.load(document)
         pieces = [] if draft is None else draft.pieces.values()
-        return [NamedPiece(replace(piece.record, place=piece.place), piece.expires_at) for piece in pieces]
+        return [replace(piece.record, place=piece.place) for piece in pieces]
 
     def members(self, document: str) -> list[Member]:
         """Return the chunks of a document in reading order."""
@@ -145,14 +133,8 @@ class Drafts:
         """Return by their ids all chunks of the documents, in reading order."""
         found: dict[str, NamedTarget] = {}
         for draft in self._drafts.values():
-            pieces = in_order(draft.pieces.values())
-            lives = [
-                None if piece.expires_at is None or piece.expires_at <= self.now else piece.expires_at - self.now
-                for piece in pieces
-            ]
-            shortest = reduce(earliest, lives, None)
-            for piece in pieces:
-                found[piece.id] = NamedTarget(piece.record, shortest, piece.is_changed, draft.name)
+            for piece in in_order(draft.pieces.values()):
+                found[piece.id] = NamedTarget(piece.record, piece.is_changed, draft.name)
         return found
 
     def save(self) -> None:
@@ -226,24 +208,24 @@ def with_later(
 
 def _read_pieces(connection: sqlite3.Connection, namespace: str, document: str, number: int) -> Iterator[_Piece]:
     query = (
-        "SELECT seq, id, key, text_hash, token_ids, separator, later, behind, arrival, start, length, ends, expires_at "
+        "SELECT seq, id, key, text_hash, token_ids, separator, later, behind, arrival, start, length, ends "
         "FROM members JOIN nodes USING (seq) WHERE document = ? ORDER BY arrival"
     )
     for row in connection.execute(query, (number,)).fetchall():
         seq, id, key, text_hash, tokens, separator, later, behind, *stands = row
-        arrival, start, length, ends, expires_at = stands
+        arrival, start, length, ends = stands
         place = Place(document, start, length, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
         record = NodeRecord(id, key, text_hash, unpack_tokens(tokens), unpack_tokens(separator))
         record = with_later(connection, namespace, seq, later, behind, record)
-        yield _Piece(id, record.token_ids, place, record, expires_at, False, arrival)
+        yield _Piece(id, record.token_ids, place, record, False, arrival)
 
 
 def _write_piece(connection: sqlite3.Connection, namespace: str, number: int, piece: _Piece) -> None:
     place = piece.place
     ends = np.asarray(place.ends, dtype="<u4").tobytes()
-    row = (number, piece.arrival, place.start, place.length, ends, piece.expires_at)
+    row = (number, piece.arrival, place.start, place.length, ends)
     connection.execute(
-        "INSERT OR REPLACE INTO members (seq, document, arrival, start, length, ends, expires_at) "
-        "SELECT seq, ?, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
+        "INSERT OR REPLACE INTO members (seq, document, arrival, start, length, ends) "
+        "SELECT seq, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
         (*row, namespace, piece.id),
     )

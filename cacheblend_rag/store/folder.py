@@ -20,21 +20,20 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.files import replace_text
 
-__all__ = ["RESERVE_BYTES", "StoreFolder", "is_out_of_room", "let_go", "locked", "owner_only", "storing", "valid_key"]
+__all__ = ["RESERVE_BYTES", "StoreFolder", "locked", "owner_only", "storing", "valid_key"]
 
 _FORMAT = "cacheblend-rag store"
 _VERSION = 3
 _MARK = "store.json"
 # What a process that was killed while making a store may have left before the mark was in place.
-_MAKING = {"store.lock", "store.json.tmp"}
-# With two of these, only a store's mark is damaged or lost.
-_PARTS = {"kv", "tmp", "index.sqlite"}
+_MAKING = re.compile(r"store\.lock|\.store\.json\..*")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _KEY = re.compile(r"[0-9a-f]{8,128}")
@@ -69,11 +68,6 @@ def storing(path: Path) -> Iterator[None]:
         raise StoreError(f"store folder {path} cannot be written: {error}") from error
 
 
-def is_out_of_room(error: StoreFullError) -> bool:
-    """Return whether the disk is full, and not a byte budget, nor a file as large as it may be."""
-    return error.__cause__ is not None and getattr(error.__cause__, "errno", None) != errno.EFBIG
-
-
 class StoreFolder:
     """A folder on disk that holds a store, made if there is none; nothing is changed in one of another format."""
 
@@ -94,13 +88,8 @@ class StoreFolder:
         """Make the parts that are missing."""
         with storing(self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._mark() is None:
-                mark = self.path / f"{_MARK}.tmp"
-                with open(mark, "w", encoding="ascii", opener=owner_only) as file:
-                    json.dump({"format": _FORMAT, "version": _VERSION}, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                mark.rename(self.path / _MARK)
+            if not (self.path / _MARK).exists():
+                replace_text(self.path / _MARK, json.dumps({"format": _FORMAT, "version": _VERSION}), private=True)
             for name in ("kv", "tmp"):
                 (self.path / name).mkdir(mode=0o700, exist_ok=True)
             # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened: closing
@@ -132,60 +121,38 @@ class StoreFolder:
     def file_path(self, key: str) -> Path:
         return self.path / "kv" / key[:2] / f"{valid_key(key)}{_SUFFIX}"
 
-    def files(self) -> Iterator[tuple[str, int]]:
-        """Yield the key and the size of each chunk's file."""
-        for path, key in self._paths():
-            with suppress(FileNotFoundError):
-                if key is not None:
-                    yield key, path.stat().st_size
-
-    def strangers(self) -> Iterator[Path]:
-        """Yield what lies among the chunks' files and is none."""
-        return (path for path, key in self._paths() if key is None)
-
-    def _paths(self) -> Iterator[tuple[Path, str | None]]:
+    def files(self) -> Iterator[tuple[Path, str | None]]:
         """Yield what lies among the chunks' files, and the key where it is one."""
         for shard in sorted((self.path / "kv").glob("*")):
             for path in sorted(shard.iterdir()) if shard.is_dir() else [shard]:
                 key = path.name.removesuffix(_SUFFIX)
                 yield path, key if _KEY.fullmatch(key) and path == self.file_path(key) else None
 
-    def write(self, buffers: Iterable[memoryview]) -> Path:
-        """Write and sync a new file outside its place, to which `place` brings it."""
-        path = self.path / "tmp" / f"{secrets.token_hex(8)}.part"
-        with storing(self.path):
-            try:
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:
-                # The folder was deleted, or this part of it.
-                self.prepare()
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                with open(fd, "wb") as file:
+    @contextmanager
+    def written(self, key: str, buffers: Iterable[memoryview]) -> Iterator[Callable[[], None]]:
+        """Write and sync a file outside its place; give what brings it to that of a key's, instead of one that is there."""
+        part, final = self.path / "tmp" / f"{secrets.token_hex(8)}.part", self.file_path(key)
+
+        def place() -> None:
+            with storing(self.path):
+                final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                part.replace(final)
+
+        try:
+            with storing(self.path):
+                part.parent.mkdir(mode=0o700, exist_ok=True)
+                with open(part, "xb", opener=owner_only) as file:
                     file.writelines(buffers)
                     file.flush()
-                    os.fsync(fd)
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
-        return path
+                    os.fsync(file.fileno())
+            yield place
+        finally:
+            part.unlink(missing_ok=True)
 
-    def place(self, part: Path, key: str) -> None:
-        """Bring a written file to the place of a key's, instead of one that is there."""
-        final = self.file_path(key)
-        with storing(self.path):
-            final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            try:
-                part.replace(final)
-            except FileNotFoundError:
-                # An earlier attempt may have brought it there.
-                if not final.exists():
-                    raise
-
-    def unlink(self, keys: Iterable[str]) -> None:
-        with storing(self.path):
-            for key in keys:
-                self.file_path(key).unlink(missing_ok=True)
+    def remove(self, key: str) -> None:
+        """Remove the file of a key; where that fails, it is there without an entry."""
+        with suppress(OSError, StoreError):
+            self.file_path(key).unlink()
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes have left outside its place."""
@@ -195,35 +162,28 @@ class StoreFolder:
                     if time.time() - path.stat().st_mtime > _LEFT_S:
                         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _mark(self) -> object:
-        """Return what the mark says; None where there is none, or where it is damaged."""
-        try:
-            return json.loads((self.path / _MARK).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return None
-        except OSError as error:
-            raise StoreError(f"store folder {self.path} cannot be read: {error}") from error
-
     def _is_store(self) -> bool:
-        """Return whether the folder is a store of this version, if need be without its mark; False where one can be made."""
+        """Return whether the folder is a store of this version; False where one can be made."""
+        names: list[str] = []
+        mark: object = None
         try:
-            names = set(os.listdir(self.path)) - _MAKING
+            names = sorted(name for name in os.listdir(self.path) if not _MAKING.fullmatch(name))
+            mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return False
+            pass
         except NotADirectoryError:
             raise StoreFormatError(f"{self.path} is a file; a store needs a folder") from None
+        except ValueError:
+            mark = "damaged"
         except OSError as error:
-            raise StoreError(f"folder {self.path} cannot be read: {error}") from error
-        mark = self._mark()
-        if mark is None and len(names & _PARTS) > 1:
-            return True
-        if mark is None and _MARK not in names:
-            if names:
-                shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
-                raise StoreFormatError(
-                    f"folder {self.path} is not a store and holds other files ({shown}); give an empty or a new folder"
-                )
+            raise StoreError(f"store folder {self.path} cannot be read: {error}") from error
+        if not names:
             return False
+        if mark is None:
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            raise StoreFormatError(
+                f"folder {self.path} is not a store and holds other files ({shown}); give an empty or a new folder"
+            )
         if not isinstance(mark, dict) or mark.get("format") != _FORMAT:
             raise StoreFormatError(
                 f"{self.path / _MARK} is damaged or was not written by cacheblend-rag; give another folder, "
@@ -253,13 +213,9 @@ def locked(path: Path, until: float, otherwise: str) -> Iterator[None]:
                 time.sleep(_POLL_S)
         yield
     finally:
-        let_go(fd)
-
-
-def let_go(fd: int) -> None:
-    """Unlock a file and close it: closing alone would leave it locked for as long as a child lives that was forked meanwhile."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+        # Closing alone would leave it locked for as long as a child lives that was forked meanwhile.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 def owner_only(path: str, flags: int) -> int:

@@ -1,152 +1,183 @@
-"""The index of a store: its tables, which KV is in which file, which tenant owns it, and what was dropped."""
+"""The index of a store: an SQLite database of what is in its files, whose it is, and what chunks are called."""
 
 from __future__ import annotations
 
 import json
-import math
+import os
+import re
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from cacheblend_rag.store.base import Entry
-from cacheblend_rag.store.database import Database
+from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.store.folder import StoreFolder, locked, storing
 
-__all__ = ["Dropped", "Index", "claim", "drop_entries"]
+__all__ = ["Index", "drop_entries"]
 
-# Expired entries dropped on the way by one addition; `gc` drops the others.
-_OLD_A_TIME = 64
+# A reader waits for no writer, but for moments while a log is recovered or shortened.
+_READ_TIMEOUT_S = 1.0
+# Fewer unused pages than this, of 4 KiB each, are left for what is written next.
+_TIDY_PAGES = 256
+# The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
+_READ_CACHE_BYTES = 16 * 1024**2
+# How long answers wait for who writes, and how long they do not once that was in vain.
+_BRIEFLY_S, _BUSY_S = 0.5, 5.0
+# What SQLite raises: it quotes a damaged schema in its message, which then is not text.
+_ERRORS = (sqlite3.Error, UnicodeError)
+# What it says of a damaged file, or one that has lost a part of it.
+_DAMAGE = ("malformed", "not a database", "no such table", "no such column", "disk I/O error", "Could not decode")
 
-_COLUMNS = "tenant, expires_at, bytes, added_at"
-_EXPIRED = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
-
-# entries: the chunks whose KV is on disk. deletions: the keys that lost their entry lately, for
-# other processes' RAM.
-# nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
-# they are, where they are a tenant's. tenants: what each has, counted by triggers so that no call counts a million rows.
-# seen: the chunks whose text is in what a chunk's later KV was read behind, by their numbers; what has seen one goes with it.
-# documents: those that chunks are pieces of. members: the pieces, by the numbers of their names.
-# shared: up to where the names that machines share are followed here, where they are.
-# The numbers of changes and deletions begin above all that another index in this place gave out.
-_SCHEMA = """
-CREATE TABLE entries (
-    key TEXT PRIMARY KEY, bytes INTEGER NOT NULL, last_used INTEGER NOT NULL DEFAULT 0, tenant TEXT NOT NULL DEFAULT '',
-    added_at REAL NOT NULL, expires_at REAL
-) WITHOUT ROWID;
-CREATE TABLE deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
-CREATE TABLE nodes (
-    seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, UNIQUE (namespace, id)
-);
-CREATE TABLE documents (
-    number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, UNIQUE (namespace, name)
-);
-CREATE TABLE seen (seq INTEGER NOT NULL, other INTEGER NOT NULL, PRIMARY KEY (seq, other)) WITHOUT ROWID;
-CREATE TABLE members (
-    seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER,
-    length INTEGER NOT NULL, ends BLOB NOT NULL, expires_at REAL
-);
-CREATE TABLE changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
-CREATE TABLE namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE tenants (
-    tenant TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL, names INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE shared (one INTEGER PRIMARY KEY CHECK (one = 1), birth TEXT NOT NULL, position INTEGER NOT NULL);
-INSERT INTO tenants VALUES ('', 0, 0, 0);
-INSERT INTO changes VALUES (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), 0);
-INSERT INTO deletions VALUES (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), '');
-CREATE INDEX entries_by_use ON entries (last_used);
-CREATE INDEX entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
-CREATE INDEX nodes_by_key ON nodes (key);
-CREATE INDEX nodes_by_later ON nodes (later) WHERE later IS NOT NULL;
-CREATE INDEX seen_by_other ON seen (other);
-CREATE INDEX members_by_document ON members (document, arrival);
-CREATE TRIGGER seen_changed AFTER UPDATE OF key ON nodes WHEN old.key != new.key BEGIN
-    UPDATE nodes SET later = NULL, behind = NULL WHERE seq IN (SELECT seq FROM seen WHERE other = new.seq);
-    DELETE FROM seen WHERE other = new.seq;
-END;
-CREATE TRIGGER seen_removed AFTER DELETE ON nodes BEGIN
-    UPDATE nodes SET later = NULL, behind = NULL WHERE seq IN (SELECT seq FROM seen WHERE other = old.seq);
-    DELETE FROM seen WHERE other = old.seq;
-    DELETE FROM seen WHERE seq = old.seq;
-END;
-CREATE TRIGGER later_changed AFTER UPDATE OF later ON nodes BEGIN
-    DELETE FROM seen WHERE seq = new.seq;
-END;
-CREATE TRIGGER piece_removed AFTER DELETE ON nodes BEGIN
-    DELETE FROM members WHERE seq = old.seq;
-END;
-CREATE TRIGGER document_ended AFTER DELETE ON members BEGIN
-    DELETE FROM documents WHERE number = old.document AND NOT EXISTS (SELECT 1 FROM members WHERE document = old.document);
-END;
-CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
-    UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
-END;
-CREATE TRIGGER entry_deleted AFTER DELETE ON entries BEGIN
-    UPDATE tenants SET entries = entries - 1, bytes = bytes - old.bytes WHERE tenant = old.tenant;
-    INSERT INTO deletions (key) VALUES (old.key);
-END;
-CREATE TRIGGER entry_claimed AFTER UPDATE OF tenant ON entries BEGIN
-    UPDATE tenants SET entries = entries - 1, bytes = bytes - old.bytes WHERE tenant = old.tenant;
-    UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
-END;
-CREATE TRIGGER node_added AFTER INSERT ON nodes BEGIN
-    UPDATE tenants SET names = names + 1 WHERE tenant =
-        ifnull((SELECT tenant FROM namespaces WHERE namespace = new.namespace), '');
-END;
-CREATE TRIGGER node_removed AFTER DELETE ON nodes BEGIN
-    UPDATE tenants SET names = names - 1 WHERE tenant =
-        ifnull((SELECT tenant FROM namespaces WHERE namespace = old.namespace), '');
-END;
-CREATE TRIGGER node_addition_noted AFTER INSERT ON nodes BEGIN
-    INSERT INTO changes (node) VALUES (new.seq);
-END;
-CREATE TRIGGER node_change_noted AFTER UPDATE OF key, text_hash, token_ids ON nodes BEGIN
-    INSERT INTO changes (node) VALUES (new.seq);
-END;
-CREATE TRIGGER node_removal_noted AFTER DELETE ON nodes BEGIN
-    INSERT INTO changes (node) VALUES (old.seq);
-END;
-CREATE TRIGGER deletions_forgotten AFTER INSERT ON deletions BEGIN
-    DELETE FROM deletions WHERE seq <= new.seq - 4096;
-END;
-CREATE TRIGGER changes_forgotten AFTER INSERT ON changes BEGIN
-    DELETE FROM changes WHERE seq <= new.seq - 10000;
-END;
-"""
+_VERSION = 11
+_SCHEMA = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
 
 
-@dataclass(slots=True)
-class Dropped:
-    """What a transaction dropped: keys without KV now, whose entries they had, and whether that was for the budget's room."""
+class Index:
+    """One connection that reads and one that writes, so that no look-up waits for a commit; in memory without a folder.
 
-    keys: list[str] = field(default_factory=list)
-    tenants: list[str] = field(default_factory=list)
-    for_room: bool = False
+    The file of an entry goes in the transaction that drops the entry.
+    """
 
+    def __init__(
+        self, folder: StoreFolder | None = None, read_only: bool = False, lock_timeout_s: float = 60.0
+    ) -> None:
+        self.folder = folder
+        self.read_only = read_only
+        self._path = None if folder is None else folder.index_path
+        self._lock_timeout_s = lock_timeout_s
+        self._busy_until = 0.0
+        self._process = os.getpid()
+        self._closed = False
+        self._read_lock = threading.Lock()
+        # In memory there is but one connection.
+        self._write_lock = threading.Lock() if folder else self._read_lock
+        self._connections: dict[str, sqlite3.Connection] = {}
+        # Which file they have open.
+        self._opened: Any = None
+        self._finalizer = weakref.finalize(self, _disconnect, self._connections)
+        if folder is None:
+            self._connections["reader"] = self._connections["writer"] = connection = _connect(":memory:")
+            self._set_up(connection)
 
-class Index(Database):
-    """The entries in the database; each method is one transaction, and the files of what it drops go with that."""
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Give the reading connection to one thread at a time; all queries see the index as it is at the first."""
+        self.check_open()
+        with self._read_lock, self._translating():
+            connection = self._current("reader")
+            connection.execute("BEGIN")
+            try:
+                yield connection
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
 
-    version = 10
-    schema = _SCHEMA
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        with self.read() as connection:
+            return connection.execute(query, values).fetchall()
 
-    def entry(self, key: str) -> Entry | None:
-        found = self.rows(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", key)
-        return Entry(*found[0]) if found else None
+    @contextmanager
+    def write(self, wait: bool = True, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """Run one write transaction, rolled back by an error; without `wait` it is soon an error if another one is under way."""
+        self.check_open()
+        if self.read_only and self.folder is not None:
+            raise StoreReadOnlyError(f"store folder {self.folder.path} is not writable; it can only be read")
+        started = time.monotonic()
+        briefly_s = 0.0 if started < self._busy_until else _BRIEFLY_S
+        timeout_s = self._lock_timeout_s if wait or self._path is None else briefly_s
+        if not self._write_lock.acquire(timeout=timeout_s):
+            self._busy_until = time.monotonic() + _BUSY_S
+            raise StoreError(f"index {self._path} is locked: another thread is writing to it")
+        try:
+            with self._translating():
+                connection = self._current("writer")
+                connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                left_s = max(started + timeout_s - time.monotonic(), 0.0)
+                connection.execute(f"PRAGMA busy_timeout={int(left_s * 1000)}")
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield connection
+                    connection.execute("COMMIT")
+                finally:
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+        finally:
+            self._write_lock.release()
 
-    def holds(self, keys: Sequence[str], now: float) -> list[bool]:
-        """Return for each key whether it has an entry that has not expired."""
-        query = "SELECT key FROM entries WHERE ifnull(expires_at > ?, 1) AND key IN (SELECT value FROM json_each(?))"
-        held = {key for (key,) in self.rows(query, now, json.dumps(keys))}
+    def check_open(self) -> None:
+        """See that it may be used: it is open, and by the process that opened it."""
+        if self._closed:
+            raise StoreError("the store is closed; open it again")
+        if self._process != os.getpid():
+            # SQLite keeps one account of file locks for a whole process, and the locks themselves are not inherited.
+            raise ConfigError(
+                "this store was opened before the process was forked; open it in the child, after the fork"
+            )
+
+    def check(self) -> None:
+        """Have SQLite go through the whole index; StoreError for what it finds."""
+        found = [str(row[0]) for row in self.rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
+        with self._translating():
+            if found:
+                raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
+
+    def shrink(self, vacuum: bool = False) -> int:
+        """Bring the log into the database, if no process is in the way and the disk has room for that; return the bytes freed.
+
+        With `vacuum` room that is not used is given back to the disk too, if there is much of it.
+        """
+        if self._path is None:
+            return 0
+        log = self._path.with_name(self._path.name + "-wal")
+        before = _size(log)
+        with self._write_lock, self._translating():
+            try:
+                connection = self._current("writer")
+                connection.execute("PRAGMA busy_timeout=1000")
+                pages, free = (
+                    connection.execute(f"PRAGMA {each}_count").fetchone()[0] for each in ("page", "freelist")
+                )
+                if vacuum and free * 4 > pages and free > _TIDY_PAGES:
+                    connection.execute("VACUUM")
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            except _ERRORS as error:
+                if not any(word in str(error) for word in ("locked", "busy", "full")):
+                    raise
+        return before - _size(log)
+
+    def close(self) -> None:
+        """Close both connections; in a forked child they are the parent's."""
+        if self._closed or self._process != os.getpid():
+            return
+        with self._read_lock:
+            self._closed = True
+        with self._write_lock:
+            self._finalizer()
+
+    # Entries; each method is one transaction.
+
+    def tenant_of(self, key: str) -> str | None:
+        """Return whose the entry of a key is, or None where it has none."""
+        found = self.rows("SELECT tenant FROM entries WHERE key = ?", key)
+        return str(found[0][0]) if found else None
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether it has an entry."""
+        query = "SELECT key FROM entries WHERE key IN (SELECT value FROM json_each(?))"
+        held = {key for (key,) in self.rows(query, json.dumps(keys))}
         return [key in held for key in keys]
 
-    def entries(self) -> Iterator[tuple[str, Entry]]:
-        """Yield all keys and entries in the order of their keys, expired ones too, read a limited number at a time."""
+    def entries(self) -> Iterator[tuple[str, int]]:
+        """Yield all keys and the bytes of their files in the order of the keys, read a limited number at a time."""
         key = ""
-        while found := self.rows(f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000", key):
-            for key, *row in found:
-                yield key, Entry(*row)
+        while found := self.rows("SELECT key, bytes FROM entries WHERE key > ? ORDER BY key LIMIT 1000", key):
+            yield from found
+            key = found[-1][0]
 
     def tenants(self) -> list[str]:
         """Return the tenants that have entries or names; "" stands for what has no tenant."""
@@ -161,59 +192,35 @@ class Index(Database):
     def add(
         self,
         key: str,
-        entry: Entry,
-        replaced: Entry | None,
+        nbytes: int,
+        tenant: str,
         limit_bytes: int,
         place: Callable[[], None],
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
-    ) -> Dropped:
-        """Give `key` its entry and file if it is `wanted` and still has what is `replaced`; drop what is old or in the way."""
-        dropped = Dropped()
+    ) -> dict[str, str]:
+        """Give `key` its entry and file if it is `wanted`; return what is dropped for room, and whose it was."""
         with self.write() as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
-            is_quicker = row is not None and Entry(*row) != replaced
-            if (wanted is not None and not wanted(connection)) or is_quicker:
-                return dropped
+            if wanted is not None and not wanted(connection):
+                return {}
             connection.execute("DELETE FROM entries WHERE key = ?", (key,))
-            old = [row[0] for row in connection.execute(_EXPIRED, (entry.added_at, _OLD_A_TIME))]
-            drop_entries(connection, old, dropped)
-            claim(connection, entry.tenant)
-            connection.execute(
-                "INSERT INTO entries (key, bytes, last_used, tenant, added_at, expires_at) VALUES (?, ?, ?, ?, ?, ?)",
-                (key, entry.nbytes, time.time_ns(), entry.tenant, entry.added_at, entry.expires_at),
-            )
-            _make_room(connection, key, limit_bytes, dropped)
+            connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", (key, nbytes, time.time_ns(), tenant))
             place()
-        return dropped
+            (held_bytes,) = connection.execute("SELECT sum(bytes) FROM tenants").fetchone()
+            victims = _oldest(connection, held_bytes - limit_bytes)
+            drop_entries(connection, victims)
+            return victims
 
-    def prolong(self, keys: Sequence[str], expires_at: float | None, now: float) -> None:
-        """Let live entries live until `expires_at` at least, None is for ever."""
-        until = math.inf if expires_at is None else expires_at
-        is_shorter = "key = ? AND expires_at > ? AND expires_at < ?"
-        query = f"SELECT 1 FROM entries WHERE {is_shorter}"
-        others = [key for key in keys if self.rows(query, key, now, until)]
-        if others:
-            with self.write() as connection:
-                query = f"UPDATE entries SET expires_at = ? WHERE {is_shorter}"
-                connection.executemany(query, ((expires_at, key, now, until) for key in others))
-
-    def drop(self, keys: Sequence[str], wait: bool = True) -> Dropped:
-        dropped = Dropped()
+    def drop(self, keys: Iterable[str], wait: bool = True) -> None:
         with self.write(wait) as connection:
-            drop_entries(connection, keys, dropped)
-        return dropped
+            drop_entries(connection, keys)
 
-    def expired(self, now: float, limit: int) -> list[str]:
-        return [key for (key,) in self.rows(_EXPIRED, now, limit)]
-
-    def oldest(self, nbytes: int, spared: Collection[str]) -> list[str]:
-        """Return the keys of entries of that many bytes to drop for room, the least recently used ones."""
+    def oldest(self, nbytes: int) -> dict[str, str]:
+        """Return the keys of entries of that many bytes, the least recently used ones, and whose they are."""
         with self.read() as connection:
-            return _oldest(connection, spared, nbytes)
+            return _oldest(connection, nbytes)
 
-    def clear(self, tenant: str | None = None) -> Dropped:
-        """Drop all entries and all names, or those of one tenant."""
-        dropped = Dropped()
+    def clear(self, tenant: str | None = None) -> list[str]:
+        """Drop all entries and all names, or those of one tenant; return the keys of both."""
         with self.write() as connection:
             keys = connection.execute("SELECT key FROM entries WHERE ?1 IS NULL OR tenant = ?1", (tenant,)).fetchall()
             query = (
@@ -222,12 +229,11 @@ class Index(Database):
             )
             nodes = connection.execute(query, (tenant,)).fetchall()
             connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, *_ in nodes))
-            # KV may be in RAM alone or in a remote tier, without an entry.
-            dropped.keys += dict.fromkeys(key for _, *both in nodes for key in both if key)
-            drop_entries(connection, [key for (key,) in keys], dropped)
+            drop_entries(connection, [key for (key,) in keys])
             # Of names that machines share, others may have recorded some of these meanwhile: all are read again.
             connection.execute("UPDATE shared SET birth = '', position = 0")
-        return dropped
+        # KV may be in RAM alone or in a remote tier, without an entry.
+        return list(dict.fromkeys(key for both in (*keys, *(each[1:] for each in nodes)) for key in both if key))
 
     def touch(self, keys: Sequence[str]) -> None:
         """Mark entries as used in this order, the last one latest; an error if another process is writing."""
@@ -235,53 +241,168 @@ class Index(Database):
             used = enumerate(keys, time.time_ns() - len(keys))
             connection.executemany("UPDATE entries SET last_used = ? WHERE key = ?", used)
 
-    def deletions(self) -> int:
-        """Return a number that grows whenever an entry is dropped, by any process."""
-        return int(self.rows("SELECT ifnull(max(seq), 0) FROM deletions")[0][0])
+    # Connections
 
-    def dropped_lately(self, keys: Sequence[str]) -> set[str]:
-        query = "SELECT key FROM deletions WHERE key IN (SELECT value FROM json_each(?))"
-        return {key for (key,) in self.rows(query, json.dumps(keys))}
+    def _current(self, kind: str) -> sqlite3.Connection:
+        """Return the reading or the writing connection, to the index that was opened first."""
+        if self._path is not None:
+            now = _identity(self._path, self.read_only)
+            # Where it can only be read, another process may have changed it.
+            if self._opened and not self.read_only and now != self._opened:
+                raise StoreError(
+                    f"index {self._path} was removed or replaced while it was in use; open the store again, and add "
+                    "the documents whose KV is to be there"
+                )
+            if kind not in self._connections or now != self._opened:
+                if kind in self._connections:
+                    self._connections.pop(kind).close()
+                self._connections[kind] = self._read_only() if self.read_only else self._writable()
+                self._opened = now if self.read_only else _identity(self._path, False)
+        return self._connections[kind]
 
-    def deleted_since(self, seen: int) -> list[str] | None:
-        """Return the keys dropped after `deletions` was `seen`, or None if that is too long ago to know."""
-        first = self.rows("SELECT min(seq) FROM deletions")[0][0]
-        if first is not None and first > seen + 1:
-            return None
-        return [key for (key,) in self.rows("SELECT key FROM deletions WHERE seq > ?", seen)]
+    def _writable(self) -> sqlite3.Connection:
+        assert self.folder is not None
+        path, until = self.folder.path, time.monotonic() + self._lock_timeout_s
+        with storing(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        otherwise = (
+            f"another process has been opening the store in {path} for more than {self._lock_timeout_s:g} s; end it"
+        )
+        with locked(path / "store.lock", until, otherwise):
+            self.folder.prepare()
+            connection = _connect(str(self._path))
+            try:
+                for setting in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
+                    # What is deleted is overwritten: token ids are text.
+                    connection.execute(f"PRAGMA {setting}")
+                self._set_up(connection)
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+    def _set_up(self, connection: sqlite3.Connection) -> None:
+        """Make the tables where there are none, and have files go with their entries."""
+        self._check_version(connection)
+        connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
+        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            connection.execute(f"PRAGMA busy_timeout={int(self._lock_timeout_s * 1000)}")
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in re.split(r"\n(?=CREATE|INSERT)", _SCHEMA.strip()):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
+            connection.execute("COMMIT")
+        connection.execute(f"PRAGMA busy_timeout={int(_READ_TIMEOUT_S * 1000)}")
+        # Every table is asked now, so that an index without one is not found out later.
+        connection.execute("SELECT 1 FROM entries, tenants").fetchone()
+        if self.folder is not None:
+            connection.create_function("remove_file", 1, self.folder.remove)
+            connection.execute(
+                "CREATE TEMP TRIGGER entry_dropped AFTER DELETE ON main.entries BEGIN SELECT remove_file(old.key); END"
+            )
+
+    def _check_version(self, connection: sqlite3.Connection) -> None:
+        """Raise `StoreFormatError` if an index that is not empty was written by another version."""
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        if version != _VERSION and not is_empty:
+            raise StoreFormatError(
+                f"index {self._path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; "
+                "remove the store folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+            )
+
+    def _read_only(self) -> sqlite3.Connection:
+        assert self._path is not None
+        log = self._path.with_name(self._path.name + "-wal")
+        # Reading a database in WAL mode needs its -shm file, which often cannot be made here. As no process has it open then, it
+        # does not change either; a process that opens it later is noticed by what that does to the files.
+        for options in ("mode=ro", "immutable=1"):
+            connection = _connect(f"file:{quote(str(self._path.absolute()))}?{options}", uri=True)
+            try:
+                connection.execute("SELECT 1 FROM tenants").fetchone()
+                self._check_version(connection)
+                return connection
+            except sqlite3.OperationalError:
+                connection.close()
+                if options == "immutable=1":
+                    raise
+                if _size(log):
+                    raise StoreError(
+                        f"index {self._path} cannot be read without merging {log.name}; open the store once with write access "
+                        "to the folder"
+                    ) from None
+            except BaseException:
+                connection.close()
+                raise
+        raise AssertionError
+
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        """Turn SQLite's errors into the store's own."""
+        try:
+            yield
+        except _ERRORS as error:
+            where = "in memory" if self._path is None else str(self._path)
+            if isinstance(error, UnicodeEncodeError):
+                raise StoreError(
+                    f"{error.object[:80]!r} is not valid Unicode and cannot be stored as an id or a name"
+                ) from error
+            text = "malformed schema" if isinstance(error, UnicodeDecodeError) else str(error)
+            if "disk is full" in text or ("disk I/O" in text and self._is_full()):
+                raise StoreFullError(
+                    f"no space left on the disk of {where}; free some, or give the store a byte budget (disk_bytes)"
+                ) from error
+            if "locked" in text:
+                self._busy_until = time.monotonic() + _BUSY_S
+                raise StoreError(
+                    f"index {where} is locked: another process has been writing to it for too long"
+                ) from error
+            if "readonly" in text:
+                raise StoreReadOnlyError(f"index {where} is not writable; the store can only be read") from error
+            if any(sign in text for sign in _DAMAGE):
+                text = f"damaged ({text}); remove the store folder and add the documents again: a store is a cache"
+            raise StoreError(f"index {where} is unusable: {text}") from error
+
+    def _is_full(self) -> bool:
+        if self._path is None:
+            return False
+        room = os.statvfs(self._path.parent)
+        return room.f_bavail * room.f_frsize < 64 * 1024
 
 
-# In a transaction that has begun
+def drop_entries(connection: sqlite3.Connection, keys: Iterable[str]) -> None:
+    """Drop entries, and their files, in a transaction that has begun."""
+    connection.executemany("DELETE FROM entries WHERE key = ?", ((key,) for key in keys))
 
 
-def claim(connection: sqlite3.Connection, tenant: str) -> None:
-    """Give a tenant its row."""
-    connection.execute("INSERT OR IGNORE INTO tenants VALUES (?, 0, 0, 0)", (tenant,))
-
-
-def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: Dropped) -> None:
-    """Drop entries, and add them to `dropped`."""
-    for key in keys:
-        row = connection.execute("DELETE FROM entries WHERE key = ? RETURNING tenant", (key,)).fetchone()
-        if row is not None:
-            dropped.keys.append(key)
-            dropped.tenants.append(row[0])
-
-
-def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropped: Dropped) -> None:
-    """Drop the least recently used entries, but not `key`, until all together have at most `limit_bytes`."""
-    (held_bytes,) = connection.execute("SELECT sum(bytes) FROM tenants").fetchone()
-    victims = _oldest(connection, [key], held_bytes - limit_bytes)
-    drop_entries(connection, victims, dropped)
-    dropped.for_room = bool(victims)
-
-
-def _oldest(connection: sqlite3.Connection, spared: Collection[str], nbytes: int) -> list[str]:
-    victims = []
-    oldest = connection.execute("SELECT key, bytes FROM entries ORDER BY last_used")
+def _oldest(connection: sqlite3.Connection, nbytes: int) -> dict[str, str]:
+    victims = {}
+    oldest = connection.execute("SELECT key, tenant, bytes FROM entries ORDER BY last_used")
     while nbytes > 0 and (victim := oldest.fetchone()) is not None:
-        if victim[0] not in spared:
-            victims.append(victim[0])
-            nbytes -= victim[1]
+        victims[victim[0]] = victim[1]
+        nbytes -= victim[2]
     oldest.close()
     return victims
+
+
+def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
+    while connections:
+        connections.popitem()[1].close()
+
+
+def _connect(path: str, uri: bool = False) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=_READ_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri)
+
+
+def _identity(path: Path, read_only: bool) -> Any:
+    """Return what tells the file in a place from another one; where this process may not lock it, also whether it has changed."""
+    with suppress(FileNotFoundError):
+        status = os.stat(path)
+        if not read_only:
+            return status.st_dev, status.st_ino
+        return status.st_ino, status.st_size, status.st_mtime_ns, _size(path.with_name(path.name + "-wal"))
+    return None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

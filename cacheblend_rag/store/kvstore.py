@@ -1,58 +1,78 @@
-"""The store as the engine sees it: names, and KV in the fastest tier that has it."""
+"""The store: names, and KV in the fastest tier that has it."""
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from logging import getLogger
+from typing import TypeVar
 
-from cacheblend_rag.codec import PackedKV
+from cacheblend_rag.codec import Codec, PackedKV, pack_kv
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.background import Offsite, WorkQueue
-from cacheblend_rag.store.base import Entry, Fate, KVReader, Later, NodeRecord, StoreStats, count_of
+from cacheblend_rag.store.base import KVReader, Later, NodeRecord, StoreStats, packed_kv
+from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.index import Dropped
-from cacheblend_rag.store.memory import RamReader
-from cacheblend_rag.store.names import Names, NamesSource, has_name, look_up
-from cacheblend_rag.store.tiers import Tiers
+from cacheblend_rag.store.index import Index
+from cacheblend_rag.store.memory import Entry, PromotingReader, RamReader, RamTier
+from cacheblend_rag.store.names import Names, NamesSource, has_name
+from cacheblend_rag.store.offsite import Offsite
+from cacheblend_rag.store.remote import RemoteTier
 
 __all__ = ["KVStore"]
 
 _log = getLogger(__name__)
 
-# Failures that are no further apart than this are one event, which is said once: a full disk may have room in between.
-_EVENT_S = 60.0
+Result = TypeVar("Result")
+Wanted = Callable[[sqlite3.Connection], bool]
 
 
 class KVStore:
     """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one.
 
     A key is a digest of everything the KV depends on, and of its owner (the tenant). Names (ids of chunks) live in a namespace,
-    the digest of the model and the tenant; several may lead to one key. KV lives for `ttl_s` seconds, None is for ever. All
-    methods may be called from any thread.
+    the digest of the model and the tenant; several may lead to one key. All methods may be called from any thread.
+
+    KV is on disk, with copies in RAM, each of which is served only while the disk has it, so that no deletion, by any process,
+    leaves a copy; without a disk RAM has all of it, and the remote tier gets it packed by `codec`.
     """
 
-    def __init__(self, tiers: Tiers, offsite: Offsite | None = None, write_back_bytes: int = 0) -> None:
-        self._index, self._tiers, self._offsite = tiers.index, tiers, offsite
-        self._clock = tiers.clock
-        self.is_private = tiers.disk is None and offsite is None
-        self.outlives_process, self.path = tiers.disk is not None, tiers.path
-        limit_bytes = write_back_bytes if self.path else 0
-        self._waiting: WorkQueue[Entry] = WorkQueue(self._write, limit_bytes, "cacheblend-write-back")
-        self._names = Names(tiers.index, tiers.clock)
-        self._closed = False
-        self._process = os.getpid()
-        # When KV of misses could not be stored last, why not, until `flush` tells it, and whose had no room to wait in.
-        self._failed_at = -math.inf
+    def __init__(
+        self,
+        ram: RamTier,
+        disk: DiskTier | None,
+        codec: Codec,
+        remote: RemoteTier | None = None,
+        source: NamesSource | None = None,
+    ) -> None:
+        self._ram, self._disk, self._codec = ram, disk, codec
+        self._index = Index() if disk is None else disk.index
+        self._offsite = None if remote is None else Offsite(remote, self._packed)
+        self.is_private = disk is None and remote is None
+        self.outlives_process = disk is not None
+        self.path = None if disk is None or disk.read_only else disk.folder.path
+        self._writer = ThreadPoolExecutor(1, "cacheblend-write-back")
+        self._process, self._closed = os.getpid(), False
+        # Why KV of misses could not be stored, until `flush` tells it.
         self._failure: StoreError | None = None
-        self._refused: Counter[str] = Counter()
+        self._names = Names(self._index)
+        try:
+            if source is not None:
+                self._names = source(self._index, self.path, self._drop)
+                self._names.catch_up()
+            elif self._index.rows("SELECT 1 FROM shared"):
+                raise StoreError(
+                    f"the ids in {self.path} are shared with other machines, and out of date without their server; give its "
+                    "address (EngineConfig(names=...), or CACHEBLEND_NAMES in the environment)"
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         return f"KVStore({'in memory' if self.path is None else str(self.path)!r})"
@@ -63,43 +83,28 @@ class KVStore:
         self._names.catch_up()
         return self._names
 
-    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
-        """Return the record of each id, or None where the name is unknown."""
-        self._names.catch_up()
-        with self._index.read() as connection:
-            return look_up(connection, namespace, ids)
-
-    def follow(self, source: NamesSource) -> None:
-        """Share names with other machines from now on, none being here yet; what they have done is read before this returns."""
-        self._names = source(self._index, self._clock, self.path, self._drop)
-        self._names.catch_up()
-
-    @property
-    def follows_others(self) -> bool:
-        """Whether the index is a copy of names that machines share, whichever store follows them now."""
-        return bool(self._index.rows("SELECT 1 FROM shared"))
-
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key`, which stays good when that is dropped; None if it is not held, or damaged."""
-        valid_key(key)
-        self._index.check_open()
-        self._tiers.follow()
-        if self._waiting.limit_bytes and (waiting := self._waits(key, self._clock())):
-            return RamReader(waiting.kv)
-        return self._tiers.get(key) or self._open_remote(key)
+        found = self._find(valid_key(key))
+        if isinstance(found, Entry):
+            return RamReader(found.kv)
+        if found is not None:
+            file, tenant = found
+            keep = partial(self._keep_copy, key, tenant)
+            return PromotingReader(file, self._ram.codec, keep) if file.kv_bytes <= self._ram.limit_bytes else file
+        remote = self._offsite.open(key) if self._offsite else None
+        if remote is None:
+            return None
+        was_named = self._names.leading_to(key) is not None
+        return PromotingReader(remote, self._ram.codec, partial(self._bring_back, key, was_named))
 
-    def put(
-        self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None, is_named: bool = False
-    ) -> None:
+    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", is_named: bool = False) -> None:
         """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room.
 
         KV that `is_named` is only kept while a name leads to it.
         """
         self._check(key)
-        entry = Entry(tenant, self._expires_at(ttl_s), kv=kv)
-        self._tiers.put(key, entry, partial(has_name, key) if is_named else None)
-        if not is_named or self._names.leading_to(key) is not None:
-            self._send(key, entry)
+        self._store(key, kv, tenant, partial(has_name, key) if is_named else None)
 
     def put_later(
         self,
@@ -110,38 +115,33 @@ class KVStore:
         head: NodeRecord | None = None,
         *,
         tenant: str = "",
-        ttl_s: float | None = None,
-    ) -> bool:
-        """Keep KV that was computed for an answer, of named `chunks` or of a `head`, in memory until it is written."""
+    ) -> None:
+        """Keep KV that was computed for an answer, of named `chunks` or of a `head`, in RAM, and have it written."""
         # The chunks led to it, or to no KV behind others. KV that no name leads to any more is not kept. If the index is not
         # writable, it is in RAM alone, and goes with the first of them.
         self._check(key)
-        miss = Entry(tenant, self._expires_at(ttl_s), kv=kv)
         try:
-            if not self._tiers.with_room(partial(self._names.note, namespace, tenant, key, chunks, head)):
-                return True
+            if not self._with_room(partial(self._names.note, namespace, tenant, key, chunks, head)):
+                return
         except StoreError as error:
             self._fail(error)
-            ids = frozenset(chunks if head is None else [head.id])
-            self._tiers.ram.keep(key, replace(miss, tied=(namespace, ids)))
-            return True
-        if not self._waiting.limit_bytes:
-            self._write(key, miss)
-            return True
-        if self._waiting.put(key, miss, kv.nbytes):
-            return True
-        self._refused[tenant] += 1
-        if self._refused.total() == 1:
-            _log.warning(
-                "KV of misses is computed faster than it is written; what exceeds write_back_bytes=%d is not stored "
-                "(this warning is not repeated; the store's figures count it)",
-                self._waiting.limit_bytes,
-            )
-        return False
+            self._ram.keep(key, kv, tenant, tied=(namespace, frozenset(chunks if head is None else [head.id])))
+            return
+        self._write_later(key, kv, tenant)
+
+    def cache(
+        self, key: str, kv: ChunkKV | PackedKV, namespace: str, ids: Iterable[str] = (), *, tenant: str = ""
+    ) -> None:
+        """Keep `kv` that has no name in RAM, until one of the ids that it goes with is deleted or added with another text."""
+        self._check(key)
+        self._ram.keep(key, kv, tenant, tied=(namespace, frozenset(ids)))
 
     def settle(self) -> None:
         """Wait until everything that waited to be written is, or has failed to be."""
-        self._waiting.settle()
+        if not self._closed:
+            self._check()
+            with suppress(RuntimeError):  # Python ends
+                self._writer.submit(int).result()
 
     def flush(self) -> None:
         """Wait until everything that waited to be written or uploaded is; raise the first `StoreError` since the last call."""
@@ -149,84 +149,39 @@ class KVStore:
         if self._offsite:
             self._offsite.flush()
         failure, self._failure = self._failure, None
-        if failure is not None:
+        # Of a folder that is always read-only nothing is to be said.
+        if failure is not None and not isinstance(failure, StoreReadOnlyError):
             raise failure
-
-    def cache(
-        self,
-        key: str,
-        kv: ChunkKV | PackedKV,
-        namespace: str,
-        ids: Iterable[str] = (),
-        *,
-        tenant: str = "",
-        ttl_s: float | None = None,
-    ) -> None:
-        """Keep `kv` that has no name in RAM, until one of the ids that it goes with is deleted or added with another text."""
-        self._check(key)
-        entry = Entry(tenant, self._expires_at(ttl_s), kv=kv, tied=(namespace, frozenset(ids)))
-        self._tiers.ram.keep(key, entry)
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what is not written, or never is, does not count."""
         self._check()
-        now = self._clock()
-        waiting = [not durable and self._waits(key, now) is not None for key in keys]
-        held = [waits or here for waits, here in zip(waiting, self._tiers.holds(keys, durable), strict=True)]
+        held = [False] * len(keys) if self._disk is None else self._disk.holds(keys)
+        if self._disk is None or not durable:
+            cached = map(self._ram.peek, keys)
+            held = [here or (entry is not None and not entry.is_copy) for here, entry in zip(held, cached, strict=True)]
         if self._offsite and not all(held):
             elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
             held = [here or next(elsewhere) for here in held]
         return held
 
-    def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
-        """Return why the KV under keys is not to be had, of those of which that is known: the last few thousand."""
-        self._check()
-        if self._offsite and self._offsite.is_out:
-            return dict.fromkeys(keys, "unreachable")
-        return self._tiers.fates(keys)
-
-    def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
-        """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here."""
-        self._check()
-        now = self._clock()
-        lives: list[float | None] = []
-        for key in keys:
-            held = self._waits(key, now) or self._index.entry(key) or self._tiers.ram.peek(key)
-            end = math.inf if held is None or held.expires_at is None else held.expires_at
-            lives.append(None if held is None or end <= now else end - now)
-        return lives
-
-    def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
-        """Let KV that is held live for that long from now at least."""
-        self._tiers.prolong(keys, self._expires_at(ttl_s))
-
     def discard(self, key: str, wait: bool = True) -> None:
         """Drop the KV under `key`; where others write and it is not to `wait`, or it is read-only, never open it again here."""
         self._check()
-        self._waiting.cancel([key])
         try:
-            self._tiers.discard(key, wait)
+            if self._disk is not None:
+                self._disk.discard(key, wait)
         finally:
+            self._ram.drop([key])
             if self._offsite:
-                self._offsite.drop_later([key])
+                self._offsite.drop([key], wait=False)
 
-    def name(
-        self,
-        namespace: str,
-        records: Iterable[NodeRecord],
-        *,
-        tenant: str = "",
-        ttl_s: float | None = None,
-        whole: bool = False,
-    ) -> None:
+    def name(self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "", whole: bool = False) -> None:
         """Record names in place of earlier ones of these ids, and drop KV that loses its last name."""
         records = list(records)
         if records:
-            expires_at = self._expires_at(ttl_s)
-            change = partial(self._names.record, namespace, records, tenant, expires_at, whole)
-            # Their KV has no name until then.
-            spared = {key for record in records for key in record.keys}
-            changed, dropped = self._names.change(lambda: self._tiers.with_room(change, spared))
+            record = partial(self._names.record, namespace, records, tenant, whole)
+            changed, dropped = self._names.change(lambda: self._with_room(record))
             self._drop(dropped)
             self._drop_tied(namespace, changed)
 
@@ -235,20 +190,18 @@ class KVStore:
         if not ids:
             return 0
         remove = partial(self._names.remove, namespace, ids)
-        found, dropped = self._names.change(lambda: self._tiers.with_room(remove))
+        found, dropped = self._names.change(lambda: self._with_room(remove))
         self._drop(dropped)
         self._drop_tied(namespace, ids)
         return len(found)
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
-        self._waiting.cancel({key for key, miss, _ in self._waiting.items() if tenant in (None, miss.tenant)})
         if self._names.is_shared:
             for namespace in self.names.namespaces(tenant):
                 self.forget(namespace, self._names.ids(namespace))
-        dropped = self._tiers.with_room(lambda: self._index.clear(tenant))
-        self._tiers.clear(tenant)
-        self._drop(dropped)
+        dropped = self._with_room(lambda: self._index.clear(tenant))
+        self._drop([*dropped, *self._ram.keys(tenant)])
 
     def tenants(self) -> list[str]:
         """Return the tenants that have KV or names; "" stands for what has no tenant."""
@@ -256,14 +209,17 @@ class KVStore:
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Return the store's figures, or one tenant's."""
-        self._tiers.follow()
-        waiting = [nbytes for _, miss, nbytes in self._waiting.items() if tenant in (None, miss.tenant)]
-        return replace(
-            self._tiers.stats(tenant),
-            waiting=len(waiting),
-            waiting_bytes=sum(waiting),
-            unwritten=count_of(self._refused, tenant),
+        if self._disk is not None:
+            # What other processes have dropped goes here too.
+            copies = self._ram.keys(copies=True)
+            self._ram.drop(key for key, held in zip(copies, self._disk.holds(copies), strict=True) if not held)
+        entries, nbytes, names = self._index.share(tenant)
+        ram, disk = (
+            counts.total() if tenant is None else counts[tenant]
+            for counts in (self._ram.evicted, self._ram.evicted if self._disk is None else self._disk.evicted)
         )
+        entries = len(self._ram.keys(tenant)) if self._disk is None else entries
+        return StoreStats(names, entries, self._ram.nbytes(tenant), nbytes, disk, ram)
 
     def close(self) -> None:
         """Write what waits, then release files and connections; further calls are errors. Closing twice does nothing."""
@@ -272,83 +228,121 @@ class KVStore:
             return
         self._closed = True
         # What cannot be written was told as a warning.
-        self._waiting.close()
+        self._writer.shutdown()
         if self._offsite:
             self._offsite.close()
         self._names.close()
-        self._tiers.close()
-
-    def _waits(self, key: str, now: float) -> Entry | None:
-        """Return what waits to be written under a key and has not expired."""
-        miss = self._waiting.get(key)
-        return miss if miss is not None and miss.is_live(now) else None
-
-    def _write(self, key: str, miss: Entry) -> None:
-        """Store KV of a miss here and in the remote tier, unless its last name is gone; where that fails, it is kept in RAM."""
-        try:
-            try:
-                self._tiers.put(key, miss, partial(has_name, key))
-            except StoreFullError:
-                if self._tiers.disk is not None:
-                    raise
-            if not miss.is_copy and self._names.leading_to(key) is not None:
-                self._send(key, miss)
-        except Exception as error:
-            self._fail(error if isinstance(error, StoreError) else StoreError(f"KV was not written: {error!r}"))
-            self._tiers.ram.keep(key, miss)
-            with suppress(StoreError):
-                if self._names.leading_to(key) is None:
-                    self._tiers.drop([key])
-
-    def _fail(self, error: StoreError) -> None:
-        failed_at, self._failed_at = self._failed_at, time.monotonic()
-        # Of a folder that is always read-only nothing more is to be said.
-        if not isinstance(error, StoreReadOnlyError):
-            self._failure = self._failure or error
-        if self._failed_at - failed_at > _EVENT_S:
-            _log.warning("the KV of a miss was not stored, and is kept in the memory of this process only: %s", error)
-
-    def _drop(self, dropped: Dropped) -> None:
-        """Have every tier follow what a transaction has dropped."""
-        self._waiting.cancel(dropped.keys)
-        self._tiers.drop(dropped.keys)
-        if self._offsite and dropped.keys:
-            self._offsite.drop(dropped.keys)
+        self._ram.drop(self._ram.keys())
+        if self._disk is None:
+            self._index.close()
+        else:
+            self._disk.close()
 
     def _check(self, key: str | None = None) -> None:
         if key is not None:
             valid_key(key)
         self._index.check_open()
 
-    def _send(self, key: str, entry: Entry) -> None:
-        """Have what never expires uploaded to the remote tier, unless it has been deleted meanwhile."""
-        if self._offsite and entry.expires_at is None:
-            self._offsite.put(key, entry.kv)
-            if not self._tiers.holds([key])[0] and self._names.leading_to(key) is None:
-                self._offsite.drop([key])
+    def _with_room(self, write: Callable[[], Result]) -> Result:
+        return write() if self._disk is None else self._disk.with_room(write)
 
-    def _expires_at(self, ttl_s: float | None) -> float | None:
-        return None if ttl_s is None else self._clock() + ttl_s
+    def _find(self, key: str) -> Entry | tuple[ChunkFile, str] | None:
+        """Return what is held here under a key, from RAM or disk, and mark it as used."""
+        self._check()
+        entry = self._ram.get(key)
+        if self._disk is None or (entry is not None and not entry.is_copy):
+            return entry
+        if entry is not None and self._index.tenant_of(key) is not None:
+            self._disk.touch(key)
+            return entry
+        self._ram.drop([key])
+        return self._disk.find(key)
+
+    def _packed(self, key: str) -> PackedKV | None:
+        """Return what is held here under a key as the remote tier gets it."""
+        if self._disk is not None:
+            found = self._disk.find(key)
+            return None if found is None else packed_kv(found[0])
+        entry = self._ram.peek(key)
+        return None if entry is None else pack_kv(entry.kv, self._codec)
+
+    def _store(self, key: str, kv: ChunkKV | PackedKV, tenant: str, wanted: Wanted | None, sends: bool = True) -> None:
+        """Keep KV on disk, or without one in RAM, unless `wanted`, called in a transaction, returns False; and upload it."""
+        if self._disk is not None:
+            # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
+            kv = pack_kv(kv, self._disk.codec)
+            self._ram.drop(self._disk.put(key, kv, tenant, wanted))
+            self._keep_copy(key, tenant, kv)
+        else:
+            has_room = self._ram.keep(key, kv, tenant)
+            if wanted is not None:
+                with self._index.read() as connection:
+                    self._ram.drop([] if wanted(connection) else [key])
+            if not has_room:
+                raise StoreFullError(
+                    f"a chunk of {pack_kv(kv, self._ram.codec).nbytes} bytes exceeds the store's budget of "
+                    f"{self._ram.limit_bytes} bytes (ram_bytes)"
+                )
+        if self._offsite and sends:
+            self._offsite.put(key)
+
+    def _keep_copy(self, key: str, tenant: str, kv: PackedKV) -> None:
+        """Keep in RAM what is on disk, unless it was dropped there meanwhile, or the store is closed."""
+        assert self._disk is not None
+        with suppress(StoreError):
+            if self._disk.holds([key])[0]:
+                self._ram.keep(key, kv, tenant, is_copy=True)
+                return
+        self._ram.drop([key])
+
+    def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
+        """Keep what was found in the remote tier alone, unless it lost its name meanwhile; on disk if it has one."""
+        with suppress(StoreError):
+            tenant = self._names.leading_to(key)
+            if tenant is not None and self._disk is not None:
+                self._write_later(key, kv, tenant, sends=False)
+            elif tenant is not None or not was_named:
+                self._ram.keep(key, kv, tenant or "")
+
+    def _write_later(self, key: str, kv: ChunkKV | PackedKV, tenant: str, sends: bool = True) -> None:
+        """Keep KV of a miss in RAM until it is written; what has no room there is written at once."""
+        if self._disk is not None and self._ram.keep(key, kv, tenant, waits=True):
+            with suppress(RuntimeError):  # Python ends, and starts no threads any more
+                self._writer.submit(self._write_waiting, key, sends)
+                return
+        self._write(key, kv, tenant, sends)
+
+    def _write_waiting(self, key: str, sends: bool) -> None:
+        entry = self._ram.peek(key)
+        # What was deleted meanwhile is not there any more.
+        if entry is not None and not entry.is_copy:
+            self._write(key, entry.kv, entry.tenant, sends)
+
+    def _write(self, key: str, kv: ChunkKV | PackedKV, tenant: str, sends: bool = True) -> None:
+        """Store KV of a miss, unless its last name is gone; where that fails, it is kept in RAM."""
+        try:
+            self._store(key, kv, tenant, partial(has_name, key), sends)
+        except Exception as error:
+            if self._disk is None and isinstance(error, StoreFullError):
+                return
+            self._fail(error if isinstance(error, StoreError) else StoreError(f"KV was not written: {error!r}"))
+            self._ram.keep(key, kv, tenant)
+            with suppress(StoreError):
+                if self._names.leading_to(key) is None:
+                    self._ram.drop([key])
+
+    def _fail(self, error: StoreError) -> None:
+        if self._failure is None:
+            _log.warning("the KV of a miss was not stored, and is kept in the memory of this process only: %s", error)
+        self._failure = self._failure or error
+
+    def _drop(self, keys: Collection[str]) -> None:
+        """Have every tier follow what a transaction has dropped."""
+        self._ram.drop(keys)
+        if self._offsite and keys:
+            self._offsite.drop(keys)
 
     def _drop_tied(self, namespace: str, ids: Collection[str]) -> None:
         """Drop what is in RAM without a name, where what it goes with is gone, or stands for something else."""
-        gone = self._tiers.ram.tied(namespace, ids)
-        self._tiers.drop([key for key in gone if self._names.leading_to(key) is None])
-
-    def _open_remote(self, key: str) -> KVReader | None:
-        file = self._offsite.open(key) if self._offsite else None
-        if file is None:
-            return None
-        was_named = self._names.leading_to(key) is not None
-        return self._tiers.promoting(key, file, Entry(), partial(self._bring_back, key, was_named))
-
-    def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
-        """Keep what was found in the remote tier alone, unless it lost its name meanwhile."""
-        named = None if self._closed else self._names.leading_to(key)
-        if self._closed or (named is None and was_named):
-            return
-        entry = Entry(named or "", kv=kv, is_copy=True)
-        if named is None or not self._waiting.limit_bytes:
-            self._tiers.ram.keep(key, entry)
-        else:
-            self._waiting.put(key, entry, kv.nbytes)
+        gone = self._ram.tied(namespace, ids)
+        self._ram.drop([key for key in gone if self._names.leading_to(key) is None])

@@ -14,7 +14,7 @@ from cacheblend_rag.reading import Member
 from cacheblend_rag.store.base import Later, ListedName, NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.documents import Drafts, document_of, with_later
-from cacheblend_rag.store.index import Dropped, Index, claim, drop_entries
+from cacheblend_rag.store.index import Index, drop_entries
 
 __all__ = [
     "Names",
@@ -42,8 +42,8 @@ class Names:
     is_shared = False
     """Whether machines share them, so that the index has a copy; such a subclass has these three methods, and `_publish`."""
 
-    def __init__(self, index: Index, now: Callable[[], float]) -> None:
-        self._database, self._rows, self._now = index, index.rows, now
+    def __init__(self, index: Index) -> None:
+        self._database, self._rows = index, index.rows
 
     def catch_up(self) -> None:
         """Bring the index up to date, or raise `RemoteUnavailableError`; called before each look-up."""
@@ -126,9 +126,8 @@ class Names:
         namespace: str,
         records: Sequence[NodeRecord],
         tenant: str = "",
-        expires_at: float | None = None,
         whole: bool = False,
-    ) -> tuple[set[str], Dropped]:
+    ) -> tuple[set[str], list[str]]:
         """Record names, those with a place in their documents, of which they are all if `whole`.
 
         Return the ids that are recorded or removed for that, and what KV was dropped.
@@ -139,7 +138,7 @@ class Names:
             replaced = kv_of(connection, namespace, [*ids, *others], drafts)
             alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
             remove_names(connection, namespace, others, drafts)
-            drafts.put(records, expires_at)
+            drafts.put(records)
             # What has moved to another document has not been there for those that have seen it.
             seers = "SELECT seen.seq FROM seen JOIN nodes ON nodes.seq = other WHERE namespace = ? AND id = ?"
             connection.executemany(
@@ -167,7 +166,7 @@ class Names:
                     _write_later(connection, namespace, number, later)
             return has_name(key, connection)
 
-    def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], Dropped]:
+    def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], list[str]]:
         """Remove names; return those that there were, and what KV was dropped."""
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             # Others may know what is not known here.
@@ -180,7 +179,7 @@ class Names:
             return found, drop_nameless(connection, keys)
 
     def rehearse(
-        self, namespace: str, records: Sequence[NodeRecord], ttl_s: float | None = None, whole: bool = False
+        self, namespace: str, records: Sequence[NodeRecord], whole: bool = False
     ) -> tuple[list[NamedTarget], dict[str, list[Member]]]:
         """Return what recording these would lead to, and the chunks of their documents in reading order."""
         ids = [record.id for record in records]
@@ -189,7 +188,7 @@ class Names:
             others = drafts.others(records) if whole else {}
             drafts.remove(others)
             records = records if whole else drafts.apart(records)
-            drafts.put(records, None if ttl_s is None else drafts.now + ttl_s)
+            drafts.put(records)
             targets = drafts.targets()
             documents = {name: drafts.members(name) for name in drafts.names()}
         found = []
@@ -202,7 +201,7 @@ class Names:
             later = old.later if old is not None and old == record and not is_moved else None
             if later is not None and any(id in gone for id, _ in later.seen):
                 later = None
-            target = NamedTarget(record, ttl_s) if there is None else there
+            target = NamedTarget(record) if there is None else there
             kept = replace(target.record, place=record.place, later=later)
             found.append(replace(target, record=kept, is_changed=is_changed or target.is_changed))
         for document in set(others.values()) - {target.document for target in found if target.is_changed}:
@@ -240,13 +239,12 @@ class Names:
     @contextmanager
     def _drafting(self, namespace: str, transaction: Any = None) -> Iterator[tuple[sqlite3.Connection, Drafts]]:
         """Give the documents of a namespace in a transaction, by default a snapshot."""
-        now = self._now()
-        with (transaction or self._database.snapshot)() as connection:
-            yield connection, Drafts(connection, namespace, now)
+        with (transaction or self._database.read)() as connection:
+            yield connection, Drafts(connection, namespace)
 
 
-NamesSource = Callable[[Index, Callable[[], float], Path | None, Callable[[Dropped], None]], Names]
-"""Opens shared names over a store: its index, clock and folder, and what has its tiers follow dropped names.
+NamesSource = Callable[[Index, Path | None, Callable[[list[str]], None]], Names]
+"""Opens shared names over a store: its index and folder, and what has its tiers follow dropped names.
 
 A package registers it as an entry point of the group ``cacheblend_rag.names``, by the scheme of its URL.
 """
@@ -261,14 +259,12 @@ def has_name(key: str, connection: sqlite3.Connection) -> bool:
     return connection.execute(query, (key,)).fetchone() is not None
 
 
-def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str]) -> Dropped:
-    """Drop the KV under those of the keys that no name leads to."""
-    dropped = Dropped()
+def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
+    """Drop the KV under those of the keys that no name leads to, and return these."""
     nameless = [key for key in dict.fromkeys(keys) if not has_name(key, connection)]
-    drop_entries(connection, nameless, dropped)
+    drop_entries(connection, nameless)
     # KV may be in RAM alone, without an entry.
-    dropped.keys = nameless
-    return dropped
+    return nameless
 
 
 def write_names(
@@ -280,7 +276,7 @@ def write_names(
 ) -> None:
     """Write records, those of documents as they are among the `targets`."""
     written = [given if given.place is None else targets[given.id].record for given in records]
-    _own(connection, namespace, tenant, [key for record in written for key in record.keys])
+    _own(connection, namespace, tenant)
     numbers = []
     for record in written:
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
@@ -306,23 +302,17 @@ def _write_later(connection: sqlite3.Connection, namespace: str, number: int, la
         connection.executemany("INSERT OR IGNORE INTO seen VALUES (?, ?)", ((number, other) for (other,) in others))
 
 
-def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iterable[str]) -> None:
-    """Note whose a namespace is, and that the KV its names lead to is that tenant's too."""
+def _own(connection: sqlite3.Connection, namespace: str, tenant: str) -> None:
+    """Note whose a namespace is."""
     row = connection.execute("SELECT tenant FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
     owner = "" if row is None else row[0]
     named = "SELECT 1 FROM nodes WHERE namespace = ? LIMIT 1"
     if row is None and tenant and connection.execute(named, (namespace,)).fetchone() is None:
-        claim(connection, tenant)
         connection.execute("INSERT INTO namespaces VALUES (?, ?)", (namespace, tenant))
         owner = tenant
     if owner != tenant:
         # Whose they are is not for this tenant to know.
         raise StoreError(f"the ids of {namespace[:40]!r} do not belong to tenant {tenant!r}; give its own namespace")
-    if tenant:
-        # An index that was made anew from the files does not know whose they are.
-        connection.executemany(
-            "UPDATE entries SET tenant = ? WHERE key = ? AND tenant = ''", ((tenant, key) for key in keys)
-        )
 
 
 def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:

@@ -76,7 +76,7 @@ def _ttft(shape: str, chunks: int, minutes: float) -> Piece:
         f"ttft-{shape}-{chunks}x512",
         f"time to the first token at the shape of {shape}, {chunks} chunks of 512 tokens, by where the KV is",
         f"cacheblend-rag bench ttft --shape {shape} --chunks {chunks} --chunk-tokens 512 --ratios 0,0.15 "
-        f"--tiers device,ram,disk --head-tokens 128 --separator-tokens 2 --repeats 9 {_CUDA}",
+        f"--tiers ram,disk --head-tokens 128 --separator-tokens 2 --repeats 9 {_CUDA}",
         minutes,
     )
 
@@ -121,8 +121,8 @@ from the results (`docs/results/gpu-*.json`, with device, date and command). To 
 delete its file. Models are random weights in the shapes named, so nothing is downloaded.
 """
 _NOTHING = """
-**Nothing has been measured on a GPU yet.** What this documentation says about CUDA (page-locked memory, the side stream, KV kept
-on the device) describes the design; all figures elsewhere are from CPUs.
+**Nothing has been measured on a GPU yet.** What this documentation says about CUDA (page-locked memory, the side stream)
+describes the design; all figures elsewhere are from CPUs.
 """
 
 

@@ -60,10 +60,10 @@ def test_every_shape_is_a_model(name: str) -> None:
 def test_first_tokens_are_measured_from_each_tier(tmp_path: Path) -> None:
     file = tmp_path / "ttft.json"
     sizes = "--chunks 3 --chunk-tokens 20 --question-tokens 5 --head-tokens 3 --separator-tokens 2 --ratios 0,0.15"
-    run(f"bench ttft --shape tiny --tiers ram,disk,device --repeats 2 {sizes} --folder {tmp_path} --json {file}")
+    run(f"bench ttft --shape tiny --tiers ram,disk --repeats 2 {sizes} --folder {tmp_path} --json {file}")
     rows = read_rows(file)
-    stored = [(name, tier) for tier in ("ram", "disk", "device") for name in ("reuse", "gapless")]
-    blends = [("blend", tier) for tier in ("ram", "disk", "device")]
+    stored = [(name, tier) for tier in ("ram", "disk") for name in ("reuse", "gapless")]
+    blends = [("blend", tier) for tier in ("ram", "disk")]
     assert [(row["method"], row["tier"]) for row in rows] == [("full", None), ("prefix_cache", None), *stored, *blends]
     assert rows[0]["speedup"] == 1
     for row in rows:
@@ -71,8 +71,7 @@ def test_first_tokens_are_measured_from_each_tier(tmp_path: Path) -> None:
         assert (row["over_ram"] == 1) == (row["tier"] == "ram")
         assert (row["of_reuse"] is None) == (row["method"] not in ("reuse", "gapless"))
     reads = {(row["method"], row["tier"]): row["load_bytes"] for row in rows}
-    # What lies on the device is not loaded; of the four layers a blend computes the first in full.
-    assert reads["reuse", "device"] == reads["blend", "device"] == 0
+    # Of the four layers a blend computes the first in full.
     assert reads["reuse", "disk"] == reads["reuse", "ram"] == 60 * TOKEN_BYTES
     assert reads["blend", "disk"] == reads["blend", "ram"] == 45 * TOKEN_BYTES
     assert reads["gapless", "disk"] > reads["reuse", "disk"]

@@ -75,10 +75,10 @@ def test_every_piece_runs_and_the_page_shows_what_it_measured(tmp_path: Path, mo
     for piece in PIECES:
         assert (f"`{piece.command}`" in text) != piece.is_tests
     assert text.endswith("\nNot measured yet: tests.\n")
-    rows = re.findall(r"^\| (reuse|gapless) \| none \| 0 \| (device|ram|disk) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| (reuse|gapless) \| none \| 0 \| (ram|disk) \|", text, re.MULTILINE)
     shapes = sum(piece.name.startswith("ttft") for piece in PIECES)
-    assert set(rows) == set(product(("gapless", "reuse"), ("device", "disk", "ram")))
-    assert len(rows) == 6 * shapes
+    assert set(rows) == set(product(("gapless", "reuse"), ("disk", "ram")))
+    assert len(rows) == 4 * shapes
 
 
 def test_the_page_that_is_committed_is_the_one_its_figures_make() -> None:

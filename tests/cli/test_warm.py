@@ -207,16 +207,17 @@ def test_the_readmes_commands_answer_the_readmes_question(tmp_path: Path, monkey
     assert "the same answer" in said[2]
 
 
-def test_gc_and_clear_of_one_tenant(tmp_path: Path) -> None:
+def test_repair_and_clear_of_one_tenant(tmp_path: Path) -> None:
     one, figures = tmp_path / "one", tmp_path / "figures.json"
     store = open_store(one, 0)
     for number, tenant in ((1, ""), (2, "acme"), (3, "acme")):
         store.put(key_of(number), make_kv(number), tenant=tenant)
         store.name(f"ns{tenant}", [record(f"n{number}", number)], tenant=tenant)
-    store.put(key_of(4), make_kv(4), ttl_s=0.001)
     store.close()
-    run("store", "gc", "--store", one, "--json", figures)
-    assert read_rows(figures)[0]["expired"] == 1
+    (one / "kv" / "09").mkdir()
+    (one / "kv" / "09" / f"{key_of(9)}.safetensors").write_bytes(bytes(7))
+    run("store", "check", "--repair", "--store", one, "--json", figures)
+    assert read_rows(figures)[0]["freed_bytes"] == 7
     run("store", "stats", "--store", one, "--json", figures)
     assert read_rows(figures)[0]["tenants"]["acme"]["entries"] == 2
     run("store", "clear", "--store", one, "--tenant", "acme", "--yes")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.codec import codec_names, make_codec, repack_layer, unpack_layer
-from cacheblend_rag.codec.quantized import QuantizedCodec
+from cacheblend_rag.codec import QuantizedCodec, codec_names, make_codec, repack_layer, unpack_layer
 from cacheblend_rag.kv import LayerKV
 from tests.families import tiny_model, tiny_tokenizer, words
 

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.store import open_store
 from tests.engines import MakeEngine, busy, evict
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of
+from tests.store.kit import damage, files_of
 
 ENGINE = {"self_check": False, "selector": "none", "recompute_ratio": 0.0}
 CHUNKS = [Chunk(words(12, seed), f"n{seed}") for seed in range(4)]
@@ -54,18 +52,14 @@ def test_each_miss_says_why_and_no_hit_does(kinds: list[str], enabled: bool) -> 
         assert others == kinds.count("changed")
 
 
-def test_a_folder_tells_evicted_damaged_and_expired_apart_from_unknown(make_engine: MakeEngine, tmp_path: Path) -> None:
-    now = [1000.0]
-    with closing(open_store(tmp_path, 0, clock=lambda: now[0])) as store:
-        engine = make_engine(store, MODEL)
-        engine.add(CHUNKS[:2])
-        for file in files_of(tmp_path):
-            file.write_bytes(file.read_bytes()[:40])
-        engine.add([CHUNKS[2]], ttl_s=10)
-        now[0] += 20
-        reasons = [chunk.reason for chunk in engine.prefill(asking(*CHUNKS)).report.chunks]
-    assert reasons[0] == reasons[1] and len({*reasons}) == 3
-    assert all(word in str(reasons[at]) for at, word in ((1, "read"), (2, "expired"), (3, "never")))
+def test_what_is_damaged_or_evicted_is_told_apart_from_unknown(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, MODEL, ram_bytes=0)
+    engine.add(CHUNKS[:3])
+    evict(engine, "n2")
+    for file in files_of(tmp_path):
+        damage(file)
+    reasons = [chunk.reason for chunk in engine.prefill(asking(*CHUNKS)).report.chunks]
+    assert all(word in str(reasons[at]) for at, word in ((0, "read"), (1, "read"), (2, "evicted"), (3, "never")))
 
 
 def test_the_parts_of_the_time_to_first_token_add_up(make_engine: MakeEngine) -> None:

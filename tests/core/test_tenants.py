@@ -71,7 +71,7 @@ def test_no_figure_of_an_engine_is_another_tenants(make_engine: MakeEngine, tmp_
     with make_engine(tmp_path / "other", model) as other:
         other.add(CHUNKS)
         nbytes, file_bytes = other.store.stats().ram_bytes, other.store.stats().disk_bytes
-    with closing(open_store(tmp_path / "kv", 2 * nbytes, 3 * file_bytes, device_bytes=nbytes)) as store:
+    with closing(open_store(tmp_path / "kv", 2 * nbytes, 3 * file_bytes)) as store:
         one, two = (make_engine(store, model, tenant=name) for name in ("acme", "globex"))
         one.add([Chunk(words(9, 1), "mine")])
         [record] = one.records(["mine"])
@@ -90,5 +90,5 @@ def test_no_figure_of_an_engine_is_another_tenants(make_engine: MakeEngine, tmp_
                 # Used last, it is not what is evicted.
                 assert store.open(key)
         theirs = two.store.stats()
-        assert min(theirs.evictions, theirs.ram_evictions, theirs.device_evictions) > 0
+        assert min(theirs.evictions, theirs.ram_evictions) > 0
         assert figures(one) == before

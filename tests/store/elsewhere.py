@@ -1,4 +1,4 @@
-"""A store in this process or another one, whose clock the tests set."""
+"""A store in this process or another one."""
 
 import os
 import signal
@@ -21,26 +21,13 @@ class Opened:
     folder: Path | None
     ram_bytes: int
     disk_bytes: int | None = None
-    write_back_bytes: int = 10**6
-    device_bytes: int = 0
 
 
 class LocalStore:
     """A store in this process."""
 
-    def __init__(self, opened: Opened, seconds: float) -> None:
-        self._seconds = seconds
-        self._store: KVStore = open_store(
-            opened.folder,
-            opened.ram_bytes,
-            opened.disk_bytes,
-            write_back_bytes=opened.write_back_bytes,
-            clock=lambda: self._seconds,
-            device_bytes=opened.device_bytes,
-        )
-
-    def passes(self, seconds: float) -> None:
-        self._seconds += seconds
+    def __init__(self, opened: Opened) -> None:
+        self._store: KVStore = open_store(opened.folder, opened.ram_bytes, opened.disk_bytes)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         return attrgetter(method)(self._store)(*arguments, **options)
@@ -72,10 +59,10 @@ StoreManager.register("open", LocalStore)
 class RemoteStore:
     """The same as a `LocalStore` in another process."""
 
-    def __init__(self, opened: Opened, seconds: float) -> None:
+    def __init__(self, opened: Opened) -> None:
         self._manager = StoreManager(ctx=PROCESSES)
         self._manager.start()
-        self._there = self._manager.open(opened, seconds)  # type: ignore[attr-defined]
+        self._there = self._manager.open(opened)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._there, name)

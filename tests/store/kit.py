@@ -73,10 +73,9 @@ def put(store: KVStore, *numbers: int) -> None:
         store.put(key_of(number), make_kv(number))
 
 
-def put_miss(store: KVStore, number: int, node: str = "", **options: Any) -> bool:
-    """Keep the KV of a miss, as an answer does, and return whether there was room for it."""
-    named = record(node or f"n{number}", number)
-    return store.put_later(key_of(number), make_kv(number), "ns", {}, named, **options)
+def put_miss(store: KVStore, number: int, node: str = "") -> None:
+    """Keep the KV of a miss, as an answer does."""
+    store.put_later(key_of(number), make_kv(number), "ns", {}, record(node or f"n{number}", number))
 
 
 def add(store: KVStore, *numbers: int) -> None:
@@ -94,10 +93,8 @@ def opened(store: KVStore, key: str) -> KVReader:
 
 
 def read(reader: KVReader) -> ChunkKV:
-    """Read every layer, as a prompt does where the first one is computed in full."""
+    """Read every layer, as a prompt does."""
     layers = [reader.layer(number) for number in range(reader.num_layers)]
-    for number in range(1, reader.num_layers):
-        reader.keep(number, layers[number])
     reader.finish()
     return ChunkKV(reader.token_ids, reader.start, layers, reader.context)
 

@@ -1,4 +1,4 @@
-"""`check_store` finds what is wrong and mends it; `collect_garbage` removes what nothing needs."""
+"""`check_store` finds what is wrong, mends it, and removes what nothing needs."""
 
 import os
 import shutil
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.store import check_store, collect_garbage
+from cacheblend_rag.store import check_store
 from tests.store import workers
-from tests.store.kit import add, damage, files_of, held, key_of, make_kv, open_store, record, start
+from tests.store.kit import add, damage, files_of, held, key_of, open_store, record, start
 
 
 @pytest.fixture
@@ -55,17 +55,16 @@ def test_while_others_write(tmp_path: Path) -> None:
     processes = [start(workers.work_together, tmp_path, seed, 60, None) for seed in range(2)]
     while any(process.is_alive() for process in processes):
         if (tmp_path / "index.sqlite").exists():
-            assert collect_garbage(tmp_path).orphans == 0
+            report = check_store(tmp_path, repair=True)
+            assert (report.problems, report.freed_bytes) == ([], 0)
     assert [process.exitcode for process in processes] == [0, 0]
     assert check_store(tmp_path).is_clean
 
 
-def test_each_kind_of_garbage(tmp_path: Path) -> None:
+def test_a_repair_removes_what_nothing_needs(tmp_path: Path) -> None:
     folder = tmp_path / "s"
-    store = open_store(folder, 0, clock=lambda: 1.0e9)
-    for number in range(1, 5):
-        store.put(key_of(number), make_kv(number), ttl_s=60 if number < 3 else None)
-    store.name("ns", [record("n1", 1), record("n3", 3)])
+    store = open_store(folder, 0)
+    add(store, 1, 3)
     # Names that are removed again leave room in the index.
     store.name("other", [record(f"{number:0400}", 1) for number in range(5000)])
     store.forget("other", store.names.ids("other"))
@@ -76,14 +75,11 @@ def test_each_kind_of_garbage(tmp_path: Path) -> None:
         path.write_bytes(b"x")
     os.utime(part, (0, 0))
     index_bytes = (folder / "index.sqlite").stat().st_size
-    # To the clock of this machine the two have expired long ago.
-    report = collect_garbage(folder)
-    assert (report.expired, report.orphans) == (2, 1)
-    assert report.freed_bytes > 2 * make_kv(1).nbytes
+    assert check_store(folder).is_clean and orphan.exists()
+    report = check_store(folder, repair=True)
+    assert (report.problems, report.repaired, report.freed_bytes) == ([], False, 1)
     assert (folder / "index.sqlite").stat().st_size < index_bytes // 2
     assert not orphan.exists() and not part.exists()
-    report = collect_garbage(folder)
-    assert (report.expired, report.orphans, report.freed_bytes) == (0, 0, 0)
     store = open_store(folder, 0)
-    assert held(store, range(1, 5)) == [3, 4]
+    assert held(store, range(1, 5)) == [1, 3]
     assert store.names.ids("ns") == ["n1", "n3"]

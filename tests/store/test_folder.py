@@ -17,7 +17,7 @@ import pytest
 
 from cacheblend_rag import BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError
-from cacheblend_rag.store import check_store, collect_garbage
+from cacheblend_rag.store import check_store
 from tests.engines import MakeEngine
 from tests.families import words
 from tests.store import workers
@@ -66,7 +66,6 @@ def refuses(folder: Path, error: type[StoreError] = StoreError) -> None:
         lambda: open_store(folder, 0).names.ids("ns"),
         lambda: check_store(folder),
         lambda: check_store(folder, repair=True),
-        lambda: collect_garbage(folder),
     ):
         with pytest.raises(error):
             use()
@@ -130,21 +129,11 @@ def test_questions_are_answered_where_the_index_is_lost_in_use(
 
 
 @pytest.mark.parametrize("text", ["", "{", "\ufeff\ud800", None])
-def test_a_damaged_mark(folder: Path, tmp_path: Path, text: str | None) -> None:
-    """A mark that is no mark is written again where everything else is a store's, and nowhere else."""
-    other = tmp_path / "other"
-    other.mkdir()
-    for each in (folder, other):
-        (each / "letter.txt").write_text("dear")
-        (each / "store.json").unlink(missing_ok=True)
-        if text is not None:
-            (each / "store.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert is_held(open_store(folder, 0), 1)
-    assert json.loads((folder / "store.json").read_text())["version"] == 3
-    before = snapshot(other)
-    with pytest.raises(StoreError):
-        open_store(other, 0)
-    assert snapshot(other) == before
+def test_a_damaged_mark(folder: Path, text: str | None) -> None:
+    (folder / "store.json").unlink()
+    if text is not None:
+        (folder / "store.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    refuses(folder, StoreFormatError)
 
 
 def test_what_is_no_store(tmp_path: Path) -> None:
@@ -154,16 +143,15 @@ def test_what_is_no_store(tmp_path: Path) -> None:
         with pytest.raises(StoreError):
             open_store(path, 0)
     (tmp_path / "empty").mkdir()
-    for use in (check_store, collect_garbage):
-        for name in ("new", "empty"):
-            with pytest.raises(StoreError):
-                use(tmp_path / name)
+    for name in ("new", "empty"):
+        with pytest.raises(StoreError):
+            check_store(tmp_path / name)
     assert not (tmp_path / "new").exists() and not list((tmp_path / "empty").iterdir())
 
 
 def test_a_store_half_made(tmp_path: Path) -> None:
     (tmp_path / "store.lock").touch()
-    (tmp_path / "store.json.tmp").write_text('{"for')
+    (tmp_path / ".store.json.0").write_text('{"for')
     with closing(open_store(tmp_path, 0)) as store:
         put(store, 1)
     assert check_store(tmp_path).is_clean
@@ -229,11 +217,10 @@ def test_what_cannot_be_read_for_a_moment_stays(folder: Path) -> None:
     assert is_held(store, 1)
 
 
-@pytest.mark.parametrize("write_back_bytes", [0, 10**6])
-def test_another_process_writes(folder: Path, write_back_bytes: int) -> None:
+def test_another_process_writes(folder: Path) -> None:
     with writing_elsewhere(folder):
         # Made stores are opened without writing, and misses are kept in RAM.
-        store = open_store(folder, 10**6, write_back_bytes=write_back_bytes, lock_timeout_s=0.4)
+        store = open_store(folder, 10**6, lock_timeout_s=0.4)
         for number in (4, 5):
             put_miss(store, number)
         assert store.names.lookup("ns", ["n1", "n5"]) == [record("n1", 1), None]
@@ -265,19 +252,15 @@ def test_another_process_is_stuck_opening_it(folder: Path) -> None:
 
 
 def test_a_disk_that_is_read_only(small_disk: Path) -> None:
-    now = [1000.0]
     with closing(open_store(small_disk / "s", 0)) as store:
         add(store, 1)
     (small_disk / "s" / "empty").mkdir()
     remount(small_disk, "ro")
     run(workers.use_read_only, small_disk / "s", None)
-    store = open_store(small_disk / "s", 10**6, write_back_bytes=10**6, clock=lambda: now[0])
+    store = open_store(small_disk / "s", 10**6)
     for number in (2, 3):
         put_miss(store, number)
-    put_miss(store, 4, ttl_s=50)
-    assert all(is_held(store, number) for number in (1, 2, 3, 4))
-    now[0] += 100
-    assert (is_held(store, 4), is_held(store, 3)) == (False, True)
+    assert all(is_held(store, number) for number in (1, 2, 3))
     store.flush()
     store.close()
     remount(small_disk, "rw")

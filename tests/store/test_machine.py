@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store import NodeRecord, check_store, collect_garbage
+from cacheblend_rag.store import NodeRecord, check_store
 from tests.store.elsewhere import LocalStore, Opened, RemoteStore
 from tests.store.kit import damage, key_of, make_kv, record, same
 
@@ -20,10 +20,8 @@ NODES = st.sampled_from(["a", "b", "c"])
 TENANTS = {"x": "", "y": "acme"}
 SPACES = st.sampled_from(sorted(TENANTS))
 EVERY = [(space, number) for space in TENANTS for number in range(6)]
-LIVES = st.sampled_from([None, 50.0, 100.0])
 BUDGETS = st.sampled_from([0, 4_000, 10**6])
 FILE_BYTES = 2_600
-EVER = float("inf")
 
 
 def key(space: str, number: int) -> str:
@@ -41,12 +39,11 @@ class Model:
     """What a store should hold."""
 
     names: dict[str, dict[str, int]] = field(default_factory=lambda: {space: {} for space in TENANTS})
-    # When what is held expires.
-    held: dict[tuple[str, int], float] = field(default_factory=dict)
+    held: set[tuple[str, int]] = field(default_factory=set)
 
     def drop_nameless(self, space: str, number: int) -> None:
         if number not in self.names[space].values():
-            self.held.pop((space, number), None)
+            self.held.discard((space, number))
 
     def forget(self, space: str, node: str) -> None:
         number = self.names[space].pop(node, None)
@@ -79,34 +76,29 @@ class FolderMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder: Path | None = Path(tempfile.mkdtemp())
         self.model = Model()
-        self.now = 1.8e9
         self.stores: list[LocalStore | RemoteStore] = []
         self.followers = [Follower(), Follower()]
 
-    @initialize(ram=BUDGETS, room=st.sampled_from([None, 3]), device=BUDGETS)
-    def make(self, ram: int, room: int | None, device: int) -> None:
-        self.opened = Opened(self.folder, ram, None if room is None else room * FILE_BYTES, device_bytes=device)
+    @initialize(ram=BUDGETS, room=st.sampled_from([None, 3]))
+    def make(self, ram: int, room: int | None) -> None:
+        self.opened = Opened(self.folder, ram, None if room is None else room * FILE_BYTES)
         self.is_bounded = room is not None
-        self.stores = [LocalStore(self.opened, self.now), RemoteStore(self.opened, self.now)]
+        self.stores = [LocalStore(self.opened), RemoteStore(self.opened)]
 
-    def hold(self, space: str, number: int, ttl_s: float | None) -> None:
-        until = EVER if ttl_s is None else self.now + ttl_s
-        self.model.held[space, number] = max(until, self.model.held.get((space, number), 0.0))
-
-    @rule(second=st.booleans(), space=SPACES, number=NUMBERS, ttl_s=LIVES)
-    def put(self, second: bool, space: str, number: int, ttl_s: float | None) -> None:
-        self.stores[second].call("put", key(space, number), make_kv(number), tenant=TENANTS[space], ttl_s=ttl_s)
-        self.hold(space, number, ttl_s)
+    @rule(second=st.booleans(), space=SPACES, number=NUMBERS)
+    def put(self, second: bool, space: str, number: int) -> None:
+        self.stores[second].call("put", key(space, number), make_kv(number), tenant=TENANTS[space])
+        self.model.held.add((space, number))
         assert self.stores[not second].call("holds", [key(space, number)]) == [True]
 
-    @rule(second=st.booleans(), space=SPACES, node=NODES, number=NUMBERS, ttl_s=LIVES, by=st.sampled_from([None, 0, 1]))
-    def put_later(self, second: bool, space: str, node: str, number: int, ttl_s: float | None, by: int | None) -> None:
+    @rule(second=st.booleans(), space=SPACES, node=NODES, number=NUMBERS, by=st.sampled_from([None, 0, 1]))
+    def put_later(self, second: bool, space: str, node: str, number: int, by: int | None) -> None:
         """Write the KV of a miss in the background; the store `by` deletes its name before anybody waits for that."""
         gone = by is not None
-        store, options = self.stores[second], {"tenant": TENANTS[space], "ttl_s": ttl_s}
+        store, options = self.stores[second], {"tenant": TENANTS[space]}
         before = self.model.names[space].get(node)
         names = ({}, record_of(space, node, number)) if before is None else ({node: None},)
-        assert store.call("put_later", key(space, number), make_kv(number), space, *names, **options)
+        store.call("put_later", key(space, number), make_kv(number), space, *names, **options)
         if by is not None:
             assert self.stores[by].call("forget", space, [node]) == 1
         store.call("flush")
@@ -116,11 +108,10 @@ class FolderMachine(RuleBasedStateMachine):
             self.model.names[space][node] = number
         held = store.call("holds", [key(space, number)])[0]
         if not gone and self.model.names[space].get(node) == number:
-            self.hold(space, number, ttl_s)
+            self.model.held.add((space, number))
         elif held and number in self.model.names[space].values():
-            # Another name leads to it: whether it was written for that one, and prolonged, cannot be told.
-            store.call("prolong", [key(space, number)], None)
-            self.hold(space, number, None)
+            # Another name leads to it: it was written for that one.
+            self.model.held.add((space, number))
         elif gone and before is None and not held:
             # It was written and named before the deletion, which then took what was there without a name along.
             self.model.drop_nameless(space, number)
@@ -152,20 +143,7 @@ class FolderMachine(RuleBasedStateMachine):
     @rule(second=st.booleans(), space=SPACES, number=NUMBERS)
     def discard(self, second: bool, space: str, number: int) -> None:
         self.stores[second].call("discard", key(space, number))
-        self.model.held.pop((space, number), None)
-
-    @rule(second=st.booleans(), space=SPACES, number=NUMBERS, ttl_s=LIVES)
-    def prolong(self, second: bool, space: str, number: int, ttl_s: float | None) -> None:
-        self.stores[second].call("prolong", [key(space, number)], ttl_s)
-        if (space, number) in self.model.held:
-            self.hold(space, number, ttl_s)
-
-    @rule(seconds=st.sampled_from([1.0, 50.0, 75.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        for store in set(self.stores):
-            store.passes(seconds)
-        self.model.held = {what: until for what, until in self.model.held.items() if until > self.now}
+        self.model.held.discard((space, number))
 
     @precondition(lambda self: self.folder is not None)
     @rule(second=st.booleans(), space=SPACES, number=NUMBERS)
@@ -184,7 +162,7 @@ class FolderMachine(RuleBasedStateMachine):
     @rule(second=st.booleans())
     def reopen(self, second: bool) -> None:
         self.stores[second].end()
-        self.stores[second] = (RemoteStore if second else LocalStore)(self.opened, self.now)
+        self.stores[second] = (RemoteStore if second else LocalStore)(self.opened)
 
     @precondition(lambda self: self.folder is not None)
     @rule(space=SPACES, node=NODES, number=NUMBERS)
@@ -197,24 +175,22 @@ class FolderMachine(RuleBasedStateMachine):
             other.call("put_later", key(space, number), make_kv(number), space, {}, head, tenant=TENANTS[space])
             self.model.names[space][node] = number
         other.kill()
-        self.stores[1] = RemoteStore(self.opened, self.now)
+        self.stores[1] = RemoteStore(self.opened)
         if self.stores[0].call("holds", [key(space, number)])[0] and number in self.model.names[space].values():
-            # Whether it was put without an end cannot be told.
-            self.stores[0].call("prolong", [key(space, number)], None)
-            self.hold(space, number, None)
+            self.model.held.add((space, number))
 
     @precondition(lambda self: self.folder is not None)
     @rule()
     def collect(self) -> None:
         assert self.folder is not None
-        collect_garbage(self.folder, clock=lambda: self.now)
+        check_store(self.folder, repair=True)
 
     @rule(second=st.booleans(), space=st.none() | SPACES)
     def clear(self, second: bool, space: str | None) -> None:
         self.stores[second].call("clear", None if space is None else TENANTS[space])
         for each in TENANTS if space is None else [space]:
             self.model.names[each] = {}
-            self.model.held = {what: until for what, until in self.model.held.items() if what[0] != each}
+            self.model.held = {what for what in self.model.held if what[0] != each}
 
     @precondition(lambda self: self.stores)
     @invariant()
@@ -228,7 +204,6 @@ class FolderMachine(RuleBasedStateMachine):
             assert stats.entries >= len(there)
             assert stats.nodes == sum(map(len, self.model.names.values()))
             assert stats.ram_bytes <= self.opened.ram_bytes
-            assert stats.device_bytes <= self.opened.device_bytes
             assert self.opened.disk_bytes is None or stats.disk_bytes <= self.opened.disk_bytes
             for space, nodes in self.model.names.items():
                 assert store.call("stats", TENANTS[space]).nodes == len(nodes)
@@ -236,8 +211,7 @@ class FolderMachine(RuleBasedStateMachine):
                 records = [record_of(space, node, nodes[node]) if node in nodes else None for node in ("a", "b", "c")]
                 assert store.call("names.lookup", space, ["a", "b", "c"]) == records
             assert follower.follow(store) == {node: f"hash{number}" for node, number in self.model.names["x"].items()}
-        for each in expected - there:
-            del self.model.held[each]
+        self.model.held &= there
 
     def teardown(self) -> None:
         for store in self.stores:
@@ -256,11 +230,11 @@ class RamMachine(FolderMachine):
         self.folder.rmdir()
         self.folder = None
 
-    @initialize(ram=st.sampled_from([4_100, 10**6]), room=st.none(), device=BUDGETS)
-    def make(self, ram: int, room: None, device: int) -> None:
-        self.opened = Opened(None, ram, device_bytes=device)
+    @initialize(ram=st.sampled_from([4_100, 10**6]), room=st.none())
+    def make(self, ram: int, room: None) -> None:
+        self.opened = Opened(None, ram)
         self.is_bounded = ram < 10**6
-        self.stores = [LocalStore(self.opened, self.now)] * 2
+        self.stores = [LocalStore(self.opened)] * 2
 
 
 _SETTINGS = {"stateful_step_count": 25, "suppress_health_check": [HealthCheck.too_slow]}

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,36 +13,34 @@ from cacheblend_rag.store.folder import StoreFolder
 from tests.store import workers
 from tests.store.kit import files_of, held, is_held, key_of, make_kv, open_store, put_miss, record, run
 
-ROOM = 10**6
-
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold every file back until the gate is opened."""
     opened = threading.Event()
-    write = StoreFolder.write
+    written = StoreFolder.written
 
-    def wait_and_write(self: StoreFolder, buffers: list[memoryview]) -> Path:
+    def wait_and_write(self: StoreFolder, *given: Any) -> Any:
         assert opened.wait(30)
-        return write(self, buffers)
+        return written(self, *given)
 
-    monkeypatch.setattr(StoreFolder, "write", wait_and_write)
+    monkeypatch.setattr(StoreFolder, "written", wait_and_write)
     yield opened
     opened.set()
 
 
 def test_what_waits_is_as_good_as_written(tmp_path: Path, gate: threading.Event) -> None:
-    store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
+    store = open_store(tmp_path, 10**6)
     seen = store.names.revision()
-    assert all(put_miss(store, number) for number in (1, 2, 3))
+    for number in (1, 2, 3):
+        put_miss(store, number)
     assert store.names.revision() > seen
     assert files_of(tmp_path) == []
     keys = [key_of(number) for number in (1, 2, 3)]
     assert (store.holds(keys), store.holds(keys, durable=True)) == ([True] * 3, [False] * 3)
     assert store.names.lookup("ns", ["n2", "x"]) == [record("n2", 2), None]
     assert is_held(store, 2)
-    stats = store.stats()
-    assert (stats.waiting, stats.waiting_bytes) == (3, sum(make_kv(n).nbytes for n in (1, 2, 3)))
+    assert store.stats().ram_bytes == sum(make_kv(number).nbytes for number in (1, 2, 3))
     threading.Timer(0.05, gate.set).start()
     # Which writes what waits.
     store.close()
@@ -51,7 +50,7 @@ def test_what_waits_is_as_good_as_written(tmp_path: Path, gate: threading.Event)
 
 
 def test_deleted_while_it_waits(tmp_path: Path, gate: threading.Event) -> None:
-    store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
+    store = open_store(tmp_path, 10**6)
     for number in range(1, 7):
         put_miss(store, number)
     store.name("ns", [record("one", 7), record("two", 7)])
@@ -78,7 +77,7 @@ def test_deleted_while_it_waits(tmp_path: Path, gate: threading.Event) -> None:
 
 
 def test_a_name_with_another_text_wins_over_what_waits(tmp_path: Path, gate: threading.Event) -> None:
-    store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
+    store = open_store(tmp_path, 10**6)
     put_miss(store, 1, "a")
     other = open_store(tmp_path, 0)
     other.name("ns", [record("a", 2)])
@@ -90,26 +89,26 @@ def test_a_name_with_another_text_wins_over_what_waits(tmp_path: Path, gate: thr
     assert held(store, range(4)) == files_of(tmp_path) == []
 
 
-def test_a_queue_has_an_end(tmp_path: Path, gate: threading.Event) -> None:
-    store = open_store(tmp_path, 10**6, write_back_bytes=2 * make_kv(1).nbytes)
-    assert [put_miss(store, number) for number in (1, 3, 5, 7)] == [True, True, False, False]
-    assert store.stats().unwritten == 2
-    assert store.open(key_of(5)) is None
-    gate.set()
+@pytest.mark.parametrize("room", [0, 2])
+def test_what_has_no_room_to_wait_in_is_written_at_once(tmp_path: Path, gate: threading.Event, room: int) -> None:
+    store = open_store(tmp_path, room * make_kv(1).nbytes)
+    for number in (1, 3)[:room]:
+        put_miss(store, number)
+    threading.Timer(0.05, gate.set).start()
+    put_miss(store, 5)
+    assert store.holds([key_of(5)], durable=True) == [True]
     store.flush()
-    assert put_miss(store, 5)
-    store.flush()
-    assert len(files_of(tmp_path)) == 3
+    assert len(files_of(tmp_path)) == room + 1
 
 
 def test_the_first_error_is_raised_by_flush_once(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 10**6, disk_bytes=2 * 2600, write_back_bytes=ROOM)
+    store = open_store(tmp_path, 10**6, disk_bytes=2 * 2600)
     store.put_later(key_of(1), make_kv(1, tokens=100), "ns", {}, record("n1", 1))
     put_miss(store, 2)
     with pytest.raises(StoreFullError):
         store.flush()
     store.flush()
-    assert store.holds([key_of(1), key_of(2)]) == [False, True]
+    assert store.holds([key_of(1), key_of(2)], durable=True) == [False, True]
     # It is still in RAM, and goes with its name.
     assert store.open(key_of(1)) is not None
     store.forget("ns", ["n1"])

@@ -68,7 +68,7 @@ def work(store: KVStore, seed: int, steps: int) -> None:
 
 def use_after_fork(folder: Path | None) -> None:
     """Use a store in a forked child, which is refused, and end it there in the usual way; the parent goes on with it."""
-    store = open_store(folder, 10**6, write_back_bytes=10**6)
+    store = open_store(folder, 10**6)
     store.put(key_of(1), make_kv(1))
     child = os.fork()
     if child == 0:
@@ -134,6 +134,6 @@ def use_read_only(folder: Path, user: int | None) -> None:
 
 def end_without_closing(folder: Path) -> None:
     """End in the usual way with KV that waits to be written."""
-    store = open_store(folder, 10**6, write_back_bytes=10**6)
+    store = open_store(folder, 10**6)
     for number in range(8):
-        assert store.put_later(key_of(number), make_kv(number), "ns", {}, record(f"n{number}", number))
+        store.put_later(key_of(number), make_kv(number), "ns", {}, record(f"n{number}", number))

@@ -7,15 +7,18 @@ byte read from a remote tier is verified before it is used.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from importlib.metadata import entry_points
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
+from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 
-__all__ = ["ByteSource", "EncodedChunk", "Guard", "RemoteSource", "RemoteTier", "redis_url", "shown_url"]
+__all__ = ["ByteSource", "EncodedChunk", "Guard", "RemoteSource", "RemoteTier", "open_remote"]
 
 # Valkey speaks the same protocol.
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
@@ -95,12 +98,6 @@ class RemoteSource:
         return len(data)
 
 
-def redis_url(url: str) -> str | None:
-    """Return the URL that redis-py takes; None for no Redis."""
-    scheme, _, rest = url.partition(":")
-    return f"{_REDIS[scheme]}:{rest}" if scheme in _REDIS else None
-
-
 def shown_url(url: str) -> str:
     """Return a URL without user, password and query; ConfigError if it is none."""
     try:
@@ -116,3 +113,78 @@ def shown_url(url: str) -> str:
             "with /, ?, #, @ and : in a password written as %2F, %3F, %23, %40 and %3A"
         )
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def open_remote(
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    connect_timeout_s: float = 1.0,
+    read_timeout_s: float = 5.0,
+    ttl_s: float | None = None,
+) -> RemoteTier:
+    """Make the remote tier that a URL names. Nothing is connected to until it is used.
+
+    Parameters
+    ----------
+    url : str
+        ``redis://user:password@host:6379/0``, ``valkey://…``, with TLS ``rediss://…`` or ``valkeys://…`` (extra ``redis``); or
+        the folder of any fsspec filesystem (extra ``fsspec``): ``s3://bucket/prefix`` (extra ``s3``),
+        ``file:///mnt/share/kv``, ``memory://name``; or one whose scheme a package has registered as an entry point of the group
+        ``cacheblend_rag.remotes``, called with the URL, what may be shown of it, both timeouts and `storage_options`.
+    storage_options : mapping, optional
+        What the fsspec filesystem is made with: credentials, ``endpoint_url``.
+    connect_timeout_s, read_timeout_s : float
+        How long to wait for a connection, and for an answer.
+    ttl_s : float, optional
+        Seconds after which an entry expires from when it was put last; Redis and Valkey only.
+
+    Returns
+    -------
+    RemoteTier
+        The tier.
+
+    Raises
+    ------
+    ConfigError
+        If the URL or a setting has no meaning, or a package is missing; the message names the extra to install.
+    """
+    location = shown_url(url)
+    for name, value in (
+        ("connect_timeout_s", connect_timeout_s),
+        ("read_timeout_s", read_timeout_s),
+        ("ttl_s", 1 if ttl_s is None else ttl_s),
+    ):
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value!r} must be a positive number of seconds")
+    scheme = url.partition(":")[0]
+    limits, options = (connect_timeout_s, read_timeout_s), dict(storage_options or {})
+    for entry in entry_points(group="cacheblend_rag.remotes", name=scheme):
+        tier: RemoteTier = entry.load()(url, location, *limits, options)
+        return tier
+    if scheme in _REDIS:
+        if options:
+            raise ConfigError(f"storage_options are for fsspec filesystems; {location} is not one")
+        with needs_extra("redis", location):
+            from cacheblend_rag.store.remote.redis import RedisTier
+        try:
+            return RedisTier(url.replace(scheme, _REDIS[scheme], 1), location, *limits, ttl_s)
+        except (ValueError, TypeError):
+            raise ConfigError(
+                f"{location} is not a Redis URL; give one like redis://user:password@host:6379/0"
+            ) from None
+    if ttl_s is not None:
+        raise ConfigError(f"ttl_s={ttl_s}: files in {location} do not expire; give the bucket a lifecycle rule")
+    with needs_extra("s3" if scheme.startswith("s3") else "fsspec", location):
+        from cacheblend_rag.store.remote.fsspec import FsspecTier
+
+        try:
+            return FsspecTier(url, location, *limits, options)
+        except ImportError:
+            raise
+        except Exception as error:
+            # What a filesystem says of its options may quote them.
+            raise ConfigError(
+                f"fsspec cannot open {location} with the options {sorted(options)} ({type(error).__name__}); "
+                "fsspec.available_protocols() lists what may come before ://"
+            ) from None

@@ -32,7 +32,6 @@ _FATES = {
     "computed": "computed",
     "recomputed": "recomputed over its stored KV",
     "encoded": "not stored: encoded first, and kept",
-    "device": "KV from the device",
     "ram": "KV from RAM",
     "disk": "KV from disk",
     "head": "fixed head, KV stored",

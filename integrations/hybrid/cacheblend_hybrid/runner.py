@@ -26,7 +26,6 @@ from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.prompt import PromptChunk
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.store import NamedTarget, NodeRecord
-from cacheblend_rag.store.base import earliest
 
 __all__ = ["StateRunner", "states_of"]
 
@@ -155,12 +154,13 @@ class StateRunner(Runner):
         store, key = self._supply.store, self._key(ids)
         name, chunk_ids = states_of(first.record.id, first.document) + key, [str(chunk.id) for chunk in chunks]
         state = pack_kv(ChunkKV(ids, 0, self._states.take(cache), _CONTEXT), EXACT)
-        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": earliest(first.lives_s, self._supply.ttl_s)}
         if _has_fixed_head(request.asked):
-            store.put_later(key, state, self._namespace, {}, NodeRecord(name, key, text_hash(name), ids), **owner)
+            store.put_later(
+                key, state, self._namespace, {}, NodeRecord(name, key, text_hash(name), ids), tenant=self._tenant
+            )
         else:
             # It may be a user's own text.
-            store.cache(key, state, self._namespace, [*chunk_ids, name], **owner)
+            store.cache(key, state, self._namespace, [*chunk_ids, name], tenant=self._tenant)
         # Who deleted or replaced a chunk since the prompt came has not found the state.
         known = store.lookup(self._namespace, chunk_ids) or []
         if any(now is None or now.key != chunk.key for now, chunk in zip(known, chunks, strict=False)):

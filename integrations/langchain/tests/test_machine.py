@@ -79,12 +79,12 @@ class StoreMachine(RuleBasedStateMachine):
         if documents:
             self.store.add_documents(documents)
             self.sync({chunk.document for chunk in chunks if chunk.document}, {chunk.id for chunk in chunks})
-            self.library.add(chunks, float("inf"))
+            self.library.add(chunks)
             self.sources |= {chunk.id: chunk.document for chunk in chunks}
 
     def sync(self, sources: Collection[str | None], spared: Collection[str | None] = ()) -> None:
         """Take out of the library what was deleted of some sources behind the store's back."""
-        lost = set(self.library.readings(0.0)) - set(self.inner.store) - set(spared)
+        lost = set(self.library.readings()) - set(self.inner.store) - set(spared)
         self.library.remove([id for id in lost if self.sources[id] in sources])
 
     @rule(ids=SOME_IDS)
@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(ids=SOME_IDS)
     def ask(self, ids: list[str]) -> None:
         assert self.engine is not None
-        known = [id for id in ids if id in self.library.readings(0.0)]
+        known = [id for id in ids if id in self.library.readings()]
         self.engine.prefill(BlendPrompt("t5 t6", known, "t7 t8"))
 
     @rule(id=st.sampled_from(IDS), place=st.sampled_from([0, -1]))
@@ -125,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
     def nothing_is_stale(self) -> None:
         assert self.engine is not None
         self.engine.flush()
-        readings = self.library.readings(0.0)
+        readings = self.library.readings()
         assert set(self.engine.ids()) == set(readings)
         for source in SOURCES:
             order = [piece.id for piece in self.library.order(source)]

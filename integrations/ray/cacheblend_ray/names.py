@@ -18,9 +18,9 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.documents import Drafts, NamedPiece
+from cacheblend_rag.store.documents import Drafts
 from cacheblend_rag.store.folder import locked
-from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.names import (
     Names,
     NamesSource,
@@ -59,8 +59,6 @@ class SharedNames(Names):
         The table. It is closed with this.
     index : Index
         Where the names are, and the position up to which the table was followed.
-    clock : callable
-        The time by which chunks expire.
     folder : Path or None
         The store's folder, which other processes may have open.
     drop : callable
@@ -73,11 +71,10 @@ class SharedNames(Names):
         self,
         table: NameTable,
         index: Index,
-        clock: Callable[[], float],
         folder: Path | None,
-        drop: Callable[[Dropped], None],
+        drop: Callable[[list[str]], None],
     ) -> None:
-        super().__init__(index, clock)
+        super().__init__(index)
         self._table = table
         self._path = None if folder is None else folder / "shared.lock"
         self._drop = drop
@@ -129,7 +126,8 @@ class SharedNames(Names):
                         reaching[unit.name] = unit
             # What chunks were read behind may have come after them.
             self._take(list(reaching.values()))
-            self._database.transact(lambda connection: _note(connection, session))
+            with self._database.write() as connection:
+                _note(connection, session)
 
     def _position(self) -> tuple[str, int] | None:
         """Return the birth of the table that the index follows, and up to where; None if it follows none."""
@@ -150,20 +148,20 @@ class SharedNames(Names):
         for namespace, group in groupby(by_namespace, key=lambda unit: unit.name.namespace):
             self._drop(self._adopt(namespace, list(group)))
 
-    def _adopt(self, namespace: str, units: Sequence[Unit]) -> Dropped:
+    def _adopt(self, namespace: str, units: Sequence[Unit]) -> list[str]:
         """Have units be what they are elsewhere, whatever they were here."""
-        ids = {piece.record.id for unit in units for piece in unit.pieces}
+        ids = {piece.id for unit in units for piece in unit.pieces}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             held = [id for unit in units for id in _held(drafts, unit.name)]
             replaced = keys_of(connection, namespace, [*held, *ids])
             keys = kv_of(connection, namespace, replaced, drafts)
             remove_names(connection, namespace, [id for id in held if id in replaced and id not in ids], drafts)
-            # Their order, and how long they live, are what they are elsewhere too.
+            # Their order is what it is elsewhere too.
             drafts.remove(ids)
             written: dict[str, list[NodeRecord]] = {}
             for unit in units:
-                for record, expires_at in unit.pieces:
-                    drafts.put([record], expires_at)
+                for record in unit.pieces:
+                    drafts.put([record])
                     written.setdefault(unit.tenant, []).append(record)
             targets = drafts.targets()
             # All at once, since chunks may have been read behind each other.
@@ -219,7 +217,7 @@ def _units_now(connection: sqlite3.Connection, namespace: str, drafts: Drafts, a
         yield Unit(UnitName(namespace, document=document), tenant, now.pieces(document))
     for id in dict.fromkeys(alone):
         [record] = look_up(connection, namespace, [id])
-        pieces = [] if record is None or drafts.document_of(id) is not None else [NamedPiece(record, None)]
+        pieces = [] if record is None or drafts.document_of(id) is not None else [record]
         yield Unit(UnitName(namespace, id=id), tenant, pieces)
 
 

@@ -214,7 +214,7 @@ class Warmer:
         """Encode whole documents, and return what became of each; the first has the figures of all."""
         documents = [self._chunks_of(row) for row in rows]
         chunks = [chunk for each in documents for chunk in each]
-        # Uploads go on in the background, where only a limited amount may wait.
+        # Uploads go on in the background, and what is evicted here before its turn is not uploaded.
         result = self._engine.add(chunks, whole=True, progress=lambda done, total: self._engine.flush())
         self._engine.flush()
         done = []

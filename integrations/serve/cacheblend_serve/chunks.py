@@ -173,7 +173,7 @@ def _add(
         refused.append({"index": numbers[id(chunk)], "message": str(error)})
 
     leaves_out = isinstance(body, AddRequest) and body.leave_out
-    options: dict[str, Any] = {"ttl_s": body.ttl_s, "on_refused": refuse if leaves_out else None}
+    options: dict[str, Any] = {"on_refused": refuse if leaves_out else None}
     options["whole"] = isinstance(body, DocumentRequest)
     if body.background:
         library.add(chunks, background=True, **options)

@@ -59,16 +59,16 @@ def make_index(folder: Path, entries: int) -> None:
     """Make a store whose index has so many entries, two of each chunk of 32 tokens; their files are not written."""
     tier = DiskTier(folder)
     try:
-        names = Names(tier.index, tier.clock)
+        names = Names(tier.index)
         rows = _rows(entries)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             with tier.index.write() as connection:
                 connection.executemany(
-                    "INSERT OR IGNORE INTO entries (key, bytes, added_at) VALUES (?, 64, 0)",
+                    "INSERT OR IGNORE INTO entries (key, bytes) VALUES (?, 64)",
                     [(key,) for record in batch for key in record.keys],
                 )
             names.record(_TENANT, batch)
-        tier.index.tidy()
+        tier.index.shrink(vacuum=True)
     finally:
         tier.close()
 

@@ -137,8 +137,6 @@ class RandomModel:
         """
         named: dict[str, Any] = {
             "enabled": True,
-            # KV in RAM comes from RAM: on a CUDA device, what was used once would else stay there.
-            "device_bytes": 0,
             "ram_bytes": _NO_LIMIT,
             "disk_bytes": _NO_LIMIT,
             "disk_codec": "native",

@@ -23,8 +23,7 @@ from cacheblend_rag.report import BlendReport
 
 __all__ = ["measure"]
 
-_TIERS = ("device", "ram", "disk")
-_NO_LIMIT = 2**63 - 1
+_TIERS = ("ram", "disk")
 
 
 class _Method(NamedTuple):
@@ -72,9 +71,7 @@ def measure(
         engines = {}
         for name, tier in product(prompts, places):
             settings: dict[str, Any] = {"separator": separator} if name == "gapless" else {}
-            if tier == "device":
-                settings["device_bytes"] = _NO_LIMIT
-            elif cold is not None and tier == "disk":
+            if cold is not None and tier == "disk":
                 settings |= {"ram_bytes": 0, "store": cold / name}
             engine = engines[name, tier] = stack.enter_context(made.engine(**settings))
             engine.add(texts)

@@ -83,8 +83,7 @@ def ttft(
         typer.Option(
             "--tiers",
             "--tier",
-            help="Where stored KV is read from, comma-separated: device (kept beside the model), ram, disk (the page cache is "
-            "emptied of it before each run).",
+            help="Where stored KV is read from, comma-separated: ram, disk (the page cache is emptied of it before each run).",
         ),
     ] = "ram",
     head_tokens: Annotated[

@@ -161,22 +161,17 @@ def test_many_prompts_eviction_and_source_attention(make_engine: MakeEngine) -> 
         assert attention[0] == pytest.approx(attention[1], abs=1e-4)
 
 
-def test_it_is_there_after_a_restart_for_its_tenant_alone_until_it_ends(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    now = 1000.0
-    with closing(open_store(tmp_path, 10**7, clock=lambda: now)) as store:
-        one, two = (make_engine(store, tenant=name, ttl_s=100.0) for name in ("acme", "globex"))
+def test_it_is_there_after_a_restart_for_its_tenant_alone(make_engine: MakeEngine, tmp_path: Path) -> None:
+    with closing(open_store(tmp_path, 10**7)) as store:
+        one, two = (make_engine(store, tenant=name) for name in ("acme", "globex"))
         assert [taken(one), taken(two)] == [0, 0]
         assert not set(one.heads()) & set(two.heads())
-    with closing(open_store(tmp_path, 10**7, clock=lambda: now)) as store:
-        one, two = (make_engine(store, tenant=name, ttl_s=100.0) for name in ("acme", "globex"))
+    with closing(open_store(tmp_path, 10**7)) as store:
+        one, two = (make_engine(store, tenant=name) for name in ("acme", "globex"))
         assert taken(one) == HEAD_TOKENS
         one.store.clear()
         assert one.heads() == []
         assert [taken(one), taken(two)] == [0, HEAD_TOKENS]
-        now += 101
-        assert [taken(one), taken(one)] == [0, HEAD_TOKENS]
 
 
 def test_it_is_no_chunk_and_deleting_deletes(make_engine: MakeEngine, tmp_path: Path) -> None:

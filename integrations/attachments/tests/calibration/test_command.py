@@ -29,9 +29,9 @@ def test_from_documents(calibrate: Any, documents: Path, model_folder: Path, tmp
     options = [documents, "--model", model_folder, "--chunk-tokens", "40"]
     _, config = calibrate(*options, "--ratios", "0.999", "--no-write")
     assert not config.exists()
-    config.write_text("recompute_ratio: 0.3 # ours\nttl_s: 1\n")
+    config.write_text("recompute_ratio: 0.3 # ours\nprefix_bytes: 1\n")
     output, _ = calibrate(*options, "--ratios", "0.999,0.998", "--json", tmp_path / "found.json")
-    assert config.read_text() == "recompute_ratio: 0.998 # ours\nttl_s: 1\n"
+    assert config.read_text() == "recompute_ratio: 0.998 # ours\nprefix_bytes: 1\n"
     assert f"{config} says recompute_ratio: 0.998" in output
     rows = read_rows(tmp_path / "found.json")
     assert [row["recompute_ratio"] for row in rows] == [0.998, 0.999]

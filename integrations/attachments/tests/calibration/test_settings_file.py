@@ -14,9 +14,7 @@ from cacheblend_attachments.cli.calibrate import read_questions, write_settings
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
 
-LINES = (
-    "recompute_ratio: {}  # a guess\nttl_s: 1\r\nselector: {}\npreamble: |\n  Read this.\n  enabled: no.\ndevice: 'cpu'"
-)
+LINES = "recompute_ratio: {}  # a guess\nstrict: 1\r\nselector: {}\npreamble: |\n  Read this.\n  enabled: no.\ndevice: 'cpu'"
 
 
 @given(ratio=st.floats(0, 1), selector=st.text(max_size=8))
@@ -45,7 +43,15 @@ def test_the_file_is_replaced_and_stays_what_it_was(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["blend.yaml", "real.yaml"]
 
 
-NOT_LINES = [b"- 1", b"{ttl_s: 1}", b"  ttl_s: 1\n", b"ttl_s: 1\n...\n", b"recompute_ratio:\n  0.1\n", b"a: [", b"\xff"]
+NOT_LINES = [
+    b"- 1",
+    b"{strict: 1}",
+    b"  strict: 1\n",
+    b"strict: 1\n...\n",
+    b"recompute_ratio:\n  0.1\n",
+    b"a: [",
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("text", NOT_LINES)

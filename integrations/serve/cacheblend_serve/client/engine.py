@@ -138,7 +138,6 @@ class ServedEngine:
         chunks: Iterable[Chunk],
         *,
         progress: Callable[[int, int], None] | None = None,
-        ttl_s: float | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
         background: bool = False,
         whole: bool = False,
@@ -147,7 +146,7 @@ class ServedEngine:
             raise ConfigError(
                 "whole needs an engine in this process; a server replaces a document by PUT /v1/documents/NAME"
             )
-        body = {"ttl_s": ttl_s, "leave_out": on_refused is not None, "background": background, "stream": True}
+        body = {"leave_out": on_refused is not None, "background": background, "stream": True}
         chunks = chunk_list(chunks)
         result = self._send(chunks, body, progress, on_refused)
         if not background:

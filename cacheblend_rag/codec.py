@@ -1,7 +1,7 @@
-"""KV in 8 or 4 bits a number, on a grid for each small group of numbers.
+"""Codecs, which represent KV as it is, or in 8 or 4 bits a number on a grid for each small group of numbers.
 
-The layout is KIVI's (Liu et al., arXiv 2402.02750): the keys of a few channels are large in every token, so keys share a grid
-along a channel; values have no such channels, and at few bits they share a grid within a token.
+The layout of quantised KV is KIVI's (Liu et al., arXiv 2402.02750): the keys of a few channels are large in every token, so keys
+share a grid along a channel; values have no such channels, and at few bits they share a grid within a token.
 
 KIVI keeps the most recent tokens in full precision, for a cache that grows and is read from its end. A stored chunk is whole
 when it is packed, and a prompt's last tokens are never read from the store. So nothing is kept back.
@@ -9,19 +9,110 @@ when it is packed, and a prompt's last tokens are never read from the store. So 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from cacheblend_rag.codec.base import NATIVE, PackedLayer, TensorForm
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv import KV, ChunkKV, LayerKV
 
-__all__ = ["QuantizedCodec"]
+__all__ = [
+    "EXACT",
+    "Codec",
+    "PackedKV",
+    "PackedLayer",
+    "QuantizedCodec",
+    "TensorForm",
+    "codec_names",
+    "main_codec",
+    "make_codec",
+    "pack_kv",
+    "repack_layer",
+    "unpack_layer",
+]
 
 Axis = Literal["channel", "token"]
 
 _QUANTIZABLE = {torch.float32, torch.float16, torch.bfloat16}
+
+
+class TensorForm(NamedTuple):
+    """Shape and dtype of a tensor once it is unpacked."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the unpacked tensor in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayer:
+    """One layer of a chunk's KV, as a codec packed it: the tensors by name, contiguous, in the order in which they are stored."""
+
+    codec: str
+    key_form: TensorForm
+    value_form: TensorForm
+    parts: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, codec: str, layer: LayerKV, parts: Mapping[str, torch.Tensor]) -> PackedLayer:
+        """Return a layer that `codec` has packed into `parts`."""
+        key_form, value_form = (TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in layer)
+        return cls(codec, key_form, value_form, parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all parts in bytes."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of the unpacked layer in bytes."""
+        return self.key_form.nbytes + self.value_form.nbytes
+
+
+class PackedKV(KV[PackedLayer]):
+    """The KV of one chunk, packed layer by layer."""
+
+    __slots__ = ()
+
+
+def main_codec(codecs: Sequence[str]) -> str:
+    """Return which codec most layers have; "native" where there are none."""
+    return max(sorted(set(codecs)), key=codecs.count, default="native")
+
+
+class Codec(Protocol):
+    """A way to represent a layer's KV in fewer bytes."""
+
+    @property
+    def name(self) -> str:
+        """The name under which settings and stored bytes know it."""
+
+    def pack(self, layer: LayerKV) -> PackedLayer:
+        """Pack one layer, ``(num_kv_heads, seq_len, head_dim)``; the result may share memory with it."""
+
+    def unpack(self, packed: PackedLayer) -> LayerKV:
+        """Return what was packed, in the dtypes it had; the result may share memory with the parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCodec:
+    """KV in the dtype that the model computed it in."""
+
+    name: str
+
+    def pack(self, layer: LayerKV) -> PackedLayer:
+        parts = {"keys": layer.keys.contiguous(), "values": layer.values.contiguous()}
+        return PackedLayer.of(self.name, layer, parts)
+
+    def unpack(self, packed: PackedLayer) -> LayerKV:
+        return LayerKV(packed.parts["keys"], packed.parts["values"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +137,7 @@ class QuantizedCodec:
         keys = self._quantize(layer.keys, "channel")
         values = self._quantize(layer.values, self.values_along)
         if keys is None or values is None:
-            return NATIVE.pack(layer)
+            return NativeCodec("native").pack(layer)
         # Grids first: codes may end at an odd byte.
         parts = {"keys.grid": keys[0], "values.grid": values[0], "keys.codes": keys[1], "values.codes": values[1]}
         return PackedLayer.of(self.name, layer, parts)
@@ -105,6 +196,56 @@ class QuantizedCodec:
                 piece = numbers.narrow(axis, first * size, count * width).view(*before, count, width, *after)
                 piece.mul_(step.narrow(axis, first, count)).add_(least.narrow(axis, first, count))
         return numbers.to(form.dtype)
+
+
+EXACT = NativeCodec("exact")
+"""Keeps KV as it is in every tier, whatever codec the tier keeps chunks in; settings cannot choose it."""
+
+# Stored bytes name their codec: what a name stands for may change only in what `unpack` does not need to know.
+_CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        NativeCodec("native"),
+        EXACT,
+        QuantizedCodec("int8", bits=8, group_size=128, values_along="channel"),
+        QuantizedCodec("int4", bits=4, group_size=32, values_along="token"),
+    )
+}
+
+
+def codec_names() -> tuple[str, ...]:
+    """Return the names of all codecs that can be chosen."""
+    return tuple(name for name in _CODECS if name != EXACT.name)
+
+
+def make_codec(name: str) -> Codec:
+    """Return the codec of this name; ConfigError if there is none."""
+    codec = _CODECS.get(name)
+    if codec is None:
+        raise ConfigError(f"unknown codec {name!r}; choose one of {', '.join(codec_names())}")
+    return codec
+
+
+def unpack_layer(packed: PackedLayer) -> LayerKV:
+    """Return what was packed, by whatever codec."""
+    return _CODECS[packed.codec].unpack(packed)
+
+
+def repack_layer(packed: PackedLayer, codec: Codec) -> PackedLayer:
+    """Return a layer packed by `codec`, or as it is if that is exact, or gains nothing; "native" unpacks it."""
+    if packed.codec in (codec.name, EXACT.name):
+        return packed
+    repacked = codec.pack(unpack_layer(packed))
+    return repacked if codec.name == "native" or repacked.nbytes < packed.nbytes else packed
+
+
+def pack_kv(kv: ChunkKV | PackedKV, codec: Codec) -> PackedKV:
+    """Return a chunk's KV as `codec` keeps it; see `repack_layer` for KV that is packed already."""
+    if isinstance(kv, ChunkKV):
+        layers = tuple(codec.pack(layer) for layer in kv.layers)
+    else:
+        layers = tuple(repack_layer(layer, codec) for layer in kv.layers)
+    return PackedKV(kv.token_ids, kv.start, layers, kv.context)
 
 
 def _axis(along: Axis) -> int:
