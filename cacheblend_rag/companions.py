@@ -8,6 +8,7 @@ set off as chunks are in prompts; docs/encoding.md has what that is worth.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,6 @@ from itertools import chain
 import numpy as np
 
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, context_digest
-from cacheblend_rag.reading import Ending, Member, end_before
 from cacheblend_rag.store import Names
 from cacheblend_rag.store.base import Later, NodeRecord
 
@@ -78,7 +78,7 @@ class _Pool:
 class _Document:
     """A document in the order of reading."""
 
-    def __init__(self, members: Sequence[Member], passages: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, members: Sequence[NodeRecord], passages: tuple[tuple[int, ...], ...]) -> None:
         self.members, self.passages = members, passages
         self.numbers = {member.id: number for number, member in enumerate(members)}
 
@@ -109,8 +109,8 @@ class Companions:
         found = [self._tokenize(text.strip("\n"))[:_MOST_TOKENS] for text in texts]
         return found, Nearness(found)
 
-    def choose(self, chunks: Iterable[tuple[NodeRecord, Sequence[Member]]]) -> list[Later]:
-        """Return how the KV of each chunk behind others is computed."""
+    def choose(self, chunks: Iterable[tuple[NodeRecord, Sequence[NodeRecord]]]) -> list[Later]:
+        """Return how the KV behind others is computed of each chunk, given with its document's in reading order."""
         given = list(chunks)
         pool = self._whole_store([record for record, _ in given]) if self._kind == "similar" else None
         new = {record.id: record.token_ids for record, _ in given}
@@ -166,19 +166,20 @@ class Companions:
     ) -> Later:
         own = record.token_ids + record.separator
         room = math.inf if self._room is None else self._room - len(own)
-        ending = Ending()
+        ending: tuple[int, ...] = ()
+        before: tuple[str, ...] = ()
         if number is not None:
-            ending = end_before(document.members, number, _ENDING_TOKENS, self._separator)
-        seen = {id: document.members[document.numbers[id]].token_ids for id in ending.ids}
+            ending, before = _end_before(document.members, number, self._separator)
+        seen = {id: document.members[document.numbers[id]].token_ids for id in before}
         companion: tuple[int, ...] = ()
         if other is not None:
             companion = other[1][:_MOST_TOKENS]
             seen[other[0]] = other[1]
-            if ending.ids == other[:1] and len(other[1]) <= _MOST_TOKENS:
+            if before == other[:1] and len(other[1]) <= _MOST_TOKENS:
                 # It is what stands before the chunk.
-                ending = Ending()
+                ending = ()
         passages = self._passages(record.token_ids) if number is None else document.passages
-        texts = (*passages, companion, ending.token_ids)
+        texts = (*passages, companion, ending)
         behind = tuple(chain.from_iterable(text + self._separator for text in texts if text))
         if room < len(behind):
             # The end stays: of the passages less, of the companion, and then of the document.
@@ -192,3 +193,26 @@ class Companions:
         passages, nearness = self._known_passages
         near = nearness.nearest(tuple(chain.from_iterable(texts)), _PASSAGES)
         return tuple(passages[each] for each in sorted(near))
+
+
+def _end_before(
+    ordered: Sequence[NodeRecord], number: int, separator: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the end of the text before a chunk of a document in reading order, and the ids of the chunks that it is of."""
+    tokens: tuple[int, ...] = ()
+    ids: list[str] = []
+    while number and ordered[number].start is not None and len(tokens) < _ENDING_TOKENS:
+        number -= 1
+        tokens = _left(ordered[number], ordered[number + 1], separator if tokens else ()) + tokens
+        ids.append(ordered[number].id)
+    return tokens[-_ENDING_TOKENS:], tuple(ids)
+
+
+def _left(before: NodeRecord, after: NodeRecord, separator: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens of a chunk that stand before the next one: where they overlap, it counts up to there."""
+    assert before.start is not None and after.start is not None
+    left = after.start - before.start
+    if left >= before.length:
+        return before.token_ids + separator
+    # Of a chunk that begins no earlier than the next one nothing is left, nor of the words around its body.
+    return before.token_ids[: bisect_right(before.ends, left)] if left > 0 else ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.config import EngineConfig
@@ -19,7 +18,7 @@ from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prompt import PromptChunk, PromptHead
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.base import earliest, part_of
+from cacheblend_rag.store.base import part_of
 from cacheblend_rag.store.memory import RamReader
 
 __all__ = ["KVSupply"]
@@ -259,7 +258,4 @@ class KVSupply:
             ids |= {id for chunk in chunks if chunk.later is not None for id, _ in chunk.later.seen}
             self.store.cache(key, kv, self._namespace, ids, tenant=self._tenant, ttl_s=self.ttl_s)
             return
-        # It lives no longer than its name, as it was recorded.
-        targets = self.store.targets(self._namespace, list(named))
-        lives_s = reduce(earliest, (target.lives_s for target in targets if target is not None), self.ttl_s)
-        self.store.put_later(key, kv, self._namespace, named, tenant=self._tenant, ttl_s=lives_s)
+        self.store.put_later(key, kv, self._namespace, named, tenant=self._tenant, ttl_s=self.ttl_s)

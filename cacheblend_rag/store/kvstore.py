@@ -20,7 +20,7 @@ from cacheblend_rag.store.base import Entry, Fate, KVReader, Later, NodeRecord, 
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped
 from cacheblend_rag.store.memory import RamReader
-from cacheblend_rag.store.names import Names, NamesSource, has_name, look_up
+from cacheblend_rag.store.names import Names, NamesSource, has_name
 from cacheblend_rag.store.tiers import Tiers
 
 __all__ = ["KVStore"]
@@ -46,7 +46,7 @@ class KVStore:
         self.outlives_process, self.path = tiers.disk is not None, tiers.path
         limit_bytes = write_back_bytes if self.path else 0
         self._waiting: WorkQueue[Entry] = WorkQueue(self._write, limit_bytes, "cacheblend-write-back")
-        self._names = Names(tiers.index, tiers.clock)
+        self._names = Names(tiers.index)
         self._closed = False
         self._process = os.getpid()
         # When KV of misses could not be stored last, why not, until `flush` tells it, and whose had no room to wait in.
@@ -63,15 +63,9 @@ class KVStore:
         self._names.catch_up()
         return self._names
 
-    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
-        """Return the record of each id, or None where the name is unknown."""
-        self._names.catch_up()
-        with self._index.read() as connection:
-            return look_up(connection, namespace, ids)
-
     def follow(self, source: NamesSource) -> None:
         """Share names with other machines from now on, none being here yet; what they have done is read before this returns."""
-        self._names = source(self._index, self._clock, self.path, self._drop)
+        self._names = source(self._index, self.path, self._drop)
         self._names.catch_up()
 
     @property
@@ -211,24 +205,29 @@ class KVStore:
                 self._offsite.drop_later([key])
 
     def name(
-        self,
-        namespace: str,
-        records: Iterable[NodeRecord],
-        *,
-        tenant: str = "",
-        ttl_s: float | None = None,
-        whole: bool = False,
-    ) -> None:
-        """Record names in place of earlier ones of these ids, and drop KV that loses its last name."""
+        self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "", whole: bool = False
+    ) -> tuple[list[NodeRecord], set[str]]:
+        """Record names in place of earlier ones of these ids, and drop KV that loses its last name.
+
+        With `whole` they are all that their documents have. Return the records as they are by now, with what is known of their
+        KV, and the ids that were not recorded so before.
+        """
         records = list(records)
-        if records:
-            expires_at = self._expires_at(ttl_s)
-            change = partial(self._names.record, namespace, records, tenant, expires_at, whole)
-            # Their KV has no name until then.
-            spared = {key for record in records for key in record.keys}
-            changed, dropped = self._names.change(lambda: self._tiers.with_room(change, spared))
-            self._drop(dropped)
-            self._drop_tied(namespace, changed)
+        if not records:
+            return [], set()
+        change = partial(self._names.record, namespace, records, tenant, whole)
+        # Their KV has no name until then.
+        spared = {record.key for record in records}
+        found, changed, removed, dropped = self._names.change(lambda: self._tiers.with_room(change, spared))
+        self._drop(dropped)
+        self._drop_tied(namespace, changed | removed)
+        return found, changed
+
+    def choose(self, namespace: str, laters: Mapping[str, Later]) -> None:
+        """Note what the KV of named chunks behind others is read behind."""
+        if laters:
+            choose = partial(self._names.choose, namespace, laters)
+            self._names.change(lambda: self._tiers.with_room(choose))
 
     def forget(self, namespace: str, ids: Sequence[str]) -> int:
         """Remove names, and KV that loses its last one or goes with these ids; return how many names there were."""

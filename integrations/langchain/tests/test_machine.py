@@ -19,6 +19,7 @@ from integrations.langchain.tests.conftest import LetterCounts
 from langchain_cacheblend import BlendVectorStore, warm
 from tests.core.documents.naive import Library, Rows, later_of, small_model
 from tests.core.documents.test_machine import run_machine
+from tests.engines import documents_of
 from tests.families import tiny_tokenizer, words
 
 SOURCES = {"one.txt": words(40, 1).split(), "two.txt": words(40, 1).split(), "three.txt": words(40, 3).split()}
@@ -79,12 +80,12 @@ class StoreMachine(RuleBasedStateMachine):
         if documents:
             self.store.add_documents(documents)
             self.sync({chunk.document for chunk in chunks if chunk.document}, {chunk.id for chunk in chunks})
-            self.library.add(chunks, float("inf"))
+            self.library.add(chunks)
             self.sources |= {chunk.id: chunk.document for chunk in chunks}
 
     def sync(self, sources: Collection[str | None], spared: Collection[str | None] = ()) -> None:
         """Take out of the library what was deleted of some sources behind the store's back."""
-        lost = set(self.library.readings(0.0)) - set(self.inner.store) - set(spared)
+        lost = set(self.library.readings()) - set(self.inner.store) - set(spared)
         self.library.remove([id for id in lost if self.sources[id] in sources])
 
     @rule(ids=SOME_IDS)
@@ -104,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(ids=SOME_IDS)
     def ask(self, ids: list[str]) -> None:
         assert self.engine is not None
-        known = [id for id in ids if id in self.library.readings(0.0)]
+        known = [id for id in ids if id in self.library.readings()]
         self.engine.prefill(BlendPrompt("t5 t6", known, "t7 t8"))
 
     @rule(id=st.sampled_from(IDS), place=st.sampled_from([0, -1]))
@@ -125,16 +126,16 @@ class StoreMachine(RuleBasedStateMachine):
     def nothing_is_stale(self) -> None:
         assert self.engine is not None
         self.engine.flush()
-        readings = self.library.readings(0.0)
+        readings = self.library.readings()
         assert set(self.engine.ids()) == set(readings)
         for source in SOURCES:
             order = [piece.id for piece in self.library.order(source)]
-            places = set(self.engine.places(order))
+            places = set(documents_of(self.engine, order))
             assert len(places) == bool(order)
             for place in places:
                 assert place is not None
                 assert self.engine.document(place) == order
-        assert set(self.engine.places([*self.library.alone])) <= {None}
+        assert set(documents_of(self.engine, [*self.library.alone])) <= {None}
         records = {record.id: record for record in self.engine.records(list(readings)) if record is not None}
         for id, reading in readings.items():
             record = records[id]
@@ -146,8 +147,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert ROWS.is_right(self.engine, record.later.key, later), id
             # Of no other document.
             seen = [other for other, _ in record.later.seen]
-            assert set(self.engine.places(seen)) <= set(self.engine.places([id]))
-            assert not seen or self.engine.places([id]) != [None]
+            assert set(documents_of(self.engine, seen)) <= set(documents_of(self.engine, [id]))
+            assert not seen or documents_of(self.engine, [id]) != [None]
         assert self.engine._store.stats().entries <= len({key for each in records.values() for key in each.keys})
 
     def teardown(self) -> None:

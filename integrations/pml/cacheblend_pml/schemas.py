@@ -108,7 +108,7 @@ class Schemas:
             layouts.pop(name, None)
         return layout
 
-    def load(self, schema: Schema, *, ttl_s: float | None = None) -> LoadedSchema:
+    def load(self, schema: Schema) -> LoadedSchema:
         """Encode the modules of a schema and keep them (Prompt Cache, section 3.3).
 
         A schema of the same name is replaced: what has not changed is not encoded again, and what is gone is forgotten. Its
@@ -118,8 +118,6 @@ class Schemas:
         ----------
         schema : Schema
             The schema.
-        ttl_s : float, optional
-            Seconds that its KV lives, instead of ``config.ttl_s``.
 
         Returns
         -------
@@ -144,7 +142,7 @@ class Schemas:
             )
         parts = self.layout(schema).parts
         chunks = {part.name: _chunk(schema.name, part, is_named=True) for part in parts}
-        done = engine.add(chunks.values(), ttl_s=ttl_s)
+        done = engine.add(chunks.values())
         removed = self._forget(schema.name, chunks)
         self._known.loaded[schema.name] = chunks
         members = {name for union in schema.unions for name in union}

@@ -14,12 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError, StoreFormatError
-from cacheblend_rag.store.documents import NamedPiece
+from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.folder import valid_key
 
 __all__ = ["NameTable", "Session", "Unit", "UnitName"]
 
-_VERSION = 1
+_VERSION = 2
 _PAGE = 500
 # How long a change waits for another one that is being made.
 _WAIT_S = 30
@@ -42,7 +42,7 @@ _UNITS = sql.Table(
     sql.Column("tenant", sql.Text, nullable=False),
     sql.Column("state", sql.Text),
 )
-_STATE = TypeAdapter(list[NamedPiece])
+_STATE = TypeAdapter(list[NodeRecord])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class Unit:
 
     name: UnitName
     tenant: str = ""
-    pieces: Sequence[NamedPiece] = ()
+    pieces: Sequence[NodeRecord] = ()
 
     @property
     def reaches_out(self) -> bool:
         """Whether a chunk of it was read behind one that is not."""
-        own = {piece.record.id for piece in self.pieces}
-        laters = (piece.record.later for piece in self.pieces)
+        own = {piece.id for piece in self.pieces}
+        laters = (piece.later for piece in self.pieces)
         return any(id not in own for later in laters if later is not None for id, _ in later.seen)
 
     def row(self, position: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Unit:
         except (ValueError, TypeError, ValidationError) as error:
             raise StoreError(f"the shared entry of {name:.80} cannot be read; add it again, or delete it") from error
         for piece in made.pieces:
-            for key in piece.record.keys:
+            for key in piece.keys:
                 valid_key(key)
         return made
 

@@ -338,7 +338,6 @@ class CompletionRequest(Decoding):
 class StoreRequest(_Sent):
     """A request to store something."""
 
-    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     background: bool = False
     stream: bool = False
 

@@ -59,7 +59,7 @@ def make_index(folder: Path, entries: int) -> None:
     """Make a store whose index has so many entries, two of each chunk of 32 tokens; their files are not written."""
     tier = DiskTier(folder)
     try:
-        names = Names(tier.index, tier.clock)
+        names = Names(tier.index)
         rows = _rows(entries)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             with tier.index.write() as connection:

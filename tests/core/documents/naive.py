@@ -5,9 +5,8 @@ Nothing of how the package reads documents is used here: every question is answe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -28,7 +27,6 @@ class Piece:
     """A chunk as it was added; the words of the tiny tokenizer are `t` and the number of their token."""
 
     chunk: Chunk
-    expires_at: float
 
     @property
     def id(self) -> str:
@@ -41,11 +39,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reading:
-    """Behind what a chunk is encoded, and when the first life in that ends; what has ended counts no more."""
+    """Behind what a chunk is encoded."""
 
     context: Ids
     ids: Ids
-    expires_at: float
 
 
 @dataclass
@@ -56,10 +53,10 @@ class Library:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     alone: dict[str, Piece] = field(default_factory=dict)
 
-    def add(self, chunks: Iterable[Chunk], expires_at: float) -> None:
+    def add(self, chunks: Iterable[Chunk]) -> None:
         """Add chunks, of several with one id the last, where the first stood."""
         for chunk in {chunk.id: chunk for chunk in chunks}.values():
-            new = Piece(chunk, expires_at)
+            new = Piece(chunk)
             if chunk.document is None:
                 self.remove([new.id])
                 self.alone[new.id] = new
@@ -67,7 +64,7 @@ class Library:
             there = self.pieces.get(chunk.document, [])
             old = next((piece for piece in there if piece.id == new.id), None)
             if old is not None and old.chunk.start == chunk.start:
-                there[there.index(old)] = replace(new, expires_at=max(old.expires_at, expires_at))
+                there[there.index(old)] = new
                 continue
             self.remove([new.id])
             self.pieces.setdefault(chunk.document, []).append(new)
@@ -95,13 +92,10 @@ class Library:
             *(piece for piece in pieces if piece.chunk.start is None),
         ]
 
-    def readings(self, now: float) -> dict[str, Reading]:
-        """Return how the KV right behind the preamble is read; all of a document lives no longer than any of it."""
-        found = {id: Reading((), piece.ids + self.separator, _life([piece], now)) for id, piece in self.alone.items()}
-        for pieces in self.pieces.values():
-            life = _life(pieces, now)
-            found |= {piece.id: Reading((), piece.ids + self.separator, life) for piece in pieces}
-        return found
+    def readings(self) -> dict[str, Reading]:
+        """Return how the KV right behind the preamble is read."""
+        pieces = [*self.alone.values(), *(piece for pieces in self.pieces.values() for piece in pieces)]
+        return {piece.id: Reading((), piece.ids + self.separator) for piece in pieces}
 
 
 def later_of(engine: BlendEngine, record: NodeRecord, readings: Mapping[str, Reading]) -> Reading | None:
@@ -117,11 +111,7 @@ def later_of(engine: BlendEngine, record: NodeRecord, readings: Mapping[str, Rea
     # All words of the package's passages are one token to the tiny tokenizer, that of what it does not know.
     told = {token for id in ids for token in readings[id].ids} | {0, *own.ids[len(record.token_ids) :]}
     assert told >= set(record.later.behind)
-    return Reading(record.later.behind, own.ids, own.expires_at)
-
-
-def _life(pieces: list[Piece], now: float) -> float:
-    return min((piece.expires_at for piece in pieces if piece.expires_at > now), default=math.inf)
+    return Reading(record.later.behind, own.ids)
 
 
 @cache

@@ -1,16 +1,16 @@
-"""How long the KV of a document's chunks lives, and what becomes of it where others change the document meanwhile."""
+"""What becomes of the KV of a document's chunks where others change the document meanwhile."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.store import check_store, open_store
+from cacheblend_rag.store import check_store
 from tests.core.documents.texts import TOLERANCE, Text, distances
-from tests.engines import MakeEngine, store_of
+from tests.engines import MakeEngine
 from tests.families import tiny_model, words
 
 TEXT = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
@@ -23,29 +23,6 @@ MODEL = tiny_model("llama")
 def at_each_batch(engine: BlendEngine, deed: Callable[[], object]) -> Iterator[None]:
     with engine.model.get_decoder().register_forward_pre_hook(lambda *_: deed() and None):
         yield
-
-
-def held(engine: BlendEngine) -> list[bool]:
-    """Whether the KV right behind the preamble is stored, of each chunk that is there."""
-    return store_of(engine).holds([record.key for record in engine.records(IDS) if record is not None])
-
-
-def test_waiting_lengthens_no_life(make_engine: MakeEngine, tmp_path: Path) -> None:
-    now = [1000]
-    with closing(open_store(tmp_path, 0, clock=lambda: now[0])) as store:
-        engine = make_engine(store, MODEL, encode_batch_tokens=1)
-        engine.add([TEXT.chunk(0)], ttl_s=100)
-        now[0] += 60
-        with at_each_batch(engine, lambda: now.append(now.pop() + 5)):
-            engine.add([TEXT.chunk(1)], background=True)
-            engine.flush()
-            assert held(engine) == [True, True]
-            now[0] = 1101
-            assert held(engine) == [False, False]
-            # What has ended before it could be stored is not stored.
-            engine.add([TEXT.chunk(2)], ttl_s=4, background=True)
-            engine.flush()
-            assert held(engine)[2] is False
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -4,10 +4,9 @@ The model is small, so that after every step all that is stored is compared with
 encoded behind.
 """
 
-import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -21,14 +20,13 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.core.documents.naive import Ids, Library, Reading, Rows, later_of, small_model
-from tests.engines import evict, separator_of, store_of
+from tests.engines import documents_of, evict, separator_of, store_of
 from tests.families import tiny_tokenizer, words
 
 IDS = [f"c{number}" for number in range(7)]
 # Two documents say the same, so that equal text stands behind equal text.
 TEXTS = {"d0": words(30, 1).split(), "d1": words(30, 1).split(), "d2": words(30, 2).split()}
 HEAD = "t90 t91 "
-LIVES = st.sampled_from([None, None, 50.0, 100.0])
 SOME_IDS = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
 # Only met in prompts.
 MET = {f"m{number}": words(9, 3 + number) for number in range(2)}
@@ -67,37 +65,31 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.now = 1.8e9
         self.engines: list[BlendEngine] = []
 
     @stateful.initialize(
         companions=st.sampled_from(["own", "similar"]),
         separator=st.sampled_from(["", "t3 t4"]),
-        ttl_s=st.sampled_from([None, None, 70.0]),
         options=st.fixed_dictionaries(
             {
                 "ram_bytes": st.sampled_from([0, 4_000, 10**7]),
-                "device_bytes": st.sampled_from([0, 4_000, 10**7]),
                 "disk_bytes": st.sampled_from([None, None, 12_000]),
-                "write_back_bytes": st.sampled_from([0, 10**6]),
             }
         ),
     )
-    def make(self, companions: str, separator: str, ttl_s: float | None, options: dict[str, Any]) -> None:
-        given = {"companions": companions, "separator": separator, "ttl_s": ttl_s}
+    def make(self, companions: str, separator: str, options: dict[str, Any]) -> None:
+        given = {"companions": companions, "separator": separator}
         reuse = {"encode_batch_tokens": 32, "recompute_ratio": 0.0, "selector": "none", "self_check": False}
         self.settings = engine_settings(**given, **reuse)
         self.options = options
         self.engines = [self.open(False), self.open(True)]
         self.library = Library(separator_of(self.engines[0]))
-        # Until when KV may be there, by its context and its tokens.
-        self.lives: dict[tuple[Ids, Ids], float] = {}
 
     def folder_of(self, second: bool) -> Path:
         return self.folder
 
     def store_of(self, second: bool) -> KVStore:
-        return open_store(self.folder_of(second), clock=lambda: self.now, **self.options)
+        return open_store(self.folder_of(second), **self.options)
 
     def open(self, second: bool) -> BlendEngine:
         store = self.store_of(second)
@@ -108,37 +100,16 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         store_of(engine).close()
 
     def readings(self) -> dict[str, Reading]:
-        return self.library.readings(self.now)
+        return self.library.readings()
 
-    def live_on(self, ttl_s: float | None = None, asked: Iterable[str] = ()) -> None:
-        """Note that all there is may have been encoded just now, to live so long at most.
-
-        What is of no document, and was asked for, may live for as long as KV does: how long it was to live was known of the KV
-        that it had, which may have been evicted.
-        """
-        readings = self.readings()
-        # Each may have chosen for itself what chunks are read behind, for an answer.
-        records = [record for engine in self.engines for record in engine.records(list(readings)) if record is not None]
-        laters = {(record.id, record.later.behind) for record in records if record.later is not None}
-        names = {(each.context, each.ids) for each in readings.values()}
-        names |= {(behind, readings[id].ids) for id, behind in laters}
-        self.lives = {name: life for name, life in self.lives.items() if name in names}
-        most = math.inf if ttl_s is None else self.now + ttl_s
-        alone = self.library.alone.keys() & set(asked)
-        for id, each in readings.items():
-            life = most if id in alone else min(each.expires_at, most)
-            for name in {((), each.ids), *((behind, each.ids) for other, behind in laters if other == id)}:
-                self.lives[name] = max(self.lives.get(name, -math.inf), life)
-
-    def with_more(self, given: list[Chunk], ttl_s: float | None, whole: bool = False) -> Library:
+    def with_more(self, given: list[Chunk], whole: bool = False) -> Library:
         """Return what the library is to be once these are added; their documents have nothing else then, if they are `whole`."""
         future = Library(self.library.separator)
         future.pieces = {document: list(pieces) for document, pieces in self.library.pieces.items()}
         future.alone = dict(self.library.alone)
         if whole:
             future.remove(future.others(given))
-        life = self.settings["config"].ttl_s if ttl_s is None else ttl_s
-        future.add(given, math.inf if life is None else self.now + life)
+        future.add(given)
         return future
 
     def change(self, call: Callable[[], object]) -> None:
@@ -148,43 +119,36 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
 
     # What is asked of an engine.
 
-    @stateful.rule(second=st.booleans(), given=additions(), ttl_s=LIVES, background=st.booleans(), whole=st.booleans())
-    def add(self, second: bool, given: list[Chunk], ttl_s: float | None, background: bool, whole: bool) -> None:
-        self.library = self.with_more(given, ttl_s, whole)
-        self.change(lambda: self.engines[second].add(given, ttl_s=ttl_s, background=background, whole=whole))
-        self.live_on()
+    @stateful.rule(second=st.booleans(), given=additions(), background=st.booleans(), whole=st.booleans())
+    def add(self, second: bool, given: list[Chunk], background: bool, whole: bool) -> None:
+        self.library = self.with_more(given, whole)
+        self.change(lambda: self.engines[second].add(given, background=background, whole=whole))
 
-    @stateful.rule(second=st.booleans(), first=additions(), then=SOME_IDS, ttl_s=LIVES)
-    def add_while_others_delete(self, second: bool, first: list[Chunk], then: list[str], ttl_s: float | None) -> None:
+    @stateful.rule(second=st.booleans(), first=additions(), then=SOME_IDS)
+    def add_while_others_delete(self, second: bool, first: list[Chunk], then: list[str]) -> None:
         """Delete with one engine what the other encodes in the background."""
-        self.library = self.with_more(first, ttl_s)
-        self.engines[second].add(first, ttl_s=ttl_s, background=True)
-        self.live_on()
+        self.library = self.with_more(first)
+        self.engines[second].add(first, background=True)
         self.delete(not second, then)
         self.change(self.engines[second].flush)
-        self.live_on()
 
     @stateful.rule(second=st.booleans(), ids=SOME_IDS)
     def delete(self, second: bool, ids: list[str]) -> None:
         known = set(self.readings()).intersection(ids)
         assert self.engines[second].delete(ids) == len(known)
         self.library.remove(ids)
-        # What stood behind them is a miss, unless the same stands somewhere else.
-        self.live_on()
 
     @stateful.rule(second=st.booleans(), document=st.sampled_from(sorted(TEXTS)))
     def delete_document(self, second: bool, document: str) -> None:
         ids = [piece.id for piece in self.library.order(document)]
         assert self.engines[second].delete_document(document) == len(ids)
         self.library.remove(ids)
-        self.live_on()
 
     @stateful.rule(second=st.booleans(), ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=4))
     def ask(self, second: bool, ids: list[str]) -> None:
         known = [id for id in ids if id in self.readings()]
         engine = self.engines[second]
         self.change(lambda: engine.prefill(BlendPrompt("t5 t6", known, "t7 t8")))
-        self.live_on(self.settings["config"].ttl_s, known)
 
     @stateful.rule(second=st.booleans(), met=st.sampled_from(sorted(MET)), ids=SOME_IDS)
     def meet(self, second: bool, met: str, ids: list[str]) -> None:
@@ -193,7 +157,6 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
         engine = self.engines[second]
         for _ in range(2):
             self.change(lambda: engine.prefill(BlendPrompt("t5 t6", [Chunk(MET[met], met), *known], "t7 t8")))
-        self.live_on(self.settings["config"].ttl_s, known)
 
     @stateful.rule(second=st.booleans(), ids=SOME_IDS)
     def prefetch(self, second: bool, ids: list[str]) -> None:
@@ -203,10 +166,6 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(second=st.booleans(), id=st.sampled_from(IDS))
     def evict(self, second: bool, id: str) -> None:
         evict(self.engines[second], id)
-
-    @stateful.rule(seconds=st.sampled_from([1.0, 49.0, 60.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
 
     @stateful.rule(second=st.booleans())
     def reopen(self, second: bool) -> None:
@@ -224,7 +183,7 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
             for document in TEXTS:
                 assert engine.document(document) == [piece.id for piece in self.library.order(document)]
             ids = sorted(readings)
-            assert engine.places(ids) == [
+            assert documents_of(engine, ids) == [
                 next((name for name in TEXTS if id in map(str, engine.document(name))), None) for id in ids
             ]
             keys: dict[tuple[Ids, Ids], str] = {}
@@ -239,8 +198,6 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
                     # Equal text behind equal text is one entry, and nothing else is.
                     assert keys.setdefault(name, key) == key
                     assert rows().is_right(engine, key, reading), record.id
-                    if store_of(engine).holds([key])[0]:
-                        assert self.now < self.lives[name], record.id
             assert len(set(keys.values())) == len(keys)
             stats = store_of(engine).stats()
             assert stats.nodes == len(readings)
@@ -256,7 +213,7 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
                     assert engine.delete([*IDS, *MET]) == 0
                     stats = store_of(engine).stats()
                     assert (stats.nodes, stats.entries, stats.disk_bytes) == (0, 0, 0)
-                    assert (stats.ram_bytes, stats.device_bytes) == (0, 0)
+                    assert stats.ram_bytes == 0
                     folder = self.folder_of(bool(second))
                     assert list((folder / "kv").glob("*/*")) == []
                     assert check_store(folder).problems == []

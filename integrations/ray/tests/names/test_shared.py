@@ -76,7 +76,7 @@ def machine_at(url: str) -> type[DocumentMachine]:
 
         def store_of(self, second: bool) -> KVStore:
             folder = self.folder_of(second)
-            return open_store(folder, clock=lambda: self.now, names=self.url, **self.options)
+            return open_store(folder, names=self.url, **self.options)
 
     return SharedMachine
 
