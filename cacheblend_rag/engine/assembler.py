@@ -96,7 +96,8 @@ class Assembler:
         limits = [max(end - len(self.preamble), 0) for end in (window, reach) if end is not None]
         self.separator = self.tokenize(config.separator) if self._is_movable else ()
         is_blended = form is not None and self._is_movable
-        self.reads_documents = is_blended and config.companions != "neutral"
+        # Whether it matters where in its document each token ends.
+        self._reads_documents = is_blended and config.companions != "neutral"
         # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
         owner = "" if config.tenant is None else f"|{config.tenant}"
         if lexer_of(tokenizer).has_prefix:
@@ -157,15 +158,13 @@ class Assembler:
 
     def record(self, chunk: Chunk) -> NodeRecord:
         """Tokenise a chunk, or raise why it cannot be served; what it is read behind is not chosen yet."""
-        start, length = None, 0
-        ends: tuple[int, ...] = ()
+        length, ends = 0, tuple[int, ...]()
         if chunk.token_ids is not None:
             ids = self.tokenize(chunk.token_ids)
-        elif chunk.start is None or not self.reads_documents:
+        elif chunk.start is None or not self._reads_documents:
             ids = self.tokenize(lexer_of(self.tokenizer).said(chunk.text))
         else:
             ids, length, ends = self._placed(chunk)
-            start = chunk.start
             if max(ids, default=0) >= self._num_embeddings:
                 self.tokenize(ids)
         if not ids:
@@ -187,7 +186,7 @@ class Assembler:
         separator = self.separator if chunk.positions is None else ()
         key = chunk_key(self.namespace, ids + separator, places)
         said = chunk.id or "", key, text_hash(chunk.text), ids, separator
-        return NodeRecord(*said, chunk.document, start, length, ends)
+        return NodeRecord(*said, chunk.document, chunk.start, length, ends)
 
     def _placed(self, chunk: Chunk) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
         """Return the tokens of a piece of a document, the characters of its body, and how many of them each token ends with."""

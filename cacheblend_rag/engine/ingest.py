@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -107,18 +108,14 @@ class Ingest:
             named, changed = self._store.name(self._namespace, list(given.values()), tenant=self._tenant, whole=whole)
         except BaseException:
             # No id stands for an earlier text any more.
-            self._forget(by_id)
+            with suppress(StoreError):
+                self._store.forget(self._namespace, list(by_id))
             raise
         self._store.forget(self._namespace, [id for id in by_id if id not in given])
         positions = {given[id].key: self._assembler.places(by_id[id]) for id in given if by_id[id].positions}
-        records = self._with_later(named, self._documents(named))
-        self._store.choose(
-            self._namespace,
-            {new.id: new.later for new, old in zip(records, named, strict=True) if new.later and not old.later},
-        )
-        work = _Work(self._missing(records, positions), len(records), progress)
+        work = self._work(named, positions, progress)
         count = len(changed | work.waits.keys())
-        result = AddResult(0, count, len(records) - count, 0)
+        result = AddResult(0, count, len(named) - count, 0)
         if background:
             return self.jobs.submit(work.job, partial(self._encode, work, result))
         result = self._encode(work, result, on_refused=on_refused)
@@ -142,9 +139,7 @@ class Ingest:
             known = self._store.names.lookup(self._namespace, ids)
             # What a prompt places itself has KV for its own place.
             named = [each for each in known if each is not None and not self._assembler.is_placed(each)]
-            records = self._with_later(named, self._documents(named))
-            self._store.choose(self._namespace, {each.id: each.later for each in records if each.later is not None})
-            work = _Work(self._missing(records, {}), len(records))
+            work = self._work(named, {})
             self.jobs.submit(work.job, encode)
         except (ConfigError, StoreError) as error:
             logger.debug("not encoded in the background: %s", error)
@@ -176,17 +171,20 @@ class Ingest:
                 on_refused(chunk, error)
         return records
 
-    def _forget(self, ids: Iterable[str]) -> None:
-        """Forget ids that could not be recorded, as far as that can be; the error that says why is on its way."""
-        try:
-            self._store.forget(self._namespace, list(ids))
-        except StoreError as error:
-            logger.debug("ids are not forgotten either: %s", error)
-
-    def _documents(self, records: Iterable[NodeRecord]) -> dict[str, list[NodeRecord]]:
-        """Return in reading order the documents of those whose KV behind others is still to be chosen."""
-        names = {each.document for each in records if each.document is not None and each.later is None}
-        return {name: self._store.names.members(self._namespace, name) for name in names}
+    def _work(
+        self,
+        named: Sequence[NodeRecord],
+        positions: Mapping[str, tuple[int, ...] | None],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> _Work:
+        """Choose what named chunks are read behind, where it is still to be, note it, and return what KV they lack."""
+        documents = {each.document for each in named if each.document is not None and each.later is None}
+        members = {name: self._store.names.members(self._namespace, name) for name in documents}
+        records = self._with_later(named, members)
+        both = zip(records, named, strict=True)
+        laters = {new.id: new.later for new, old in both if new.later is not None and old.later is None}
+        self._store.choose(self._namespace, laters)
+        return _Work(self._missing(records, positions), len(records), progress)
 
     def _with_later(
         self, records: Sequence[NodeRecord], documents: Mapping[str, Sequence[NodeRecord]]

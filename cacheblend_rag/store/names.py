@@ -110,10 +110,6 @@ class Names:
         )
         return [namespace for (namespace,) in self._rows(query, tenant)]
 
-    def revision(self) -> int:
-        """Return a number that every change to a name raises, by any process; equal numbers mean that no name changed."""
-        return int(self._rows("SELECT ifnull(max(seq), 0) FROM changes")[0][0])
-
     def changes(self, namespace: str, since: int | None = None) -> NameChanges:
         """Return the names that changed since the call whose `mark` is given; by default, and if that was long ago, all names."""
         with self._database.read() as connection:

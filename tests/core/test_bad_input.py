@@ -87,7 +87,7 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     (EmptyChunkError, "tokens", lambda engine: engine.add([Chunk("   ", "blank")])),
     (ConfigError, "Chunk", lambda engine: engine.add(["text"])),
     (ConfigError, "Chunk", lambda engine: engine.add(Chunk("t3", "n1"))),
-    *((ConfigError, "ttl_s", partial(BlendEngine.add, chunks=[GOOD], ttl_s=ttl)) for ttl in ("60", 0, -1, math.nan)),
+    (ConfigError, "no id", lambda engine: engine.add([GOOD, Chunk("t3")])),
     (ConfigError, "list", lambda engine: engine.delete("good")),
     (ConfigError, "list", lambda engine: engine.records("good")),
     (ConfigError, "list", lambda engine: engine.prefetch("n0")),
@@ -103,7 +103,7 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     *((ConfigError, "ratio", blend(recompute_ratio=ratio)) for ratio in (math.nan, math.inf, -0.1, 1.1)),
     *((ConfigError, "check_layers", blend(selector="hkvd", check_layers=each)) for each in ((0,), (), (3, 2), (-1,))),
     (ConfigError, "device", lambda _: EngineConfig(device="gpu")),
-    (ConfigError, "device_bytes", lambda _: EngineConfig(device_bytes=-1)),
+    (ConfigError, "ram_bytes", lambda _: EngineConfig(ram_bytes=-1)),
     (ConfigError, "companions", lambda _: EngineConfig(companions="all")),  # type: ignore[arg-type]
     *(
         (ConfigError, "tenant", lambda engine, name=name: engine.for_tenant(name))

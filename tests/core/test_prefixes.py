@@ -1,7 +1,6 @@
 """What a prompt takes over of earlier ones: the same answers as without, and nothing behind the first difference."""
 
 import random
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,19 +116,6 @@ def test_a_growing_chat_has_the_models_own_answers_and_pays_for_what_is_new(
         history += [*ids_of(question), *result.token_ids]
     again = engine.generate(chat(CHUNKS[:1], history[: -len(result.token_ids) - 5], question), 10)
     assert (again.token_ids, again.report.prefix_tokens) == (result.token_ids, len(result.prompt_ids) - 1)
-
-
-def test_what_has_seen_a_chunk_lives_no_longer_than_it(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    engine = make_engine()
-    engine.delete(["n1"])
-    engine.add([CHUNKS[1]], ttl_s=50)
-    for after, count in ((0, 0), (49, WHOLE - 1), (2, UP_TO_THE_SECOND_CHUNK)):
-        now[0] += after
-        assert reused(engine, chat(CHUNKS[:2])) == count
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])

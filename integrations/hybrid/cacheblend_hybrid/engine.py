@@ -47,8 +47,6 @@ class HybridEngine(BlendEngine):
     def _make_runner(self) -> Runner:
         if self._states is None:
             return super()._make_runner()
-        # Which chunk is the first of a document is wanted though none is encoded.
-        self._assembler.reads_documents = True
         return StateRunner(
             self.model,
             None,
