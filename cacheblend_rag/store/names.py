@@ -139,13 +139,13 @@ class Names:
         Return the records as they are by now, the ids that were not recorded so, those that are removed, and what KV was dropped.
         """
         by_id = {record.id: record for record in records}
+        with self._database.snapshot() as connection:
+            known, new, others = _changes(connection, namespace, by_id, whole)
+        if not new and not others:
+            # A store that can only be read may have all of it.
+            return list(known.values()), set(), set(), Dropped()
         with self._database.write() as connection:
-            known = {old.id: old for old in look_up(connection, namespace, list(by_id)) if old is not None}
-            new = [each for id, each in by_id.items() if known.get(id) != each or known[id].ends != each.ends]
-            query = "SELECT id FROM nodes WHERE namespace = ? AND document = ?"
-            documents = {each.document for each in records} if whole else ()
-            there = {id for each in documents for (id,) in connection.execute(query, (namespace, each)).fetchall()}
-            others = there - by_id.keys()
+            known, new, others = _changes(connection, namespace, by_id, whole)
             with self._telling(connection, namespace, [*by_id, *others]):
                 keys, _ = kv_of(connection, namespace, [*(each.id for each in new), *others])
                 # What has moved has not been there for those that have seen it, and comes last where it comes.
@@ -196,6 +196,18 @@ A package registers it as an entry point of the group ``cacheblend_rag.names``, 
 
 
 # In a transaction that has begun
+
+
+def _changes(
+    connection: sqlite3.Connection, namespace: str, by_id: Mapping[str, NodeRecord], whole: bool
+) -> tuple[dict[str, NodeRecord], list[NodeRecord], set[str]]:
+    """Return what is known of records, those that are not known so, and the others of their documents if these are `whole`."""
+    known = {old.id: old for old in look_up(connection, namespace, list(by_id)) if old is not None}
+    new = [each for id, each in by_id.items() if known.get(id) != each or known[id].ends != each.ends]
+    query = "SELECT id FROM nodes WHERE namespace = ? AND document = ?"
+    documents = {each.document for each in by_id.values()} if whole else ()
+    there = {id for each in documents for (id,) in connection.execute(query, (namespace, each)).fetchall()}
+    return known, new, there - by_id.keys()
 
 
 def has_name(key: str, connection: sqlite3.Connection) -> bool:
