@@ -285,7 +285,8 @@ class Assembler:
         later = chunk.later
         if later is None:
             record = NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator, chunk.document)
-            [later] = self.companions.choose([(record, self._store.members(self.namespace, chunk.document))])
+            members = self._store.members(self.namespace, chunk.document)
+            [later] = self.companions.choose([record], {chunk.document or "": members})
         return replace(chunk, key=later.key, later=later)
 
     def _pieces(self, prompt: BlendPrompt, known: dict[str, NodeRecord] | None) -> list[_Piece]:

@@ -191,13 +191,11 @@ class Ingest:
     ) -> list[NodeRecord]:
         """Return records with what they are read behind chosen, where it is still to be; what a prompt places has no such KV."""
         companions = self._assembler.companions
-        waiting = {
-            each.id: (each, documents.get(each.document or "", ()))
-            for each in records
-            if companions is not None and each.later is None and not self._assembler.is_placed(each)
-        }
-        chosen = companions.choose(waiting.values()) if companions is not None and waiting else ()
-        laters = dict(zip(waiting, chosen, strict=True))
+        if companions is None:
+            return list(records)
+        waiting = [each for each in records if each.later is None and not self._assembler.is_placed(each)]
+        chosen = companions.choose(waiting, documents)
+        laters = {each.id: later for each, later in zip(waiting, chosen, strict=True)}
         return [replace(each, later=laters.get(each.id, each.later)) for each in records]
 
     def _missing(self, records: Sequence[NodeRecord], positions: Mapping[str, tuple[int, ...] | None]) -> list[_Text]:

@@ -89,7 +89,6 @@ def test_the_passages_are_those_nearest_to_the_document(one: int, other: int, co
     texts = [tokenize(PASSAGES[number]) for number in (one, other)]
     own = (-1, -2) if companions == "own" else texts[0] + texts[1]
     record, *others = (NodeRecord(str(n), "key", "hash", ids, (), "d") for n, ids in enumerate([own, *texts]))
-    members = [record, *others]
-    [later] = chooser.choose([(record, members)])
+    [later] = chooser.choose([record], {"d": [record, *others]})
     wanted = tuple(chain.from_iterable(tokenize(PASSAGES[number])[:256] for number in sorted((one, other))))
     assert later.behind[: len(wanted)] == wanted

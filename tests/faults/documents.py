@@ -80,11 +80,11 @@ def flaws(engine: BlendEngine, rows: Rows) -> list[str]:
             return [f"{id} is damaged"]
         start = chunk(document, int(id[3:]), 0).start
         text = " ".join(f"t{token}" for token in records[id].token_ids)
-        library.add([Chunk(text, id, document=document, start=start)], float("inf"))
+        library.add([Chunk(text, id, document=document, start=start)])
     for document in DOCUMENTS:
         if engine.document(document) != [piece.id for piece in library.order(document)]:
             found.append(f"{document} is read as {engine.document(document)}")
-    readings = library.readings(0.0)
+    readings = library.readings()
     for id, reading in readings.items():
         try:
             later = later_of(engine, records[id], readings)

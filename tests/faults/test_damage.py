@@ -41,8 +41,8 @@ def test_a_damaged_index_is_refused_or_right(tmp_path: Path, count: int) -> None
     """No chunk is served behind other text than its own."""
     chance, refused, source = random.Random(count), 0, tmp_path / "source"
     library, rows = Library(()), Rows(small_model())
-    library.add(CHUNKS, float("inf"))
-    readings = library.readings(0.0)
+    library.add(CHUNKS)
+    readings = library.readings()
     with opened(source) as engine:
         engine.add(CHUNKS)
         keys = {record.id: record.key for record in engine.records(engine.ids()) if record is not None}
