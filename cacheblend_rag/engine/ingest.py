@@ -109,7 +109,9 @@ class Ingest:
         except BaseException:
             # No id stands for an earlier text any more.
             with suppress(StoreError):
-                self._store.forget(self._namespace, list(by_id))
+                known = self._store.names.lookup(self._namespace, list(by_id))
+                others = [each.id for each in known if each is not None and each != given.get(each.id)]
+                self._store.forget(self._namespace, others)
             raise
         self._store.forget(self._namespace, [id for id in by_id if id not in given])
         positions = {given[id].key: self._assembler.places(by_id[id]) for id in given if by_id[id].positions}
