@@ -70,8 +70,8 @@ class Chunk:
     text : str
         The text exactly as the language model sees it.
     id : str, optional
-        Identifies the chunk in prompts and calls, for example the node id of a vector store. A chunk without an
-        id can be blended, but not referred to, found by `contains` or deleted.
+        Identifies the chunk in prompts and calls, for example the node id of a vector store. A chunk without one can be
+        blended, its KV being kept in RAM, but not added.
     token_ids : sequence of int, optional
         Its tokens, if they differ from the tokenizer's for `text`; the text is then only for people to read.
     positions : sequence of int, optional
@@ -336,7 +336,11 @@ def chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
     for chunk in chunks:
         if not isinstance(chunk, Chunk):
             raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
-        if chunk.id is not None and chunk.id.startswith(HEAD_PREFIX):
+        if chunk.id is None:
+            raise ConfigError(
+                f"the chunk {chunk.text[:40]!r} has no id to be found and deleted by; give it one, as in Chunk(text, id)"
+            )
+        if chunk.id.startswith(HEAD_PREFIX):
             raise ConfigError(
                 f"the id {chunk.id!r} begins with {HEAD_PREFIX!r}, which is reserved for prompt heads; give the chunk another id"
             )

@@ -8,7 +8,8 @@ set off as chunks are in prompts; docs/encoding.md has what that is worth.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -17,7 +18,6 @@ from itertools import chain
 import numpy as np
 
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, context_digest
-from cacheblend_rag.reading import Ending, Member, end_before
 from cacheblend_rag.store import Names
 from cacheblend_rag.store.base import Later, NodeRecord
 
@@ -78,13 +78,17 @@ class _Pool:
 class _Document:
     """A document in the order of reading."""
 
-    def __init__(self, members: Sequence[Member], passages: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, members: Sequence[NodeRecord], passages: tuple[tuple[int, ...], ...]) -> None:
         self.members, self.passages = members, passages
         self.numbers = {member.id: number for number, member in enumerate(members)}
 
     @cached_property
-    def nearness(self) -> Nearness:
+    def _nearness(self) -> Nearness:
         return Nearness([member.token_ids for member in self.members])
+
+    def nearest(self, record: NodeRecord) -> Iterator[NodeRecord]:
+        for place in self._nearness.nearest(record.token_ids):
+            yield self.members[place]
 
 
 class Companions:
@@ -109,76 +113,65 @@ class Companions:
         found = [self._tokenize(text.strip("\n"))[:_MOST_TOKENS] for text in texts]
         return found, Nearness(found)
 
-    def choose(self, chunks: Iterable[tuple[NodeRecord, Sequence[Member]]]) -> list[Later]:
-        """Return how the KV of each chunk behind others is computed."""
-        given = list(chunks)
-        pool = self._whole_store([record for record, _ in given]) if self._kind == "similar" else None
-        new = {record.id: record.token_ids for record, _ in given}
-        documents: dict[int, _Document] = {}
+    def choose(self, records: Sequence[NodeRecord], documents: Mapping[str, Sequence[NodeRecord]]) -> list[Later]:
+        """Return how the KV behind others is computed of each chunk, whose documents are given in reading order."""
+        pool = self._whole_store() if self._kind == "similar" and records else None
+        read: dict[str, _Document] = {}
         found = []
-        for record, members in given:
-            if id(members) not in documents:
-                own = () if self._kind == "neutral" else members
-                documents[id(members)] = _Document(own, self._passages(*(member.token_ids for member in own)))
-            document = documents[id(members)]
+        for record in records:
+            name = record.document or ""
+            if name not in read:
+                members = () if self._kind == "neutral" else documents.get(name, ())
+                read[name] = _Document(members, self._passages(*(member.token_ids for member in members)))
+            document = read[name]
             number = document.numbers.get(record.id)
-            candidates: Iterator[tuple[str, tuple[int, ...]]] = iter(())
-            if pool is not None:
-                candidates = self._of_store(record, pool, new)
-            elif number is not None:
-                near = (document.members[place] for place in document.nearness.nearest(record.token_ids))
-                candidates = ((each.id, each.token_ids) for each in near)
-            other = next((each for each in candidates if each[0] != record.id and each[1] != record.token_ids), None)
-            found.append(self._later(record, other, document, number))
+            candidates = chain(
+                () if pool is None else self._of_store(record, pool),
+                () if number is None else document.nearest(record),
+            )
+            others = (each for each in candidates if each.id != record.id and each.token_ids != record.token_ids)
+            found.append(self._later(record, next(others, None), document, number))
         return found
 
-    def _whole_store(self, given: Sequence[NodeRecord]) -> _Pool:
-        """Return the chunks of the store and those given, or as they were if they are hardly more by now."""
+    def _whole_store(self) -> _Pool:
+        """Return the chunks of the store, or as they were if they are hardly more by now."""
         names = self._names()
-        ids = dict.fromkeys(names.ids(self._namespace))
-        if self._pool is None or len(ids) + len(given) > 1.1 * len(self._pool.ids) + 8:
-            known = names.lookup(self._namespace, list(ids))
-            texts = {
-                each.id: each.token_ids for each in known if each is not None and not each.id.startswith(HEAD_PREFIX)
-            }
-            texts |= {record.id: record.token_ids for record in given if record.id}
-            self._pool = _Pool(list(texts), Nearness(list(texts.values())))
+        ids = names.ids(self._namespace)
+        if self._pool is None or len(ids) > 1.1 * len(self._pool.ids) + 8:
+            ids = [id for id in ids if not id.startswith(HEAD_PREFIX)]
+            known = [each for each in names.lookup(self._namespace, ids) if each is not None]
+            self._pool = _Pool([each.id for each in known], Nearness([each.token_ids for each in known]))
         return self._pool
 
-    def _of_store(
-        self, record: NodeRecord, pool: _Pool, new: Mapping[str, tuple[int, ...]]
-    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _of_store(self, record: NodeRecord, pool: _Pool) -> Iterator[NodeRecord]:
         for place in pool.nearness.nearest(record.token_ids):
-            id = pool.ids[place]
-            if id in new:
-                yield id, new[id]
-            else:
-                [known] = self._names().lookup(self._namespace, [id])
-                if known is not None:
-                    yield id, known.token_ids
+            [known] = self._names().lookup(self._namespace, [pool.ids[place]])
+            if known is not None:
+                yield known
 
     def _later(
         self,
         record: NodeRecord,
-        other: tuple[str, tuple[int, ...]] | None,
+        other: NodeRecord | None,
         document: _Document,
         number: int | None,
     ) -> Later:
         own = record.token_ids + record.separator
         room = math.inf if self._room is None else self._room - len(own)
-        ending = Ending()
+        ending: tuple[int, ...] = ()
+        before: tuple[str, ...] = ()
         if number is not None:
-            ending = end_before(document.members, number, _ENDING_TOKENS, self._separator)
-        seen = {id: document.members[document.numbers[id]].token_ids for id in ending.ids}
+            ending, before = _end_before(document.members, number, self._separator)
+        seen = {id: document.members[document.numbers[id]].token_ids for id in before}
         companion: tuple[int, ...] = ()
         if other is not None:
-            companion = other[1][:_MOST_TOKENS]
-            seen[other[0]] = other[1]
-            if ending.ids == other[:1] and len(other[1]) <= _MOST_TOKENS:
+            companion = other.token_ids[:_MOST_TOKENS]
+            seen[other.id] = other.token_ids
+            if before == (other.id,) and len(other.token_ids) <= _MOST_TOKENS:
                 # It is what stands before the chunk.
-                ending = Ending()
+                ending = ()
         passages = self._passages(record.token_ids) if number is None else document.passages
-        texts = (*passages, companion, ending.token_ids)
+        texts = (*passages, companion, ending)
         behind = tuple(chain.from_iterable(text + self._separator for text in texts if text))
         if room < len(behind):
             # The end stays: of the passages less, of the companion, and then of the document.
@@ -192,3 +185,26 @@ class Companions:
         passages, nearness = self._known_passages
         near = nearness.nearest(tuple(chain.from_iterable(texts)), _PASSAGES)
         return tuple(passages[each] for each in sorted(near))
+
+
+def _end_before(
+    ordered: Sequence[NodeRecord], number: int, separator: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the end of the text before a chunk of a document in reading order, and the ids of the chunks that it is of."""
+    tokens: tuple[int, ...] = ()
+    ids: list[str] = []
+    while number and ordered[number].start is not None and len(tokens) < _ENDING_TOKENS:
+        number -= 1
+        tokens = _left(ordered[number], ordered[number + 1], separator if tokens else ()) + tokens
+        ids.append(ordered[number].id)
+    return tokens[-_ENDING_TOKENS:], tuple(ids)
+
+
+def _left(before: NodeRecord, after: NodeRecord, separator: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens of a chunk that stand before the next one: where they overlap, it counts up to there."""
+    assert before.start is not None and after.start is not None
+    left = after.start - before.start
+    if left >= before.length:
+        return before.token_ids + separator
+    # Of a chunk that begins no earlier than the next one nothing is left, nor of the words around its body.
+    return before.token_ids[: bisect_right(before.ends, left)] if left > 0 else ()

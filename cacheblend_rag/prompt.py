@@ -30,6 +30,8 @@ class PromptChunk(ChunkSpan):
     positions: tuple[int, ...] | None = None
     # Whether the id was known, for this text, when the prompt was assembled.
     named: bool = False
+    # The document that it is then a piece of.
+    document: str | None = None
     # How its KV behind other chunks is computed, as far as that was chosen.
     later: Later | None = None
     # Why it is computed like text: the prompt ends with it, its KV is that of another position, or its name cannot be read. None

@@ -1,7 +1,7 @@
 """Engines of tiny models, each closed with its test."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,6 +28,11 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
             return made.enter_context(BlendEngine(loaded, tiny_tokenizer(), **given, store=store))
 
         yield make
+
+
+def documents_of(engine: Any, ids: Sequence[str]) -> list[str | None]:
+    """Return the document that each chunk is a piece of; None if it is of none, or unknown."""
+    return [record and record.document for record in engine.records(ids)]
 
 
 def store_of(engine: BlendEngine) -> KVStore:

@@ -146,15 +146,14 @@ def _choose(engine: Library, matches: Sequence[Match]) -> list[str | None]:
     """Return the id that serves each match; None, for a text of no document, where it is in several that its KV has seen."""
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
     try:
-        keys = {record.id: record.keys for record in engine.records(every) if record is not None}
-        documents = dict(zip(every, engine.places(every), strict=True))
+        known = {record.id: record for record in engine.records(every) if record is not None}
     except StoreError:
         # Whichever it is, the engine will find that its name cannot be read.
         return [match.ids[0] for match in matches]
 
     def serving(ids: tuple[str, ...]) -> str | None:
-        is_one = len({keys.get(id) for id in ids}) == 1
-        return next((id for id in ids if is_one or documents[id] is None), None)
+        is_one = len({known[id].keys if id in known else None for id in ids}) == 1
+        return next((id for id in ids if is_one or id not in known or known[id].document is None), None)
 
     return [serving(match.ids) for match in matches]
 

@@ -1,6 +1,6 @@
 """The engine and what it returns."""
 
-from cacheblend_rag.engine.answering import ChunkCollection, add_or_forget
+from cacheblend_rag.engine.answering import ChunkCollection
 from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, StopStrings
@@ -23,5 +23,4 @@ __all__ = [
     "PrefillResult",
     "StopStrings",
     "WarmEstimate",
-    "add_or_forget",
 ]

@@ -5,22 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
-from cacheblend_rag.chunk import Chunk, is_part, text_hash
+from cacheblend_rag.chunk import is_part
 from cacheblend_rag.codec import PackedKV
-from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.protocol import Library
-from cacheblend_rag.errors import BackendError, StoreError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.reading import Member
-from cacheblend_rag.report import AddResult
-from cacheblend_rag.store import KVReader, KVStore, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store import KVReader, KVStore, NodeRecord, StoreStats
 
-__all__ = ["AnsweringStore", "ChunkCollection", "TenantStore", "add_or_forget"]
+__all__ = ["AnsweringStore", "ChunkCollection", "TenantStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +40,9 @@ class AnsweringStore:
         """Return the record of each id; None where they cannot be read."""
         return self._ask(None, "names", lambda: self.store.names.lookup(namespace, ids))
 
-    def document(self, namespace: str, document: str) -> list[str] | None:
-        """Return the ids of a document's chunks; None where they cannot be read."""
-        return self._ask(None, "document", lambda: self.store.names.document(namespace, document))
-
-    def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
-        """Return each named chunk and its document; None where that is not known."""
-        return self._ask([None] * len(ids), "targets", lambda: self.store.names.targets(namespace, ids))
-
-    def around(self, namespace: str, id: str) -> list[Member]:
-        """Return the chunks of the document that a chunk is of, in reading order; none where they cannot be read."""
-        return self._ask([], "document", lambda: self.store.names.around(namespace, id))
+    def members(self, namespace: str, document: str | None) -> list[NodeRecord]:
+        """Return the chunks of a document in reading order; none where they cannot be read, or a chunk is of none."""
+        return [] if document is None else self._ask([], "names", lambda: self.store.names.members(namespace, document))
 
     def open(self, key: str) -> KVReader | None:
         return self._ask(None, "open", self.store.open, key)
@@ -125,20 +113,6 @@ class TenantStore:
     def clear(self) -> None:
         """Drop all that the tenant has, KV and ids, for all models."""
         self._store.clear(self._tenant)
-
-
-def add_or_forget(library: Library, chunks: Sequence[Chunk], **options: Any) -> AddResult | AddJob:
-    """Add chunks that a vector store has, or is given; if that fails, no id of theirs stands for an earlier text any more."""
-    try:
-        done: AddResult | AddJob = library.add(chunks, **options)
-        return done
-    except BaseException:
-        # Who is out of reach, or cannot write, keeps them: the first error says why.
-        with suppress(BackendError, StoreError):
-            records = library.records([chunk.id for chunk in chunks if chunk.id])
-            hashes = {chunk.id: text_hash(chunk.text) for chunk in chunks}
-            library.delete([each.id for each in records if each is not None and each.text_hash != hashes[each.id]])
-        raise
 
 
 class ChunkCollection:

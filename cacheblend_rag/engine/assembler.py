@@ -30,7 +30,6 @@ from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.preamble import default_preamble
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk, PromptHead
-from cacheblend_rag.reading import Place
 from cacheblend_rag.report import OTHER_TEXT
 from cacheblend_rag.store import NodeRecord
 
@@ -44,6 +43,11 @@ time to the first token, 4 are worth 5 %, and 2 nothing."""
 
 _LEAST_WINDOWS = 4
 """A window holds no fewer preambles: a longer default one is cut at its end."""
+
+
+# Why nothing is known of a chunk.
+_NAMELESS = "it has no id, and no chunk with its text was added"
+_NEVER = "it was never added under its id, was deleted, or was in a store in RAM before a restart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class Assembler:
         limits = [max(end - len(self.preamble), 0) for end in (window, reach) if end is not None]
         self.separator = self.tokenize(config.separator) if self._is_movable else ()
         is_blended = form is not None and self._is_movable
-        self.reads_documents = is_blended and config.companions != "neutral"
+        # Whether it matters where in its document each token ends.
+        self._reads_documents = is_blended and config.companions != "neutral"
         # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
         owner = "" if config.tenant is None else f"|{config.tenant}"
         if lexer_of(tokenizer).has_prefix:
@@ -153,14 +158,13 @@ class Assembler:
 
     def record(self, chunk: Chunk) -> NodeRecord:
         """Tokenise a chunk, or raise why it cannot be served; what it is read behind is not chosen yet."""
-        place = None
+        length, ends = 0, tuple[int, ...]()
         if chunk.token_ids is not None:
             ids = self.tokenize(chunk.token_ids)
-        elif chunk.document is None or chunk.start is None or not self.reads_documents:
+        elif chunk.start is None or not self._reads_documents:
             ids = self.tokenize(lexer_of(self.tokenizer).said(chunk.text))
-            place = None if chunk.document is None else Place(chunk.document)
         else:
-            ids, place = self._placed(chunk, chunk.document)
+            ids, length, ends = self._placed(chunk)
             if max(ids, default=0) >= self._num_embeddings:
                 self.tokenize(ids)
         if not ids:
@@ -181,16 +185,17 @@ class Assembler:
         # A prompt that places its segments has its own idea of what stands between them.
         separator = self.separator if chunk.positions is None else ()
         key = chunk_key(self.namespace, ids + separator, places)
-        return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place)
+        said = chunk.id or "", key, text_hash(chunk.text), ids, separator
+        return NodeRecord(*said, chunk.document, chunk.start, length, ends)
 
-    def _placed(self, chunk: Chunk, document: str) -> tuple[tuple[int, ...], Place]:
-        """Return the tokens of a piece of a document, and where it stands in it."""
+    def _placed(self, chunk: Chunk) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        """Return the tokens of a piece of a document, the characters of its body, and how many of them each token ends with."""
         begin, end = (0, len(chunk.text)) if chunk.body is None else chunk.body
         lexer = lexer_of(self.tokenizer)
         ids, stops = lexer.read(lexer.said(chunk.text), placed=True)
         stops = stops or [len(lexer.text(ids[: count + 1])) for count in range(len(ids))]
         ends = np.maximum.accumulate(np.asarray(stops, dtype=np.int64)) - begin
-        return tuple(ids), Place(document, chunk.start, end - begin, tuple(ends.clip(min=0).tolist()))
+        return tuple(ids), end - begin, tuple(ends.clip(min=0).tolist())
 
     def assemble(self, prompt: BlendPrompt) -> AssembledPrompt:
         """Look up and tokenise a whole prompt, or raise the `CacheBlendError` that says why it cannot be served."""
@@ -279,9 +284,9 @@ class Assembler:
             return chunk
         later = chunk.later
         if later is None:
-            record = NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator)
-            document = self._store.around(self.namespace, record.id) if chunk.named else []
-            [later] = self.companions.choose([(record, document)])
+            record = NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator, chunk.document)
+            members = self._store.members(self.namespace, chunk.document)
+            [later] = self.companions.choose([record], {chunk.document or "": members})
         return replace(chunk, key=later.key, later=later)
 
     def _pieces(self, prompt: BlendPrompt, known: dict[str, NodeRecord] | None) -> list[_Piece]:
@@ -361,17 +366,8 @@ class Assembler:
             fresh,
             positions=self.places(chunk),
             named=record is not None and not is_other,
-            note=OTHER_TEXT if is_other else None if record is not None else self._not_added(chunk),
+            note=OTHER_TEXT if is_other else None if record is not None else _NEVER if chunk.id else _NAMELESS,
         )
-
-    def _not_added(self, chunk: Chunk) -> str:
-        """Return why nothing is known of a chunk."""
-        if chunk.id is None:
-            return "it has no id, and no chunk with its text was added"
-        never = "it was never added under its id, was deleted, or was in a store in RAM before a restart"
-        if chunk.document is not None and self._store.document(self.namespace, chunk.document) == []:
-            return f"{never}, like all of its document {chunk.document!r:.40}"
-        return never
 
 
 def _unplaced(id: str | None, record: NodeRecord, **known: Any) -> PromptChunk:
@@ -384,6 +380,7 @@ def _unplaced(id: str | None, record: NodeRecord, **known: Any) -> PromptChunk:
         key=record.key,
         token_ids=record.token_ids,
         separator=record.separator,
+        document=record.document if known.get("named") else None,
         **known,
     )
 

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from cacheblend_rag.errors import ConfigError
@@ -82,34 +81,28 @@ Work = Callable[[Callable[[], bool]], AddResult]
 
 
 class Jobs:
-    """Jobs of one engine, done one after the other by a thread that is there while there are any."""
-
-    # No executor: its threads take no work once the interpreter ends, which waits here for what was asked for.
+    """Jobs of one engine, done one after the other by a thread of their own; an interpreter that ends waits for them."""
 
     def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "cacheblend-encoder")
         self._lock = threading.Lock()
-        # The job under way is the first; it leaves when it is done.
-        self._queue: deque[tuple[AddJob, Work]] = deque()
-        self._thread: threading.Thread | None = None
-        self._failed: list[BaseException] = []
-        self._closed = False
+        # Those that are not done, or whose error is still to be told.
+        self._jobs: list[AddJob] = []
         self._giving_up = False
 
     def submit(self, job: AddJob, work: Work) -> AddJob:
         """Put a job at the end of the queue, and return it."""
         with self._lock:
-            if self._closed:
-                raise ConfigError("this engine is closed; make a new one")
-            self._queue.append((job, work))
-            self._start()
+            self._jobs = [each for each in self._jobs if not each.done() or each._future.exception()]
+            try:
+                job._future = self._pool.submit(self._do, job, work)
+            except RuntimeError:
+                raise ConfigError("this engine is closed; make a new one") from None
+            self._jobs.append(job)
         return job
 
     def flush(self) -> None:
         """Wait for the jobs that were submitted before, and raise the first error since the last flush."""
-        with self._lock:
-            waiting = [job._future for job, _ in self._queue]
-            self._start()
-        futures.wait(waiting)
         failed = self._take_failed()
         _warn_of(failed[1:])
         if failed:
@@ -117,53 +110,28 @@ class Jobs:
 
     def close(self, wait: bool) -> None:
         """Take no more jobs and wait for those there are, or give them up after the batch under way."""
-        with self._lock:
-            self._closed = True
-            self._giving_up = self._giving_up or not wait
-            self._start()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        self._giving_up = self._giving_up or not wait
+        self._pool.shutdown()
         _warn_of(self._take_failed())
 
     def _take_failed(self) -> list[BaseException]:
+        """Wait for the jobs there are, and return the errors of those that no other thread has told."""
+        waiting = list(self._jobs)
+        futures.wait([job._future for job in waiting])
         with self._lock:
-            failed, self._failed = self._failed, []
-        return failed
+            ended = [each for each in waiting if each in self._jobs]
+            self._jobs = [each for each in self._jobs if each not in waiting]
+        return [error for job in ended if (error := job._future.exception()) is not None]
 
-    def _start(self) -> None:
-        if self._queue and self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="cacheblend-encoder")
-            self._thread.start()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._thread = None
-                    return
-            self._do(*self._queue[0])
-
-    def _do(self, job: AddJob, work: Work) -> None:
-        result: AddResult | None = None
-        error: BaseException | None = None
-        try:
-            result = None if self._giving_up else work(lambda: self._giving_up)
-            finished, total = job.progress
-            if result is None or (self._giving_up and finished < total):
-                error = ConfigError(
-                    f"the engine was closed when {finished} of {total} chunks were encoded; the others are encoded when they "
-                    "are retrieved"
-                )
-        except BaseException as failure:  # handed to who asks for the result
-            error = failure
-        with self._lock:
-            self._queue.popleft()
-            if error is not None:
-                self._failed.append(error)
-                job._future.set_exception(error)
-            elif result is not None:
-                job._future.set_result(result)
+    def _do(self, job: AddJob, work: Work) -> AddResult:
+        result = None if self._giving_up else work(lambda: self._giving_up)
+        finished, total = job.progress
+        if result is None or (self._giving_up and finished < total):
+            raise ConfigError(
+                f"the engine was closed when {finished} of {total} chunks were encoded; the others are encoded when they "
+                "are retrieved"
+            )
+        return result
 
 
 def _warn_of(failed: list[BaseException]) -> None:

@@ -26,7 +26,7 @@ from cacheblend_rag.metrics import EngineMetrics
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import AddResult, WarmEstimate
-from cacheblend_rag.store import KVStore, ListedName, NameChanges, NamedTarget, NodeRecord
+from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
 from cacheblend_rag.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -119,9 +119,10 @@ class ChunkLibrary(ABC):
     ) -> AddResult | AddJob:
         """Encode chunks and store their KV.
 
-        The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked
-        before the first is encoded, and every stored batch is kept even if the process dies in the next one. What cannot be
-        served or encoded is left out, and the first such error raised when all else is stored; if `whole`, nothing is.
+        The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked, and then all
+        named, before the first is encoded; every stored batch is kept even if the process dies in the next one. If one cannot be
+        served, none is added, unless `on_refused` is told of it. What cannot be encoded keeps its name, and the first such error
+        is raised when all else is stored.
 
         In the background, the chunks are checked and named before this returns, and then encoded call by call, one
         batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
@@ -139,8 +140,8 @@ class ChunkLibrary(ABC):
         progress : callable, optional
             Called with the numbers of finished and of all chunks after each batch; by the background thread if `background`.
         on_refused : callable, optional
-            Called with each chunk that cannot be served or encoded, and why, instead of the error being raised. The chunk is left
-            out, and what its id stood for is deleted.
+            Called with each chunk that cannot be served or encoded, and why, instead of the error being raised. What cannot be
+            served is left out, and what its id stood for is deleted.
         background : bool
             Whether to return before the chunks are encoded.
         whole : bool
@@ -160,6 +161,8 @@ class ChunkLibrary(ABC):
             If a chunk does not fit the model's window.
         PromptError
             If a chunk has a token that the model has no embedding of.
+        ConfigError
+            If a chunk has no id.
         StoreError
             If the KV cannot be stored; what was stored until then stays. For chunks added in the background, the job's `result`
             and `flush` raise it.
@@ -236,16 +239,6 @@ class ChunkLibrary(ABC):
         self._check_open()
         return self._store.names.document(self.namespace, document)
 
-    def places(self, ids: Sequence[str]) -> list[str | None]:
-        """Return the document that each chunk is a piece of; None if it is of none, or unknown."""
-        self._check_open()
-        return self._store.names.documents(self.namespace, id_list(ids))
-
-    def targets(self, ids: Sequence[str]) -> list[NamedTarget | None]:
-        """Return each chunk's record, with what it is read behind, and its document; None where the id is unknown."""
-        self._check_open()
-        return self._store.names.targets(self.namespace, id_list(ids))
-
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be needed soon, and return at once.
 
@@ -283,15 +276,15 @@ class ChunkLibrary(ABC):
         self._check_open()
         return [id for id in self._store.names.ids(self.namespace, within) if not id.startswith(HEAD_PREFIX)]
 
-    def page(self, after: str = "", limit: int = 1000) -> list[ListedName]:
-        """Return the first known chunks behind the id `after`, sorted by their ids; a large library is listed page by page."""
+    def page(self, after: str = "", limit: int = 1000) -> list[tuple[str, str | None]]:
+        """Return the first ids behind `after`, sorted, and the document of each chunk; a large library is listed page by page."""
         self._check_open()
         return self._store.names.page(self.namespace, after, limit, HEAD_PREFIX)
 
     def documents(self, after: str = "", limit: int = 1000) -> list[str]:
         """Return the first known documents behind the one called `after`, sorted by their names."""
         self._check_open()
-        return self._store.names.document_names(self.namespace, after, limit)
+        return self._store.names.documents(self.namespace, after, limit)
 
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
@@ -299,7 +292,7 @@ class ChunkLibrary(ABC):
         return self._store.names.beginning(self.namespace, HEAD_PREFIX)
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
-        """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
+        """Return what is known of each id: its tokens, its document, what its KV has seen; None where the id is unknown."""
         self._check_open()
         return self._store.names.lookup(self.namespace, id_list(ids))
 

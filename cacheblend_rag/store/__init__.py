@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.store.base import KVReader, Later, ListedName, NameChanges, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store.base import KVReader, Later, NameChanges, NodeRecord, StoreStats
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import StoreFolder
 from cacheblend_rag.store.kvstore import KVStore
@@ -23,9 +23,7 @@ __all__ = [
     "KVReader",
     "KVStore",
     "Later",
-    "ListedName",
     "NameChanges",
-    "NamedTarget",
     "Names",
     "NodeRecord",
     "StoreStats",

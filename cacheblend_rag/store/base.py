@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from cacheblend_rag.codec import PackedKV, PackedLayer, unpack_layer
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.reading import Place
 
 __all__ = [
     "KVReader",
     "Later",
-    "ListedName",
     "NameChanges",
-    "NamedTarget",
     "NodeRecord",
     "StoreStats",
     "packed_kv",
@@ -98,8 +94,12 @@ class NodeRecord:
     token_ids: tuple[int, ...]
     # Tokens after them of which there is KV too.
     separator: tuple[int, ...] = ()
-    # In a record that is to be stored; looking up a name does not return it.
-    place: Place | None = field(default=None, compare=False)
+    # The document that it is a piece of, and where its body begins there, in characters; None where that is not known.
+    document: str | None = None
+    start: int | None = None
+    # Characters of its body, and for each of its tokens how many of them have ended with it; only with a `start`.
+    length: int = 0
+    ends: tuple[int, ...] = field(default=(), compare=False)
     # Of its KV behind another chunk; None where that is still to be chosen, or is the same.
     later: Later | None = field(default=None, compare=False)
 
@@ -107,24 +107,6 @@ class NodeRecord:
     def keys(self) -> tuple[str, ...]:
         """The keys of all of its KV."""
         return (self.key,) if self.later is None else (self.key, self.later.key)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTarget:
-    """A named chunk and its document."""
-
-    # As it is recorded, or will be.
-    record: NodeRecord
-    # Whether that is not what is recorded now.
-    is_changed: bool = False
-    document: str | None = None
-
-
-class ListedName(NamedTuple):
-    """A known chunk, and the document that it is a piece of."""
-
-    id: str
-    document: str | None
 
 
 @dataclass(frozen=True, slots=True)

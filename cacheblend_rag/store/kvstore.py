@@ -176,14 +176,28 @@ class KVStore:
             if self._offsite:
                 self._offsite.drop([key], wait=False)
 
-    def name(self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "", whole: bool = False) -> None:
-        """Record names in place of earlier ones of these ids, and drop KV that loses its last name."""
+    def name(
+        self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "", whole: bool = False
+    ) -> tuple[list[NodeRecord], set[str]]:
+        """Record names in place of earlier ones of these ids, and drop KV that loses its last name.
+
+        With `whole` they are all that their documents have. Return the records as they are by now, with what is known of their
+        KV, and the ids that were not recorded so before.
+        """
         records = list(records)
-        if records:
-            record = partial(self._names.record, namespace, records, tenant, whole)
-            changed, dropped = self._names.change(lambda: self._with_room(record))
-            self._drop(dropped)
-            self._drop_tied(namespace, changed)
+        if not records:
+            return [], set()
+        record = partial(self._names.record, namespace, records, tenant, whole)
+        found, changed, removed, dropped = self._names.change(lambda: self._with_room(record))
+        self._drop(dropped)
+        self._drop_tied(namespace, changed | removed)
+        return found, changed
+
+    def choose(self, namespace: str, laters: Mapping[str, Later]) -> None:
+        """Note what the KV of named chunks behind others is read behind."""
+        if laters:
+            choose = partial(self._names.choose, namespace, laters)
+            self._names.change(lambda: self._with_room(choose))
 
     def forget(self, namespace: str, ids: Sequence[str]) -> int:
         """Remove names, and KV that loses its last one or goes with these ids; return how many names there were."""

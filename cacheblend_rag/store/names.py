@@ -1,4 +1,4 @@
-"""The names by which chunks are looked up."""
+"""The names by which chunks are looked up, and the documents that they are pieces of."""
 
 from __future__ import annotations
 
@@ -9,38 +9,45 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.reading import Member
-from cacheblend_rag.store.base import Later, ListedName, NameChanges, NamedTarget, NodeRecord
+from cacheblend_rag.keys import chunk_key, context_digest
+from cacheblend_rag.store.base import Later, NameChanges, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
-from cacheblend_rag.store.documents import Drafts, document_of, with_later
 from cacheblend_rag.store.index import Index, drop_entries
 
 __all__ = [
+    "MOST_UNPLACED",
     "Names",
     "NamesSource",
     "drop_nameless",
     "has_name",
-    "keys_of",
     "kv_of",
     "look_up",
+    "members_of",
     "remove_names",
+    "write_laters",
     "write_names",
 ]
 
 Result = TypeVar("Result")
 
+MOST_UNPLACED = 1000
+"""Of more chunks of one document, none of which says where it begins, none is read behind another: they are a table's rows."""
 # That many names are asked for in one query; SQLite takes 999 values in one.
 _AT_ONCE = 200
 # Behind all characters that names are written with.
 _LAST = "\U0010ffff"
+_COLUMNS = "seq, id, key, text_hash, token_ids, separator, document, start, length, ends, later, behind"
+_READING_ORDER = "ORDER BY start IS NULL, start, seq"
 
 
 class Names:
     """The names in an index; each method is one transaction, and says which KV is to be dropped with what it changes."""
 
     is_shared = False
-    """Whether machines share them, so that the index has a copy; such a subclass has these three methods, and `_publish`."""
+    """Whether machines share them, so that the index has a copy; such a subclass has these three methods, and `_telling`."""
 
     def __init__(self, index: Index) -> None:
         self._database, self._rows = index, index.rows
@@ -60,33 +67,40 @@ class Names:
             return look_up(connection, namespace, ids)
 
     def ids(self, namespace: str, within: str | None = None) -> list[str]:
-        """Return the ids of a namespace as they were first recorded: all, or those in documents whose names begin so."""
-        if within is None:
-            return [id for (id,) in self._rows("SELECT id FROM nodes WHERE namespace = ? ORDER BY seq", namespace)]
-        query = (
-            "SELECT nodes.id FROM documents JOIN members ON number = document JOIN nodes USING (seq) "
-            "WHERE documents.namespace = ? AND name >= ? AND name < ? ORDER BY seq"
-        )
-        return [id for (id,) in self._rows(query, namespace, within, within + _LAST)]
+        """Return the ids of a namespace as they were recorded: all, or those in documents whose names begin so."""
+        query, values = "SELECT id FROM nodes WHERE namespace = ?", [namespace]
+        if within is not None:
+            query, values = f"{query} AND document >= ? AND document < ?", [namespace, within, within + _LAST]
+        return [id for (id,) in self._rows(f"{query} ORDER BY seq", *values)]
 
     def beginning(self, namespace: str, prefix: str) -> list[str]:
         """Return the ids that begin with a prefix."""
         query = "SELECT id FROM nodes WHERE namespace = ? AND id >= ? AND id < ? ORDER BY seq"
         return [id for (id,) in self._rows(query, namespace, prefix, prefix + _LAST)]
 
-    def page(self, namespace: str, after: str, limit: int, passed_over: str) -> list[ListedName]:
-        """Return the first names behind `after` in the order of their ids, without those that begin with `passed_over`."""
-        query = (
-            "SELECT nodes.id, documents.name FROM nodes LEFT JOIN members USING (seq) LEFT JOIN documents "
-            "ON number = document WHERE nodes.namespace = ? AND nodes.id > ? AND substr(nodes.id, 1, ?) != ? "
-            "ORDER BY nodes.id LIMIT ?"
-        )
-        return [ListedName(*row) for row in self._rows(query, namespace, after, len(passed_over), passed_over, limit)]
+    def page(self, namespace: str, after: str, limit: int, passed_over: str) -> list[tuple[str, str | None]]:
+        """Return the first ids behind `after` without those that begin with `passed_over`, and the document of each."""
+        query = "SELECT id, document FROM nodes WHERE namespace = ? AND id > ? AND substr(id, 1, ?) != ? ORDER BY id LIMIT ?"
+        return self._rows(query, namespace, after, len(passed_over), passed_over, limit)
 
-    def document_names(self, namespace: str, after: str, limit: int) -> list[str]:
+    def documents(self, namespace: str, after: str, limit: int) -> list[str]:
         """Return the first documents behind `after`, in the order of their names."""
-        query = "SELECT name FROM documents WHERE namespace = ? AND name > ? ORDER BY name LIMIT ?"
+        query = "SELECT DISTINCT document FROM nodes WHERE namespace = ? AND document > ? ORDER BY document LIMIT ?"
         return [name for (name,) in self._rows(query, namespace, after, limit)]
+
+    def document(self, namespace: str, document: str) -> list[str]:
+        """Return the ids of a document in reading order."""
+        query = f"SELECT id FROM nodes WHERE namespace = ? AND document = ? {_READING_ORDER}"
+        return [id for (id,) in self._rows(query, namespace, document)]
+
+    def members(self, namespace: str, document: str | None) -> list[NodeRecord]:
+        """Return the chunks of a document in reading order; none of a table's rows (`MOST_UNPLACED`)."""
+        query = "SELECT count(*), count(start) FROM nodes WHERE namespace = ? AND document = ?"
+        [(count, placed)] = self._rows(query, namespace, document)
+        if document is None or (count > MOST_UNPLACED and not placed):
+            return []
+        with self._database.read() as connection:
+            return members_of(connection, namespace, document)
 
     def namespaces(self, tenant: str | None = None) -> list[str]:
         """Return all namespaces that have ids, or those of one tenant."""
@@ -95,10 +109,6 @@ class Names:
             "WHERE ?1 IS NULL OR ifnull(tenant, '') = ?1"
         )
         return [namespace for (namespace,) in self._rows(query, tenant)]
-
-    def revision(self) -> int:
-        """Return a number that every change to a name raises, by any process; equal numbers mean that no name changed."""
-        return int(self._rows("SELECT ifnull(max(seq), 0) FROM changes")[0][0])
 
     def changes(self, namespace: str, since: int | None = None) -> NameChanges:
         """Return the names that changed since the call whose `mark` is given; by default, and if that was long ago, all names."""
@@ -122,125 +132,60 @@ class Names:
         return str(found[0][0]) if found else None
 
     def record(
-        self,
-        namespace: str,
-        records: Sequence[NodeRecord],
-        tenant: str = "",
-        whole: bool = False,
-    ) -> tuple[set[str], list[str]]:
-        """Record names, those with a place in their documents, of which they are all if `whole`.
+        self, namespace: str, records: Sequence[NodeRecord], tenant: str = "", whole: bool = False
+    ) -> tuple[list[NodeRecord], set[str], set[str], list[str]]:
+        """Record names, all that their documents have if `whole`.
 
-        Return the ids that are recorded or removed for that, and what KV was dropped.
+        Return the records as they are by now, the ids that were not recorded so, those that are removed, and what KV was dropped.
         """
-        ids = {record.id for record in records}
-        with self._drafting(namespace, self._database.write) as (connection, drafts):
-            others = drafts.others(records) if whole else {}
-            replaced = kv_of(connection, namespace, [*ids, *others], drafts)
-            alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
-            remove_names(connection, namespace, others, drafts)
-            drafts.put(records)
-            # What has moved to another document has not been there for those that have seen it.
-            seers = "SELECT seen.seq FROM seen JOIN nodes ON nodes.seq = other WHERE namespace = ? AND id = ?"
-            connection.executemany(
-                f"UPDATE nodes SET later = NULL, behind = NULL WHERE seq IN ({seers})",
-                ((namespace, id) for id in drafts.left),
-            )
-            write_names(connection, namespace, tenant, records, drafts.targets())
-            drafts.save()
-            alone += [record.id for record in records if record.place is None]
-            self._publish(connection, namespace, drafts, alone)
-            return ids.union(others), drop_nameless(connection, replaced)
+        by_id = {record.id: record for record in records}
+        with self._database.read() as connection:
+            known, new, others = _changes(connection, namespace, by_id, whole)
+        if not new and not others:
+            # A store that can only be read may have all of it.
+            return list(known.values()), set(), set(), []
+        with self._database.write() as connection:
+            known, new, others = _changes(connection, namespace, by_id, whole)
+            with self._telling(connection, namespace, [*by_id, *others]):
+                keys, _ = kv_of(connection, namespace, [*(each.id for each in new), *others])
+                # What has moved has not been there for those that have seen it, and comes last where it comes.
+                places = {id: (each.document, each.start) for id, each in known.items()}
+                moved = [each.id for each in new if places.get(each.id) not in (None, (each.document, each.start))]
+                remove_names(connection, namespace, [*others, *moved])
+                write_names(connection, namespace, tenant, new)
+                write_laters(connection, namespace, {each.id: each.later for each in records if each.later is not None})
+            found = [each for each in look_up(connection, namespace, list(by_id)) if each is not None]
+            return found, {each.id for each in new}, others, drop_nameless(connection, keys)
+
+    def choose(self, namespace: str, laters: Mapping[str, Later]) -> None:
+        """Note what the KV of chunks behind others is read behind, of those that still have the same text and none noted yet."""
+        with self._database.write() as connection, self._telling(connection, namespace, list(laters)):
+            write_laters(connection, namespace, laters)
 
     def note(
         self, namespace: str, tenant: str, key: str, chunks: Mapping[str, Later | None], head: NodeRecord | None = None
     ) -> bool:
         """Note how later KV of named chunks was computed, or name a head; return whether any name leads to `key`."""
         with self._database.write(wait=False, durable=False) as connection:
-            if head is not None and not keys_of(connection, namespace, [head.id]):
-                write_names(connection, namespace, tenant, [head], {})
-            for id, later in chunks.items():
-                [record] = look_up(connection, namespace, [id])
-                if record is not None and record.later is None and later is not None and later.key == key:
-                    query = "SELECT seq FROM nodes WHERE namespace = ? AND id = ?"
-                    [(number,)] = connection.execute(query, (namespace, id)).fetchall()
-                    _write_later(connection, namespace, number, later)
+            if head is not None and look_up(connection, namespace, [head.id]) == [None]:
+                write_names(connection, namespace, tenant, [head])
+            laters = {id: later for id, later in chunks.items() if later is not None and later.key == key}
+            write_laters(connection, namespace, laters)
             return has_name(key, connection)
 
     def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], list[str]]:
         """Remove names; return those that there were, and what KV was dropped."""
-        with self._drafting(namespace, self._database.write) as (connection, drafts):
-            # Others may know what is not known here.
-            alone = [id for id in ids if self.is_shared and drafts.document_of(id) is None]
-            found = set(keys_of(connection, namespace, ids))
-            keys = kv_of(connection, namespace, found, drafts)
-            remove_names(connection, namespace, found, drafts)
-            drafts.save()
-            self._publish(connection, namespace, drafts, alone)
+        with self._database.write() as connection:
+            found = {each.id for each in look_up(connection, namespace, ids) if each is not None}
+            with self._telling(connection, namespace, list(found)):
+                keys, _ = kv_of(connection, namespace, found)
+                remove_names(connection, namespace, found)
             return found, drop_nameless(connection, keys)
 
-    def rehearse(
-        self, namespace: str, records: Sequence[NodeRecord], whole: bool = False
-    ) -> tuple[list[NamedTarget], dict[str, list[Member]]]:
-        """Return what recording these would lead to, and the chunks of their documents in reading order."""
-        ids = [record.id for record in records]
-        with self._drafting(namespace) as (connection, drafts):
-            known = look_up(connection, namespace, ids)
-            others = drafts.others(records) if whole else {}
-            drafts.remove(others)
-            records = records if whole else drafts.apart(records)
-            drafts.put(records)
-            targets = drafts.targets()
-            documents = {name: drafts.members(name) for name in drafts.names()}
-        found = []
-        gone = {old.id for record, old in zip(records, known, strict=True) if old is not None and old.key != record.key}
-        gone |= others.keys() | drafts.left
-        for record, old in zip(records, known, strict=True):
-            is_moved = record.id in drafts.left
-            is_changed = bool(record.id) and (old != record or is_moved)
-            there = targets.get(record.id) if record.place is not None else None
-            later = old.later if old is not None and old == record and not is_moved else None
-            if later is not None and any(id in gone for id, _ in later.seen):
-                later = None
-            target = NamedTarget(record) if there is None else there
-            kept = replace(target.record, place=record.place, later=later)
-            found.append(replace(target, record=kept, is_changed=is_changed or target.is_changed))
-        for document in set(others.values()) - {target.document for target in found if target.is_changed}:
-            number = next(number for number, target in enumerate(found) if target.document == document)
-            found[number] = replace(found[number], is_changed=True)
-        return found, documents
-
-    def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
-        """Return each named chunk and its document; None where the name is unknown."""
-        with self._drafting(namespace) as (connection, drafts):
-            known = look_up(connection, namespace, ids)
-            for record in known:
-                if record is not None:
-                    drafts.document_of(record.id)
-            targets = drafts.targets()
-        return [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
-
-    def around(self, namespace: str, id: str) -> list[Member]:
-        """Return the chunks of the document that a chunk is of, in reading order; none where it is of none."""
-        with self._drafting(namespace) as (_, drafts):
-            document = drafts.document_of(id)
-            return [] if document is None else drafts.members(document)
-
-    def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
-        with self._database.read() as connection:
-            return [document_of(connection, namespace, node) for node in ids]
-
-    def document(self, namespace: str, document: str) -> list[str]:
-        with self._drafting(namespace) as (_, drafts):
-            return drafts.ids(document)
-
-    def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
-        """Tell other machines, as a transaction ends, of the documents it drafted and of chunks that are, or were, of none."""
-
     @contextmanager
-    def _drafting(self, namespace: str, transaction: Any = None) -> Iterator[tuple[sqlite3.Connection, Drafts]]:
-        """Give the documents of a namespace in a transaction, by default a snapshot."""
-        with (transaction or self._database.read)() as connection:
-            yield connection, Drafts(connection, namespace)
+    def _telling(self, connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> Iterator[None]:
+        """Tell other machines what becomes of some ids in a transaction, as it ends."""
+        yield
 
 
 NamesSource = Callable[[Index, Path | None, Callable[[list[str]], None]], Names]
@@ -251,6 +196,18 @@ A package registers it as an entry point of the group ``cacheblend_rag.names``, 
 
 
 # In a transaction that has begun
+
+
+def _changes(
+    connection: sqlite3.Connection, namespace: str, by_id: Mapping[str, NodeRecord], whole: bool
+) -> tuple[dict[str, NodeRecord], list[NodeRecord], set[str]]:
+    """Return what is known of records, those that are not known so, and the others of their documents if these are `whole`."""
+    known = {old.id: old for old in look_up(connection, namespace, list(by_id)) if old is not None}
+    new = [each for id, each in by_id.items() if known.get(id) != each or known[id].ends != each.ends]
+    query = "SELECT id FROM nodes WHERE namespace = ? AND document = ?"
+    documents = {each.document for each in by_id.values()} if whole else ()
+    there = {id for each in documents for (id,) in connection.execute(query, (namespace, each)).fetchall()}
+    return known, new, there - by_id.keys()
 
 
 def has_name(key: str, connection: sqlite3.Connection) -> bool:
@@ -267,39 +224,42 @@ def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str]) -> list[s
     return nameless
 
 
-def write_names(
-    connection: sqlite3.Connection,
-    namespace: str,
-    tenant: str,
-    records: Iterable[NodeRecord],
-    targets: Mapping[str, NamedTarget],
-) -> None:
-    """Write records, those of documents as they are among the `targets`."""
-    written = [given if given.place is None else targets[given.id].record for given in records]
+def write_names(connection: sqlite3.Connection, namespace: str, tenant: str, records: Iterable[NodeRecord]) -> None:
+    """Write records; what a chunk's KV behind others is stays where its tokens do."""
+    records = list(records)
     _own(connection, namespace, tenant)
-    numbers = []
-    for record in written:
-        tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
-        numbers += connection.execute(
-            "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator) VALUES (?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
-            "token_ids = excluded.token_ids, separator = excluded.separator RETURNING seq",
-            (namespace, record.id, record.key, record.text_hash, tokens, separator),
-        ).fetchall()
-    for (number,), record in zip(numbers, written, strict=True):
-        _write_later(connection, namespace, number, record.later)
+    connection.executemany(
+        "UPDATE nodes SET later = NULL, behind = NULL WHERE namespace = ? AND id = ? AND key != ?",
+        [(namespace, record.id, record.key) for record in records],
+    )
+    columns = _COLUMNS.split(", ")[1:-2]
+    connection.executemany(
+        f"INSERT INTO nodes (namespace, {', '.join(columns)}) VALUES ({', '.join('?' * (len(columns) + 1))}) "
+        f"ON CONFLICT (namespace, id) DO UPDATE SET {', '.join(f'{each} = excluded.{each}' for each in columns)}",
+        [
+            (
+                *(namespace, record.id, record.key, record.text_hash),
+                *(pack_tokens(record.token_ids), pack_tokens(record.separator)),
+                *(record.document, record.start, record.length, np.asarray(record.ends, dtype="<u4").tobytes()),
+            )
+            for record in records
+        ],
+    )
 
 
-def _write_later(connection: sqlite3.Connection, namespace: str, number: int, later: Later | None) -> None:
-    """Note what a chunk's KV behind another one is, unless what that has seen is gone."""
+def write_laters(connection: sqlite3.Connection, namespace: str, laters: Mapping[str, Later]) -> None:
+    """Note what the KV of chunks behind others is, unless they have one or another text by now, or what that has seen is gone."""
     query = "SELECT seq FROM nodes WHERE namespace = ? AND id = ? AND key = ?"
-    seen = () if later is None else later.seen
-    others = [connection.execute(query, (namespace, *each)).fetchone() for each in seen]
-    row = (None, None) if later is None or None in others else (later.key, pack_tokens(later.behind))
-    # Has what it had seen before forgotten.
-    connection.execute("UPDATE nodes SET later = ?, behind = ? WHERE seq = ?", (*row, number))
-    if row[0] is not None:
-        connection.executemany("INSERT OR IGNORE INTO seen VALUES (?, ?)", ((number, other) for (other,) in others))
+    for record in look_up(connection, namespace, list(laters)):
+        later = None if record is None or record.later is not None else laters[record.id]
+        if record is None or later is None or later.key != _later_key(namespace, record, later.behind):
+            continue
+        others = [connection.execute(query, (namespace, *each)).fetchone() for each in later.seen]
+        if None not in others:
+            [(seq,)] = connection.execute(query, (namespace, record.id, record.key))
+            row = (later.key, pack_tokens(later.behind), seq)
+            connection.execute("UPDATE nodes SET later = ?, behind = ? WHERE seq = ?", row)
+            connection.executemany("INSERT OR IGNORE INTO seen VALUES (?, ?)", [(seq, other) for (other,) in others])
 
 
 def _own(connection: sqlite3.Connection, namespace: str, tenant: str) -> None:
@@ -315,11 +275,9 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str) -> None:
         raise StoreError(f"the ids of {namespace[:40]!r} do not belong to tenant {tenant!r}; give its own namespace")
 
 
-def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:
-    """Remove names, which leave their documents."""
-    ids = list(ids)
-    drafts.remove(ids)
-    connection.executemany("DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in ids))
+def remove_names(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> None:
+    """Remove names, and what is known of KV that has seen them."""
+    connection.executemany("DELETE FROM nodes WHERE namespace = ? AND id = ?", [(namespace, id) for id in ids])
 
 
 def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
@@ -327,33 +285,48 @@ def look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) 
     found: dict[str, NodeRecord] = {}
     for start in range(0, len(ids), _AT_ONCE):
         some = ids[start : start + _AT_ONCE]
-        query = (
-            "SELECT seq, id, key, text_hash, token_ids, separator, later, behind FROM nodes "
-            f"WHERE namespace = ? AND id IN ({', '.join('?' * len(some))})"
-        )
-        for row in connection.execute(query, (namespace, *some)).fetchall():
-            seq, id, key, text_hash, tokens, separator, later, behind = row
-            packed = unpack_tokens(tokens), unpack_tokens(separator) if separator else ()
-            record = NodeRecord(id, key, text_hash, *packed)
-            found[id] = with_later(connection, namespace, seq, later, behind, record)
+        query = f"SELECT {_COLUMNS} FROM nodes WHERE namespace = ? AND id IN ({', '.join('?' * len(some))})"
+        rows = connection.execute(query, (namespace, *some)).fetchall()
+        found |= {row[1]: _record(connection, namespace, row) for row in rows}
     return list(map(found.get, ids))
 
 
-def keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> dict[str, str]:
-    """Return the keys that those of the names that are known lead to."""
-    query = "SELECT id, key FROM nodes WHERE namespace = ? AND id = ?"
-    return dict(row for node in dict.fromkeys(ids) for row in connection.execute(query, (namespace, node)).fetchall())
+def members_of(connection: sqlite3.Connection, namespace: str, document: str) -> list[NodeRecord]:
+    """Return the chunks of a document in reading order."""
+    query = f"SELECT {_COLUMNS} FROM nodes WHERE namespace = ? AND document = ? {_READING_ORDER}"
+    return [_record(connection, namespace, row) for row in connection.execute(query, (namespace, document)).fetchall()]
 
 
-def kv_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> list[str]:
-    """Return the keys of the KV of names, and of all KV that has seen their text; whose that is, is noted in the drafts."""
+def kv_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> tuple[list[str], set[str]]:
+    """Return the keys of the KV of names, and of all KV that has seen their text, and the ids of those whose that is."""
     own = "SELECT seq, key, later FROM nodes WHERE namespace = ? AND id = ?"
     others = "SELECT id, later FROM seen JOIN nodes USING (seq) WHERE other = ? AND later IS NOT NULL"
     found: list[str] = []
+    readers: set[str] = set()
     for id in dict.fromkeys(ids):
         for seq, key, later in connection.execute(own, (namespace, id)).fetchall():
             found += [key, *([] if later is None else [later])]
             for reader, each in connection.execute(others, (seq,)):
-                drafts.readers.add(reader)
+                readers.add(reader)
                 found.append(each)
-    return found
+    return found, readers
+
+
+def _record(connection: sqlite3.Connection, namespace: str, row: Sequence[Any]) -> NodeRecord:
+    """Return the record of a row, with what that says of the KV behind other chunks, as far as that can be."""
+    seq, id, key, text_hash, tokens, separator, document, start, length, ends, later, behind = row
+    packed = unpack_tokens(tokens), unpack_tokens(separator) if separator else ()
+    stops = tuple(np.frombuffer(ends, dtype="<u4").tolist()) if ends else ()
+    record = NodeRecord(id, key, text_hash, *packed, document, start, length, stops)
+    if later is None or behind is None:
+        return record
+    read = unpack_tokens(behind)
+    if later != _later_key(namespace, record, read):
+        # The index is damaged.
+        return record
+    query = "SELECT id, key FROM seen JOIN nodes ON nodes.seq = other WHERE seen.seq = ? ORDER BY id"
+    return replace(record, later=Later(later, read, tuple(connection.execute(query, (seq,)))))
+
+
+def _later_key(namespace: str, record: NodeRecord, behind: Sequence[int]) -> str:
+    return chunk_key(namespace, record.token_ids + record.separator, None, context_digest(behind))

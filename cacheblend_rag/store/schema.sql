@@ -1,8 +1,8 @@
 -- entries: the chunks whose KV is on disk.
--- nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
--- they are, where they are a tenant's. tenants: what each has, counted by triggers so that no call counts a million rows.
+-- nodes: the names, with their documents, to which they came in the order of their numbers. changes: the numbers of those that
+-- changed lately; no ids, so that none outlives its name. namespaces: whose they are, where they are a tenant's.
+-- tenants: what each has, counted by triggers so that no call counts a million rows.
 -- seen: the chunks whose text is in what a chunk's later KV was read behind, by their numbers; what has seen one goes with it.
--- documents: those that chunks are pieces of. members: the pieces, by the numbers of their names.
 -- shared: up to where the names that machines share are followed here, where they are.
 -- The numbers of changes begin above all that another index in this place gave out.
 
@@ -11,16 +11,10 @@ CREATE TABLE entries (
 ) WITHOUT ROWID;
 CREATE TABLE nodes (
     seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, separator BLOB NOT NULL, later TEXT, behind BLOB, UNIQUE (namespace, id)
-);
-CREATE TABLE documents (
-    number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, UNIQUE (namespace, name)
+    token_ids BLOB NOT NULL, separator BLOB NOT NULL, document TEXT, start INTEGER, length INTEGER NOT NULL, ends BLOB NOT NULL,
+    later TEXT, behind BLOB, UNIQUE (namespace, id)
 );
 CREATE TABLE seen (seq INTEGER NOT NULL, other INTEGER NOT NULL, PRIMARY KEY (seq, other)) WITHOUT ROWID;
-CREATE TABLE members (
-    seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER,
-    length INTEGER NOT NULL, ends BLOB NOT NULL
-);
 CREATE TABLE changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
 CREATE TABLE namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE tenants (
@@ -32,7 +26,7 @@ CREATE INDEX entries_by_use ON entries (last_used);
 CREATE INDEX nodes_by_key ON nodes (key);
 CREATE INDEX nodes_by_later ON nodes (later) WHERE later IS NOT NULL;
 CREATE INDEX seen_by_other ON seen (other);
-CREATE INDEX members_by_document ON members (document, arrival);
+CREATE INDEX nodes_by_document ON nodes (namespace, document) WHERE document IS NOT NULL;
 CREATE TRIGGER seen_changed AFTER UPDATE OF key ON nodes WHEN old.key != new.key BEGIN
     UPDATE nodes SET later = NULL, behind = NULL WHERE seq IN (SELECT seq FROM seen WHERE other = new.seq);
     DELETE FROM seen WHERE other = new.seq;
@@ -44,12 +38,6 @@ CREATE TRIGGER seen_removed AFTER DELETE ON nodes BEGIN
 END;
 CREATE TRIGGER later_changed AFTER UPDATE OF later ON nodes BEGIN
     DELETE FROM seen WHERE seq = new.seq;
-END;
-CREATE TRIGGER piece_removed AFTER DELETE ON nodes BEGIN
-    DELETE FROM members WHERE seq = old.seq;
-END;
-CREATE TRIGGER document_ended AFTER DELETE ON members BEGIN
-    DELETE FROM documents WHERE number = old.document AND NOT EXISTS (SELECT 1 FROM members WHERE document = old.document);
 END;
 CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
     INSERT INTO tenants VALUES (new.tenant, 1, new.bytes, 0) ON CONFLICT DO UPDATE

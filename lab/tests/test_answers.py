@@ -10,6 +10,7 @@ from cacheblend_lab.answers import ANSWER_TOKENS, FULL_PREFILL, Trial, copying, 
 from cacheblend_lab.sets import Question, QuestionSet, holds
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
+from tests.engines import documents_of
 from tests.families import tiny_model, tiny_tokenizer, words
 
 DOCUMENTS = [words(40, seed) for seed in range(3)]
@@ -52,7 +53,7 @@ def test_the_loss_is_that_of_naive_distributions(trial: Trial) -> None:
 def test_chunks_are_those_of_the_questions_documents(trial: Trial) -> None:
     assert len(trial.prompt(ASKED[0]).segments) == 5
     ids = [segment.id for segment in trial.prompt(ASKED[1]).segments[1:-1]]  # type: ignore[union-attr]
-    assert {trial.engine("own").places([id])[0] for id in ids} == {"1"}
+    assert {documents_of(trial.engine("own"), [id])[0] for id in ids} == {"1"}
     trial.close()
 
 

@@ -87,6 +87,7 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     (EmptyChunkError, "tokens", lambda engine: engine.add([Chunk("   ", "blank")])),
     (ConfigError, "Chunk", lambda engine: engine.add(["text"])),
     (ConfigError, "Chunk", lambda engine: engine.add(Chunk("t3", "n1"))),
+    (ConfigError, "no id", lambda engine: engine.add([GOOD, Chunk("t3")])),
     (ConfigError, "list", lambda engine: engine.delete("good")),
     (ConfigError, "list", lambda engine: engine.records("good")),
     (ConfigError, "list", lambda engine: engine.prefetch("n0")),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.companions import Companions
-from cacheblend_rag.reading import Member, Place
 from cacheblend_rag.store import NodeRecord
 from tests.families import tiny_model, tiny_tokenizer
 
@@ -88,8 +87,8 @@ def test_the_passages_are_those_nearest_to_the_document(one: int, other: int, co
 
     chooser = Companions(companions, "n", (), None, tokenize, lambda: pytest.fail("no store is asked"))
     texts = [tokenize(PASSAGES[number]) for number in (one, other)]
-    members = [Member(str(number), text, Place("d")) for number, text in enumerate([(-1, -2), *texts])]
-    record = NodeRecord("0", "key", "hash", (-1, -2) if companions == "own" else texts[0] + texts[1])
-    [later] = chooser.choose([(record, members)])
+    own = (-1, -2) if companions == "own" else texts[0] + texts[1]
+    record, *others = (NodeRecord(str(n), "key", "hash", ids, (), "d") for n, ids in enumerate([own, *texts]))
+    [later] = chooser.choose([record], {"d": [record, *others]})
     wanted = tuple(chain.from_iterable(tokenize(PASSAGES[number])[:256] for number in sorted((one, other))))
     assert later.behind[: len(wanted)] == wanted

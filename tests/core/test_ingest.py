@@ -83,8 +83,8 @@ def test_what_cannot_be_encoded_is_left_out_alone(asked: str) -> None:
             # Said once by a flush.
             engine.flush()
         assert sorted(refused) == (["large", "longer than the window"] if asked == "told" else [])
-        # In the background the names come first, and what has no KV is a miss.
-        assert held(engine) == dict.fromkeys(IDS, True) | ({"large": False} if asked == "background" else {})
+        # Names come first, and what has no KV is a miss.
+        assert held(engine) == dict.fromkeys(IDS, True) | {"large": False}
 
 
 def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> None:
@@ -199,18 +199,3 @@ def test_streams_end_with_the_interpreter_and_what_was_given_is_encoded(tmp_path
 def test_what_names_no_document_is_none(name: Any) -> None:
     chunk = Chunk("Ticket 1.", "t1", document=name, start=0 if name else None)
     assert (chunk.document, chunk.start) == (None, None)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_many_short_texts_of_one_name_are_encoded_alone(engine: BlendEngine, background: bool) -> None:
-    def places(name: str, size: int = 2, placed: bool = False) -> list[str | None]:
-        chunks = [Chunk(words(size, n), f"{name}{n}", document=name, start=n if placed else None) for n in range(50)]
-        for some in (chunks[:40], *([chunk] for chunk in chunks[40:])):
-            engine.add(some, background=background)
-        engine.flush()
-        return engine.places([str(chunk.id) for chunk in chunks])
-
-    assert places("news") == [None] * 50
-    # What says where it stands, or is longer, is a document.
-    assert None not in places("starts", placed=True)
-    assert None not in places("long", 81)

@@ -19,7 +19,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import UnknownChunkError
 from cacheblend_rag.store import check_store
 from tests.core.documents.naive import Library, Rows, later_of, small_model
-from tests.engines import evict
+from tests.engines import documents_of, evict
 from tests.families import tiny_tokenizer
 from tests.limits import apart
 
@@ -75,7 +75,7 @@ def flaws(engine: BlendEngine, rows: Rows) -> list[str]:
     library = Library(())
     ids = engine.ids()
     records = {record.id: record for record in engine.records(ids) if record is not None}
-    for id, document in zip(ids, engine.places(ids), strict=True):
+    for id, document in zip(ids, documents_of(engine, ids), strict=True):
         if id not in records or document is None:
             return [f"{id} is damaged"]
         start = chunk(document, int(id[3:]), 0).start

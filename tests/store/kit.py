@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.reading import Place
 from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 from cacheblend_rag.store import open_store as _open_store
 
@@ -47,8 +46,7 @@ def record(node: str, number: int) -> NodeRecord:
 
 def piece(node: str, document: str, start: int, number: int = 0) -> NodeRecord:
     """Return the record of a chunk of a document."""
-    place = Place(document, start, 3, (1, 2, 3))
-    return NodeRecord(node, key_of(number), f"hash{number}", (number, 1, 2), place=place)
+    return NodeRecord(node, key_of(number), f"hash{number}", (number, 1, 2), (), document, start, 3, (1, 2, 3))
 
 
 _made: list[KVStore] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import KVStore, NodeRecord, check_store
+from cacheblend_rag.store import KVStore, NodeRecord, check_store, names
 from tests.store import workers
 from tests.store.kit import (
     add,
@@ -16,6 +16,7 @@ from tests.store.kit import (
     make_kv,
     open_store,
     opened,
+    piece,
     put,
     read,
     record,
@@ -29,6 +30,21 @@ from tests.store.kit import (
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
     location = None if request.param == "ram" else tmp_path / "store"
     return open_store(location, 0 if request.param == "folder without ram" else 10**6)
+
+
+def test_documents_are_read_by_their_places_and_tables_are_none(
+    monkeypatch: pytest.MonkeyPatch, store: KVStore
+) -> None:
+    monkeypatch.setattr(names, "MOST_UNPLACED", 3)
+    rows = [NodeRecord(str(number), key_of(number), "", (number,), (), "table") for number in range(4)]
+    store.name("ns", rows[:3])
+    assert store.names.members("ns", "table") == rows[:3]
+    store.name("ns", rows)
+    assert (store.names.members("ns", "table"), store.names.document("ns", "table")) == ([], ["0", "1", "2", "3"])
+    # What says where it begins comes first, and what comes anew last.
+    store.name("ns", [piece("5", "table", 10), piece("4", "table", 0), record("1", 1)])
+    store.name("ns", [rows[1]])
+    assert [each.id for each in store.names.members("ns", "table")] == ["4", "5", "0", "2", "3", "1"]
 
 
 def test_odd_names(store: KVStore) -> None:

@@ -31,10 +31,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_what_waits_is_as_good_as_written(tmp_path: Path, gate: threading.Event) -> None:
     store = open_store(tmp_path, 10**6)
-    seen = store.names.revision()
+    seen = store.names.changes("ns").mark
     for number in (1, 2, 3):
         put_miss(store, number)
-    assert store.names.revision() > seen
+    assert store.names.changes("ns").mark > seen
     assert files_of(tmp_path) == []
     keys = [key_of(number) for number in (1, 2, 3)]
     assert (store.holds(keys), store.holds(keys, durable=True)) == ([True] * 3, [False] * 3)

@@ -22,7 +22,7 @@ from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport, CallReport
 from cacheblend_rag.stops import Spelling
-from cacheblend_rag.store import NamedTarget
+from cacheblend_rag.store import NodeRecord
 from cacheblend_rag.trace import Trace, TracedChunk
 
 __all__ = ["InspectorPage", "inspector_page", "page_of"]
@@ -173,20 +173,20 @@ def _texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 def _contexts(engine: ChunkLibrary, chunks: Sequence[TracedChunk]) -> list[dict[str, Any]]:
     """Return each chunk's document, and the ids of the chunks that its KV has seen, as far as the store still knows."""
     ids = list(dict.fromkeys(chunk.id for chunk in chunks if chunk.id is not None))
-    targets: dict[str | None, NamedTarget | None] = {}
+    records: dict[str | None, NodeRecord | None] = {}
     # An engine that is closed, or a store that cannot be read now, is no reason to show nothing.
     with suppress(CacheBlendError):
-        targets |= zip(ids, engine.targets(ids), strict=True)
-    return [_context(chunk, targets.get(chunk.id)) for chunk in chunks]
+        records |= zip(ids, engine.records(ids), strict=True)
+    return [_context(chunk, records.get(chunk.id)) for chunk in chunks]
 
 
-def _context(chunk: TracedChunk, target: NamedTarget | None) -> dict[str, Any]:
-    if target is None or chunk.key not in target.record.keys:
+def _context(chunk: TracedChunk, record: NodeRecord | None) -> dict[str, Any]:
+    if record is None or chunk.key not in record.keys:
         # Of a name that leads elsewhere by now nothing is said: it is another chunk, or one behind others.
         return {"document": None, "seen": None if chunk.behind else []}
-    later = target.record.later
+    later = record.later
     seen = later.seen if later is not None and later.key == chunk.key else ()
-    return {"document": target.document, "seen": [id for id, _ in seen]}
+    return {"document": record.document, "seen": [id for id, _ in seen]}
 
 
 def _first_difference(answers: Sequence[tuple[int, ...]]) -> int | None:

@@ -47,8 +47,6 @@ class HybridEngine(BlendEngine):
     def _make_runner(self) -> Runner:
         if self._states is None:
             return super()._make_runner()
-        # Which chunk is the first of a document is wanted though none is encoded.
-        self._assembler.reads_documents = True
         return StateRunner(
             self.model,
             None,
@@ -85,7 +83,7 @@ class HybridEngine(BlendEngine):
     def add(self, chunks: Iterable[Chunk], **options: Any) -> Any:
         chunks = chunk_list(chunks)
         ids = [chunk.id for chunk in chunks if chunk.id is not None]
-        documents = {*(chunk.document for chunk in chunks), *self.places(ids)} - {None}
+        documents = {each.document for each in (*chunks, *self.records(ids)) if each is not None} - {None}
         ids += [id for name in documents for id in self.document(str(name))]
         beginnings, known = self._beginnings(ids), self.records(ids)
         try:
@@ -101,7 +99,10 @@ class HybridEngine(BlendEngine):
 
     def _beginnings(self, ids: Sequence[str]) -> list[str]:
         """Return what the names of the stored states that hold each chunk begin with."""
-        return [states_of(id, document) for id, document in zip(ids, self.places(ids), strict=True)]
+        return [
+            states_of(id, None if each is None else each.document)
+            for id, each in zip(ids, self.records(ids), strict=True)
+        ]
 
     def _states_named(self, beginnings: Iterable[str]) -> list[str]:
         names = self._store.names

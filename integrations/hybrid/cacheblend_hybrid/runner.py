@@ -25,7 +25,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.prompt import PromptChunk
 from cacheblend_rag.selection import FixedSelection
-from cacheblend_rag.store import NamedTarget, NodeRecord
+from cacheblend_rag.store import NodeRecord
 
 __all__ = ["StateRunner", "states_of"]
 
@@ -65,7 +65,7 @@ class StateRunner(Runner):
     def _read_in_full(self, request: Request, why: str) -> None:
         request.state.plan = Plan(None, "full", fallback_reason=f"{self._unsupported}; {why}")
 
-    def _prefix(self, request: Request) -> tuple[list[PromptChunk], NamedTarget] | str:
+    def _prefix(self, request: Request) -> tuple[list[PromptChunk], NodeRecord] | str:
         """Return the chunks of a document that a prompt begins with, and the first one's record, or why there are none."""
         prompt = request.prompt
         if is_full(request.blend):
@@ -77,21 +77,22 @@ class StateRunner(Runner):
             if chunk.start < first.start:
                 return f"the first chunk, {chunk.id!r}, is no document: {chunk.note}"
         store = self._supply.store
-        named = store.targets(self._namespace, [first.id])[0] if first.id is not None and first.named else None
+        found = store.lookup(self._namespace, [first.id]) if first.id is not None and first.named else None
+        named = found[0] if found else None
         if named is None:
             return f"the first chunk, {first.id!r}, was not added"
-        order = [first.id] if named.document is None else store.document(self._namespace, named.document) or []
+        members = [named] if named.document is None else store.members(self._namespace, named.document)
         chunks: list[PromptChunk] = []
-        for chunk, id in zip(prompt.chunks, order, strict=False):
+        for chunk, member in zip(prompt.chunks, members, strict=False):
             between = prompt.layout.token_ids[chunks[-1].stop if chunks else chunk.start : chunk.start]
-            if chunk.id != id or chunk.is_part or (between and self._lexer.text(between).strip()):
+            if chunk.id != member.id or chunk.is_part or (between and self._lexer.text(between).strip()):
                 break
             chunks.append(chunk)
         if not chunks:
             return f"the first chunk, {first.id!r}, is not the first of its document, {named.document!r:.40}"
         return chunks, named
 
-    def _all_but_last(self, request: Request, chunks: Sequence[PromptChunk], first: NamedTarget) -> DynamicCache:
+    def _all_but_last(self, request: Request, chunks: Sequence[PromptChunk], first: NodeRecord) -> DynamicCache:
         """Return a cache that holds all of a prompt but its last token, and store what was not stored of it."""
         ids = request.prompt.layout.token_ids
         # What separates a chunk from the next is not counted.
@@ -148,11 +149,11 @@ class StateRunner(Runner):
         ids: tuple[int, ...],
         cache: DynamicCache,
         chunks: Sequence[PromptChunk],
-        first: NamedTarget,
+        first: NodeRecord,
     ) -> None:
         """Store the state after a prefix, so that deleting one of its chunks deletes it; in RAM if its head is not fixed."""
         store, key = self._supply.store, self._key(ids)
-        name, chunk_ids = states_of(first.record.id, first.document) + key, [str(chunk.id) for chunk in chunks]
+        name, chunk_ids = states_of(first.id, first.document) + key, [str(chunk.id) for chunk in chunks]
         state = pack_kv(ChunkKV(ids, 0, self._states.take(cache), _CONTEXT), EXACT)
         if _has_fixed_head(request.asked):
             store.put_later(

@@ -14,7 +14,7 @@ from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.chat.engines import given_engine
-from cacheblend_rag.engine import AddJob, AddResult, ChunkCollection, Engine, add_or_forget
+from cacheblend_rag.engine import AddJob, AddResult, ChunkCollection, Engine
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.places import Places
@@ -195,7 +195,7 @@ class BlendVectorStore(SearchesInner):
         self._collection.sync(id for each in sources for id in self.engine.ids(within=each) if id not in spared)
         if blank := set(ids).difference(chunk.id for chunk in chunks):
             self.engine.delete(blank)
-        return add_or_forget(self.engine, chunks, progress=progress, on_refused=_warn_of, background=self.background)
+        return self.engine.add(chunks, progress=progress, on_refused=_warn_of, background=self.background)
 
     def _chunks(
         self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]] | None

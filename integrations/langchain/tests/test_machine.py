@@ -19,6 +19,7 @@ from integrations.langchain.tests.conftest import LetterCounts
 from langchain_cacheblend import BlendVectorStore, warm
 from tests.core.documents.naive import Library, Rows, later_of, small_model
 from tests.core.documents.test_machine import run_machine
+from tests.engines import documents_of
 from tests.families import tiny_tokenizer, words
 
 SOURCES = {"one.txt": words(40, 1).split(), "two.txt": words(40, 1).split(), "three.txt": words(40, 3).split()}
@@ -129,12 +130,12 @@ class StoreMachine(RuleBasedStateMachine):
         assert set(self.engine.ids()) == set(readings)
         for source in SOURCES:
             order = [piece.id for piece in self.library.order(source)]
-            places = set(self.engine.places(order))
+            places = set(documents_of(self.engine, order))
             assert len(places) == bool(order)
             for place in places:
                 assert place is not None
                 assert self.engine.document(place) == order
-        assert set(self.engine.places([*self.library.alone])) <= {None}
+        assert set(documents_of(self.engine, [*self.library.alone])) <= {None}
         records = {record.id: record for record in self.engine.records(list(readings)) if record is not None}
         for id, reading in readings.items():
             record = records[id]
@@ -146,8 +147,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert ROWS.is_right(self.engine, record.later.key, later), id
             # Of no other document.
             seen = [other for other, _ in record.later.seen]
-            assert set(self.engine.places(seen)) <= set(self.engine.places([id]))
-            assert not seen or self.engine.places([id]) != [None]
+            assert set(documents_of(self.engine, seen)) <= set(documents_of(self.engine, [id]))
+            assert not seen or documents_of(self.engine, [id]) != [None]
         assert self.engine._store.stats().entries <= len({key for each in records.values() for key in each.keys})
 
     def teardown(self) -> None:

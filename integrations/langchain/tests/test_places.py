@@ -24,6 +24,7 @@ from cacheblend_rag.errors import ConfigError
 from integrations.langchain.tests.asking import chunk_ids
 from langchain_cacheblend import BlendLLM, BlendVectorStore, warm
 from langchain_cacheblend.inventory import Inventory
+from tests.engines import documents_of
 
 SETTINGS = engine_settings(self_check=False, separator="\n\n")
 TEXT = (
@@ -70,7 +71,7 @@ def read(store: BlendVectorStore, ids: list[str]) -> list[list[str]]:
     """The documents that these chunks are pieces of, each as the texts of all its pieces in the order in which it is read."""
     engine = store.engine
     texts = {document.id: document.page_content for document in Inventory(store.inner).documents(engine.ids())}
-    names = dict.fromkeys(engine.places(ids))
+    names = dict.fromkeys(documents_of(engine, ids))
     return [[texts[id] for id in engine.document(name)] for name in names if name is not None]
 
 
@@ -86,7 +87,7 @@ def test_pieces_are_read_by_their_start_in_whatever_order_they_come(store: Blend
     documents = [texts_of(pieces[:half]), texts_of(pieces[half:])]
     assert sorted(read(store, ids)) == sorted(documents)
     for document, name in zip(documents, ("mara.txt", "tove.txt"), strict=True):
-        [place] = {place for place in store.engine.places(ids) if place and name in place}
+        [place] = {place for place in documents_of(store.engine, ids) if place and name in place}
         records = store.engine.records(store.engine.document(place))
         for before, record in zip(document, records[1:], strict=False):
             assert record is not None and record.later is not None
@@ -117,14 +118,14 @@ def test_what_loaders_make_of_one_source_is_apart(store: BlendVectorStore, tmp_p
     texts = [[row.page_content] for row in rows]
     texts += [texts_of(split(of(text))) for text in (TEXT, OTHER)]
     assert read(store, store.add_documents([*rows, *pages])) == texts
-    assert set(store.engine.places(store.add_texts([TEXT, OTHER]))) == {None}
+    assert set(documents_of(store.engine, store.add_texts([TEXT, OTHER]))) == {None}
 
 
 @pytest.mark.parametrize("source", [None, "", " \n", float("nan"), "nan", [], {}, False])
 def test_a_source_that_says_nothing_is_no_document(engine: BlendEngine, embedding: Embeddings, source: object) -> None:
     store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
     ids = store.add_documents([of(f"Ticket {n}.", source, page=1, start_index=0) for n in range(2)])
-    assert store.engine.places(ids) == [None, None]
+    assert documents_of(store.engine, ids) == [None, None]
 
 
 def test_a_boundary_divides_documents(inner: VectorStore, engine: BlendEngine) -> None:
@@ -144,7 +145,7 @@ def test_companions(embedding: Embeddings, tiny: LlamaForCausalLM, tokenizer: An
     with BlendEngine(tiny, tokenizer, **engine_settings(SETTINGS, companions=companions)) as engine:
         pieces = split(of(TEXT))
         store = BlendVectorStore.from_documents(pieces, embedding, inner=InMemoryVectorStore, engine=engine)
-        assert None not in engine.places(engine.ids())
+        assert None not in documents_of(engine, engine.ids())
         if companions == "similar":
             with pytest.raises(ConfigError):
                 BlendVectorStore(store.inner, engine=engine, boundary=["team"])
@@ -158,7 +159,7 @@ def test_stores_are_told_apart_by_their_collection_or_name(
     inners = [Chroma(name, embedding, client=client) for name in ("notes", "tasks", "notes")]
     stores = [BlendVectorStore(inner, engine=engine) for inner in inners]
     stores += [BlendVectorStore(InMemoryVectorStore(embedding), engine=engine, name=name) for name in ("a", "b", "a")]
-    names = [engine.places(store.add_documents(pieces))[0] for store in stores]
+    names = [documents_of(engine, store.add_documents(pieces))[0] for store in stores]
     assert (names[0], names[3]) == (names[2], names[5])
     assert len(set(names)) == 4
 
@@ -180,7 +181,7 @@ def test_parents_of_retrieved_pieces_are_served_from_these(store: BlendVectorSto
         prompt = llm.blend_prompt(f"Read this:\n\n{parent.page_content}\n\n{question}")
         children = chunk_ids(prompt)
         # A parent's children are pieces of one document, and stand in its text one behind the other.
-        (document,) = set(engine.places([str(child) for child in children]))
+        (document,) = set(documents_of(engine, [str(child) for child in children]))
         assert engine.document(str(document)) == children
         assert engine.generate(prompt, max_new_tokens=4).report.hits == len(children) > 1
 

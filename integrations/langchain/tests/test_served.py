@@ -16,6 +16,7 @@ from cacheblend_rag import BlendEngine
 from integrations.langchain.tests.test_running import LOAD_IS_BETA, trusting
 from integrations.serve.tests.conftest import serving
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend
+from tests.engines import documents_of
 
 PROMPT = ChatPromptTemplate.from_template("Answer from the context only.\n\n{context}\n\nQuestion: {question}")
 QUESTION = "Where does she work?"
@@ -59,7 +60,7 @@ def test_a_chain_answers_as_over_the_engine_itself(engine: BlendEngine, address:
 
 
 def test_what_is_deleted_is_forgotten_there(engine: BlendEngine, store: BlendVectorStore) -> None:
-    assert engine.document(engine.places(["works"])[0] or "") == ["mara", "works", "house", "goat"]
+    assert engine.document(documents_of(engine, ["works"])[0] or "") == ["mara", "works", "house", "goat"]
     store.delete(["goat"])
     assert engine.ids() == ["mara", "works", "house"]
 

@@ -13,7 +13,7 @@ from llama_index.core.vector_stores.types import MetadataFilters
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.chunk import Chunk, document_name
-from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate, add_or_forget
+from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate
 from cacheblend_rag.errors import ConfigError, PromptError
 
 __all__ = [
@@ -202,7 +202,7 @@ class NodeEncoder:
                 bar.update(max(0, len(nodes) - total + finished) - bar.n)
 
             progress = None if hidden else show
-            return add_or_forget(self.engine, chunks, progress=progress, on_refused=refuse, background=background)
+            return self.engine.add(chunks, progress=progress, on_refused=refuse, background=background)
 
     def estimate(self, nodes: Sequence[BaseNode]) -> WarmEstimate:
         """Say what encoding nodes would cost; see `BlendEngine.estimate`."""

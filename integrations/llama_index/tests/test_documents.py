@@ -31,6 +31,7 @@ from cacheblend_rag.errors import ConfigError
 from integrations.llama_index.tests.conftest import FACTS, MakeLLM, WordEmbedding
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
 from llama_index_cacheblend.nodes import Boundary, node_chunks, placed
+from tests.engines import documents_of
 
 NAMES = ["Mara", "Otto", "Lena"]
 SPLITTER = SentenceSplitter(chunk_size=60, chunk_overlap=20)
@@ -146,9 +147,9 @@ def test_levels_of_a_hierarchy(chroma: ChromaVectorStore, llm: BlendLLM, embeddi
     index = VectorStoreIndex(leaves, storage_context=context, embed_model=embedding)
     assert warm_index(index, nodes=nodes).unchanged == len(leaves)
     roots = [node.node_id for node in nodes if node.parent_node is None]
-    [document] = set(llm.engine.places(roots))
+    [document] = set(documents_of(llm.engine, roots))
     assert llm.engine.document(str(document)) == roots and len(roots) > 1
-    readings = llm.engine.places([node.node_id for node in nodes])
+    readings = documents_of(llm.engine, [node.node_id for node in nodes])
     for node, reading in zip(nodes, readings, strict=True):
         ids = [each.node_id for each in nodes if each.parent_node == node.parent_node]
         assert reading is not None and llm.engine.document(reading) == ids

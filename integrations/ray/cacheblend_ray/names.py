@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -18,17 +18,17 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.documents import Drafts
 from cacheblend_rag.store.folder import locked
 from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.names import (
     Names,
     NamesSource,
     drop_nameless,
-    keys_of,
     kv_of,
     look_up,
+    members_of,
     remove_names,
+    write_laters,
     write_names,
 )
 from cacheblend_ray.table import NameTable, Session, Unit, UnitName
@@ -150,35 +150,50 @@ class SharedNames(Names):
 
     def _adopt(self, namespace: str, units: Sequence[Unit]) -> list[str]:
         """Have units be what they are elsewhere, whatever they were here."""
-        ids = {piece.id for unit in units for piece in unit.pieces}
-        with self._drafting(namespace, self._database.write) as (connection, drafts):
-            held = [id for unit in units for id in _held(drafts, unit.name)]
-            replaced = keys_of(connection, namespace, [*held, *ids])
-            keys = kv_of(connection, namespace, replaced, drafts)
-            remove_names(connection, namespace, [id for id in held if id in replaced and id not in ids], drafts)
+        with self._database.write() as connection:
+            laters = {piece.id: piece.later for unit in units for piece in unit.pieces if piece.later is not None}
+            known = look_up(connection, namespace, [piece.id for unit in units for piece in unit.pieces])
+            here = {each.id: each for each in known if each is not None}
+            here |= {each.id: each for unit in units for each in _pieces(connection, unit.name)}
+            there = {piece.id: piece for unit in units for piece in unit.pieces}
+            keys, _ = kv_of(connection, namespace, here)
             # Their order is what it is elsewhere too.
-            drafts.remove(ids)
-            written: dict[str, list[NodeRecord]] = {}
+            moved = [id for id, each in here.items() if id not in there or _place(there[id]) != _place(each)]
             for unit in units:
-                for record in unit.pieces:
-                    drafts.put([record])
-                    written.setdefault(unit.tenant, []).append(record)
-            targets = drafts.targets()
+                order = [each.id for each in _pieces(connection, unit.name) if each.id not in moved]
+                if order != [piece.id for piece in unit.pieces][: len(order)]:
+                    moved += order
+            remove_names(connection, namespace, moved)
+            for unit in units:
+                write_names(connection, namespace, unit.tenant, unit.pieces)
+            connection.executemany(
+                "UPDATE nodes SET later = NULL, behind = NULL WHERE namespace = ? AND id = ? AND later IS NOT NULL",
+                [(namespace, id) for id in there],
+            )
             # All at once, since chunks may have been read behind each other.
-            for tenant, records in written.items():
-                write_names(connection, namespace, tenant, records, targets)
-            drafts.save()
+            write_laters(connection, namespace, laters)
             return drop_nameless(connection, keys)
 
-    def _publish(self, connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Sequence[str]) -> None:
-        readers = look_up(connection, namespace, list(drafts.readers))
-        # What they were read behind is gone: in the log their documents, loaded by this, may have it no longer either.
-        bereft = [each.id for each in readers if each is not None and each.later is None]
-        alone = [*alone, *(id for id in bereft if drafts.document_of(id) is None)]
-        units = list(_units_now(connection, namespace, drafts, alone))
+    @contextmanager
+    def _telling(self, connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> Iterator[None]:
         session = self._session
-        if session is not None and units:
-            session.change(units)
+        if session is None:
+            yield
+            return
+        # What has seen a chunk that goes is told too: it is read behind others from then on.
+        _, readers = kv_of(connection, namespace, ids)
+        units = _units_of(connection, namespace, [*ids, *readers])
+        before = {name: _pieces(connection, name) for name in units}
+        yield
+        row = connection.execute("SELECT tenant FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
+        units |= _units_of(connection, namespace, [*ids, *readers])
+        changed = [
+            Unit(name, "" if row is None else str(row[0]), pieces)
+            for name in units
+            if _said(pieces := _pieces(connection, name)) != _said(before.get(name, []))
+        ]
+        if changed:
+            session.change(changed)
             _note(connection, session)
 
     @contextmanager
@@ -200,25 +215,30 @@ class SharedNames(Names):
             self._lock.release()
 
 
-def _held(drafts: Drafts, unit: UnitName) -> list[str]:
-    """Return the ids that a unit has here; a chunk that has come into a document is that document's."""
+def _units_of(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> dict[UnitName, None]:
+    """Return the units in which machines are told of ids: their documents, and the chunks that are of none, or unknown."""
+    places = [None if each is None else each.document for each in look_up(connection, namespace, ids)]
+    return dict.fromkeys(
+        UnitName(namespace, id=id) if document is None else UnitName(namespace, document)
+        for id, document in zip(ids, places, strict=True)
+    )
+
+
+def _pieces(connection: sqlite3.Connection, unit: UnitName) -> list[NodeRecord]:
+    """Return the chunks that a unit has here; a chunk that has come into a document is that document's."""
     if unit.document is not None:
-        return drafts.ids(unit.document)
-    return [unit.id] if unit.id is not None and drafts.document_of(unit.id) is None else []
+        return members_of(connection, unit.namespace, unit.document)
+    found = look_up(connection, unit.namespace, [] if unit.id is None else [unit.id])
+    return [each for each in found if each is not None and each.document is None]
 
 
-def _units_now(connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Iterable[str]) -> Iterator[Unit]:
-    """Yield the documents that were drafted, and chunks that are of none, or were, as they are now."""
-    row = connection.execute("SELECT tenant FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
-    tenant = "" if row is None else str(row[0])
-    # What has seen a chunk that went is read again as it is now.
-    now = Drafts(connection, namespace)
-    for document in drafts.names():
-        yield Unit(UnitName(namespace, document=document), tenant, now.pieces(document))
-    for id in dict.fromkeys(alone):
-        [record] = look_up(connection, namespace, [id])
-        pieces = [] if record is None or drafts.document_of(id) is not None else [record]
-        yield Unit(UnitName(namespace, id=id), tenant, pieces)
+def _place(record: NodeRecord) -> tuple[str | None, int | None]:
+    return record.document, record.start
+
+
+def _said(pieces: Sequence[NodeRecord]) -> list[tuple[object, ...]]:
+    """Return all that is told of pieces, which differ in more than they are compared by."""
+    return [(piece, piece.ends, piece.later) for piece in pieces]
 
 
 def _note(connection: sqlite3.Connection, session: Session) -> None:

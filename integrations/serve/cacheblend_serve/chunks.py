@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -34,7 +34,7 @@ Limit = Annotated[int, Query(ge=1, le=_PAGE)]
 
 @router.get("/v1/chunks")
 def _list_chunks(library: FromLibrary, after: str = "", limit: Limit = _PAGE) -> Response:
-    return _page([each._asdict() for each in library.page(after, limit + 1)], limit)
+    return _page([{"id": id, "document": document} for id, document in library.page(after, limit + 1)], limit)
 
 
 @router.get("/v1/documents")
@@ -59,8 +59,8 @@ def _delete_chunks(request: IdsRequest, library: FromLibrary) -> Response:
 
 @router.post("/v1/chunks/records")
 def _records(request: IdsRequest, library: FromLibrary) -> Response:
-    records = zip(library.records(request.ids), library.places(request.ids), strict=True)
-    found = [None if record is None else asdict(record) | {"document": place} for record, place in records]
+    # Where each token ends matters only where chunks are encoded.
+    found = [None if record is None else asdict(replace(record, ends=())) for record in library.records(request.ids)]
     return JSONResponse({"object": "list", "data": found})
 
 

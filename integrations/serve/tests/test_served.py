@@ -19,6 +19,7 @@ from cacheblend_serve.auth import KeyFile, Owner
 from cacheblend_serve.client.engine import ServedEngine
 from integrations.serve.tests.conftest import Serve, engine_of, serving
 from integrations.serve.tests.test_answers import ask, events
+from tests.engines import documents_of
 from tests.thinking import Dictation
 
 PIECE = partial(Chunk, document="mara")
@@ -90,7 +91,7 @@ def test_names_are_those_of_the_engine(
         (
             sorted(library.ids()),
             library.records(asked),
-            library.places(asked),
+            documents_of(library, asked),
             library.document("mara"),
             library.document("nobody's"),
             library.prompt_layout(PROMPT).token_ids,

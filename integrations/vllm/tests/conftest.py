@@ -37,6 +37,7 @@ from cacheblend_serve.completions import calls_for
 from cacheblend_serve.inprocess import EngineBackend
 from cacheblend_serve.settings import ServeConfig
 from cacheblend_serve.wire import ChatRequest
+from tests.engines import documents_of
 from tests.limits import wait_until
 
 NUM_QUESTIONS = 24
@@ -78,7 +79,7 @@ class Corpus:
     @contextmanager
     def without_document_of(self, id: str) -> Iterator[None]:
         """Do without the document that a chunk is of; behind the block it is there again, encoded anew."""
-        [document] = self.engine.places([id])
+        [document] = documents_of(self.engine, [id])
         assert document is not None
         self.engine.delete_document(document)
         try:

@@ -27,6 +27,7 @@ from cacheblend_rag.thoughts import Thinking
 from cacheblend_serve.backend import Asked
 from integrations.serve.tests.process import LEAST, VLLM, ServerProcess
 from integrations.vllm.tests.conftest import engine_answer, wait_until_gone
+from tests.engines import documents_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -132,7 +133,7 @@ def test_what_was_acknowledged_is_there_when_the_server_was_killed(tmp_path: Pat
     with BlendEngine.from_pretrained(
         WEIGHTS, store=store, config=EngineConfig(separator="\n\n", dtype="float32")
     ) as engine:
-        assert sorted(engine.places(engine.ids())) == ["0", "1", "2"]
+        assert sorted(documents_of(engine, engine.ids())) == ["0", "1", "2"]
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.core.documents.naive import Ids, Library, Reading, Rows, later_of, small_model
-from tests.engines import evict, separator_of, store_of
+from tests.engines import documents_of, evict, separator_of, store_of
 from tests.families import tiny_tokenizer, words
 
 IDS = [f"c{number}" for number in range(7)]
@@ -183,7 +183,7 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
             for document in TEXTS:
                 assert engine.document(document) == [piece.id for piece in self.library.order(document)]
             ids = sorted(readings)
-            assert engine.places(ids) == [
+            assert documents_of(engine, ids) == [
                 next((name for name in TEXTS if id in map(str, engine.document(name))), None) for id in ids
             ]
             keys: dict[tuple[Ids, Ids], str] = {}

@@ -210,9 +210,6 @@ class ServedEngine:
         except UnknownChunkError:
             return []
 
-    def places(self, ids: Sequence[str]) -> list[str | None]:
-        return [None if found is None else found["document"] for found in self._found(ids)]
-
     def ids(self, within: str | None = None) -> list[str]:
         if within is None:
             return list(self._listed("/v1/chunks"))
@@ -220,7 +217,9 @@ class ServedEngine:
         return [id for name in begun for id in self.document(name)]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
-        return _records.validate_python(list(self._found(ids)))
+        parts = _parts(id_list(ids), _BATCH)
+        found = [each for part in parts for each in self._server.read("/v1/chunks/records", {"ids": part})["data"]]
+        return _records.validate_python(found)
 
     def changes(self, since: int | None = None) -> NameChanges:
         given = {} if since is None else {"since": since}
@@ -233,10 +232,6 @@ class ServedEngine:
                 self._server.read("/v1/prefetch", {"ids": wanted[:_BATCH]})
         except CacheBlendError as error:
             logger.debug("chunks are not read ahead: %s", error)
-
-    def _found(self, ids: Sequence[str]) -> Iterator[dict[str, Any] | None]:
-        for part in _parts(id_list(ids), _BATCH):
-            yield from self._server.read("/v1/chunks/records", {"ids": part})["data"]
 
     def _listed(self, path: str, after: str = "") -> Iterator[str]:
         has_more = True
