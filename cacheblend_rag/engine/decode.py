@@ -32,10 +32,23 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import answering_first, past_adapters, unwrapped
 
-__all__ = ["OBJECT_OPTIONS", "Answers", "Prefilled", "checked_options", "decode", "end_ids", "last_logits", "token_ids"]
+__all__ = [
+    "OBJECT_OPTIONS",
+    "ROOM_FOR_OUTPUT",
+    "Outputs",
+    "Prefilled",
+    "checked_options",
+    "decode",
+    "end_ids",
+    "last_logits",
+    "token_ids",
+]
 
 OBJECT_OPTIONS = ("stopping_criteria", "logits_processor")
 """Options that are objects, with a state of their own."""
+
+ROOM_FOR_OUTPUT = 512
+"""Tokens that a cache is given room for at once: a limit that is meant as "no limit" should not take memory."""
 
 # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
 _NEUTRAL = {
@@ -148,31 +161,31 @@ def last_logits(
     return logits[0, -count:].clone()
 
 
-def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, answers: Answers) -> None:
+def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, outputs: Outputs) -> None:
     """Decode the answers to prompts that were read."""
     # What ends a row by its text is watched here.
     taken = (*OBJECT_OPTIONS, "stop_strings")
-    options = _NEUTRAL | {name: value for name, value in answers.requests[0].options.items() if name not in taken}
+    options = _NEUTRAL | {name: value for name, value in outputs.requests[0].options.items() if name not in taken}
     if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     inputs, cache = dict(prompts.inputs), prompts.cache
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     injecting = nullcontext() if prompts.logits is None else answering_first(model, cache, prompts.logits)
-    brought = any(each.options.get("logits_processor") for each in answers.requests)
+    brought = any(each.options.get("logits_processor") for each in outputs.requests)
     with torch.no_grad(), injecting:
         output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
             **inputs,
             **({} if cache is None else {"past_key_values": cache}),
-            max_new_tokens=max(answers.limits),
-            stopping_criteria=StoppingCriteriaList([answers]),
-            logits_processor=LogitsProcessorList([answers.process] if brought else []),
+            max_new_tokens=max(outputs.limits),
+            stopping_criteria=StoppingCriteriaList([outputs]),
+            logits_processor=LogitsProcessorList([outputs.process] if brought else []),
             **options,
         )
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    answers.finish(sequences[:, inputs["input_ids"].shape[1] :].tolist())
+    outputs.finish(sequences[:, inputs["input_ids"].shape[1] :].tolist())
 
 
-class Answers(StoppingCriteria):
+class Outputs(StoppingCriteria):
     """The answers to prompts that are decoded together: notes and shows their tokens, and ends each row for itself.
 
     `requests` differ in `limits`, the most tokens of each answer, and in options that are objects only. `ends` are the tokens

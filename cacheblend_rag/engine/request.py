@@ -14,7 +14,6 @@ import torch
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
-from cacheblend_rag.engine.scheduler import Patience
 from cacheblend_rag.fuse.plan import Plan
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
@@ -77,8 +76,6 @@ class Request:
     prompt: AssembledPrompt
     blend: BlendConfig
     started: float
-    # Shared by the prompts of one call.
-    patience: Patience = field(default_factory=Patience)
     # Whether it takes over what earlier prompts begin with, and is kept for later ones.
     shares: bool = True
     max_new_tokens: int | None = None

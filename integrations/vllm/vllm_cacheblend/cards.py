@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.engine.engine import engine_identity, look_at_model
+from cacheblend_rag.engine.huggingface import engine_identity, look_at_model
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
@@ -52,7 +52,7 @@ def card_of(folder: Path, config: EngineConfig, store: Path, precision: Precisio
         # As the engine of this machine would run it; only its weights are wanted here, so not on a device.
         dtype = config.torch_dtype() or default_dtype(str(folder), "cuda" if torch.cuda.is_available() else "cpu")
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-        identity = engine_identity(model, AutoTokenizer.from_pretrained(str(folder)), private=False)
+        identity = engine_identity(model, AutoTokenizer.from_pretrained(str(folder)))
     else:
         model = _outline(folder, config)
         identity = _file_identity(files, f"{precision}|{model.dtype}")

@@ -1,57 +1,119 @@
-"""Reading one prompt: how it is prefilled, and what to do when a file is damaged."""
+"""Backend of models of transformers: one prompt is read at a time, blended where it can be."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import math
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
-from cacheblend_rag.engine.decode import Prefilled, last_logits
+from cacheblend_rag.engine.backend import Backend
+from cacheblend_rag.engine.batch import Batcher
+from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, checked_options, end_ids, last_logits
+from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.request import Request
-from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError
+from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
-from cacheblend_rag.fuse.plan import Plan, is_full, make_plan
+from cacheblend_rag.fuse.plan import Plan, check_selector, is_full, make_plan
+from cacheblend_rag.fuse.selfcheck import check_blending
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
-from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix, reader_of, storage_bytes
+from cacheblend_rag.model import (
+    Decoder,
+    WeightsWatch,
+    inspect_model,
+    model_fingerprint,
+    model_window,
+    num_decoder_layers,
+    takes_positions,
+    text_decoder,
+    unwrapped,
+)
+from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix, cut_layers, reader_of, storage_bytes
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["ROOM_FOR_OUTPUT", "Runner"]
+__all__ = ["TransformersBackend", "engine_identity", "look_at_model"]
 
-# A limit that is meant as "no limit" should not take memory at once.
-ROOM_FOR_OUTPUT = 512
+logger = logging.getLogger(__name__)
+# Of each model, what all engines over it keep of earlier prompts.
+_shelves: WeakKeyDictionary[PreTrainedModel, WeakSet[PrefixCache]] = WeakKeyDictionary()
 
 
-class Runner:
-    """Runs prompts on one model and one store, one at a time."""
+class TransformersBackend(Backend):
+    """A Hugging Face causal language model in this process."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        decoder: Decoder | None,
-        unsupported: str | None,
-        supply: KVSupply,
-        tuning: Tuning,
-        prefixes: PrefixCache,
-    ) -> None:
-        self._model, self._decoder, self._unsupported = model, decoder, unsupported
-        self._supply, self._prefixes = supply, prefixes
-        self._tuning = tuning
-        self._num_layers = num_decoder_layers(model)
-        self._threads = tuning.threads
-        self.scheduler = supply.scheduler
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, tuning: Tuning, *, strict: bool = False) -> None:
+        self.model, self.tokenizer, self.tuning = model.eval(), tokenizer, tuning
+        self.name = getattr(model, "name_or_path", "") or type(model).__name__
+        self.window = model_window(model)
+        self.scheduler = scheduler_of(model)
+        self.decoder, self.reason = self.inspect(strict)
+        self.form, self.num_layers = self.decoder, num_decoder_layers(model)
+        self.num_kv_layers = self.num_layers if self.decoder is None else self.decoder.num_kv_layers
+        embedding: Any = unwrapped(model).get_input_embeddings()
+        self.num_embeddings = embedding.weight.shape[0]
+        self.shelf = _shelves.setdefault(unwrapped(model), WeakSet())
         self.attachments: list[Attachment] = []
+        self._weights = WeightsWatch(model)
+        self._batcher = Batcher(self)
+
+    def inspect(self, strict: bool) -> tuple[Decoder | None, str | None]:
+        """Return the model as blending sees it, or None and why it cannot be blended; `strict` raises that."""
+        return look_at_model(self.model, strict=strict, self_check=self.tuning.self_check)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return end_ids(self.model)
+
+    def identity(self, *, private: bool) -> str:
+        # In a store that this engine alone sees, a random one does as well, and no weights need be read.
+        return uuid.uuid4().hex if private else engine_identity(self.model, self.tokenizer)
+
+    def encoder(self, preamble: tuple[int, ...]) -> Encoder | None:
+        return None if self.decoder is None else Encoder(self.decoder, preamble, self.tuning.encode_batch_tokens)
+
+    def check_model(self) -> None:
+        self._weights.check()
+
+    def check_blend(self, blend: BlendConfig) -> None:
+        # A model whose configuration names no layers is never blended.
+        if self.decoder is not None or self.num_layers:
+            check_selector(blend, self.num_layers, self.decoder)
+
+    def check_options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
+        return checked_options(self.model, max_new_tokens, options)
+
+    def cut(self, kv: Any, rows: int) -> Any:
+        return cut_layers(kv, rows)
+
+    def answer(
+        self, requests: Sequence[Request], batch_size: int | None = None, deadline: float = math.inf
+    ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
+        return self._batcher.answer(requests, batch_size, deadline)
+
+    def last_logits(self, request: Request, count: int) -> torch.Tensor:
+        with self.prefill(request, 0, count) as read:
+            logits = read.logits
+            if logits is None:
+                logits = last_logits(self.model, read.inputs, read.cache, count)
+            return logits.cpu()
 
     @contextmanager
     def prefill(self, request: Request, headroom: int, logits_to_keep: int = 1) -> Iterator[Prefilled]:
@@ -60,8 +122,8 @@ class Runner:
         Of a model that cannot be blended, the first forward in the block reads the prompt.
         """
         state = request.state
-        with self.scheduler.within(request.patience), torch.no_grad():
-            if self._supply.is_closed:
+        with self.scheduler, torch.no_grad():
+            if self.supply.is_closed:
                 raise ConfigError("this engine was closed before the prompt's turn came; make a new one")
             if request.is_given_up:
                 raise CacheBlendError("the answer was cancelled before it began; try again")
@@ -75,7 +137,7 @@ class Runner:
                     break
                 except ChunkReadError as error:
                     # What cannot be read is a miss: the next round encodes the chunk anew.
-                    self._supply.note_unreadable(request, error)
+                    self.supply.note_unreadable(request, error)
             state.encoded.clear()
             with opened:
                 yield prefilled
@@ -85,44 +147,44 @@ class Runner:
 
     def _prefill(self, request: Request, headroom: int, logits_to_keep: int, stack: ExitStack) -> Prefilled:
         state = request.state
-        ids = torch.tensor([request.prompt.layout.token_ids], device=self._model.device)
+        ids = torch.tensor([request.prompt.layout.token_ids], device=self.model.device)
         readers = self._prepare(request)
         state.forward_started, state.forward_ended = time.perf_counter(), None
-        if self._decoder is None:
-            return self._unblended(request, {"input_ids": ids})
-        cache, room = BlendCache(self._num_layers), min(headroom, ROOM_FOR_OUTPUT)
+        if self.decoder is None:
+            return self.read_whole(request, {"input_ids": ids})
+        cache, room = BlendCache(self.num_layers), min(headroom, ROOM_FOR_OUTPUT)
         state.charge, state.recomputed, state.layers = 0.0, None, None
-        loader = None if readers is None else self._loader(request, self._decoder, readers, room)
-        steering = None if loader is None else self._steering(request, self._decoder, cache, loader)
+        loader = None if readers is None else self._loader(request, self.decoder, readers, room)
+        steering = None if loader is None else self._steering(request, self.decoder, cache, loader)
         # At the end, since a device has not computed what is noted, and what was read is kept only then.
         stack.callback(_note_work, request, loader, steering)
         if loader is not None:
             stack.enter_context(loader)
-        running = RunningForward(request, self._decoder, cache, steering, headroom, room)
+        running = RunningForward(request, self.decoder, cache, steering, headroom, room)
         for each in (*self.attachments,):
             stack.enter_context(each.around(running))
-        placed = self._decoder.placing(request.prompt.places)
+        placed = self.decoder.placing(request.prompt.places)
         inputs = {"input_ids": ids, **placed}
         with nullcontext() if steering is None else steering():
-            return Prefilled(inputs, cache, last_logits(self._model, inputs, cache, logits_to_keep))
+            return Prefilled(inputs, cache, last_logits(self.model, inputs, cache, logits_to_keep))
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
         """Encode in one go the chunks without stored KV of several prompts, but for those prefilled in full."""
-        self._supply.encode_misses([request for request in requests if self._whole_plan(request) is None])
+        self.supply.encode_misses([request for request in requests if self._whole_plan(request) is None])
 
     def alone_reason(self, request: Request) -> str | None:
         """Return why a prompt must be answered alone, as what is attached says, or None."""
         return next(filter(None, (each.alone_reason(request) for each in (*self.attachments,))), None)
 
-    def _unblended(self, request: Request, inputs: dict[str, torch.Tensor]) -> Prefilled:
+    def read_whole(self, request: Request, inputs: dict[str, torch.Tensor]) -> Prefilled:
         """Return how a model that cannot be blended reads a prompt: in full, with its own cache, which may hold states."""
         places = request.prompt.places
         if places is not None and list(places) != list(range(len(places))):
-            if not takes_positions(text_decoder(self._model)):
+            if not takes_positions(text_decoder(self.model)):
                 raise PromptError(
-                    f"the prompt has positions, but {type(self._model).__name__} takes none; leave positions out"
+                    f"the prompt has positions, but {type(self.model).__name__} takes none; leave positions out"
                 )
-            inputs["position_ids"] = torch.tensor([list(places)], device=self._model.device)
+            inputs["position_ids"] = torch.tensor([list(places)], device=self.model.device)
         return Prefilled(inputs, None, None)
 
     def _prepare(self, request: Request) -> dict[int, KVReader] | None:
@@ -134,10 +196,10 @@ class Runner:
         self._resume(request, whole=state.plan is not None)
         if state.plan is not None:
             keys = [chunk.key for chunk in request.waiting if chunk.key not in state.hits]
-            self._supply.note_held(request, keys)
+            self.supply.note_held(request, keys)
             return None if state.resumed is None else dict(state.resumed.readers)
-        readers = self._supply.readers(request, self._supply.open_all(request))
-        state.plan = make_plan(request.blend, request.layout, self._num_layers)
+        readers = self.supply.readers(request, self.supply.open_all(request))
+        state.plan = make_plan(request.blend, request.layout, self.num_layers)
         return readers if state.resumed is None else {**readers, **state.resumed.readers}
 
     def _whole_plan(self, request: Request) -> Plan | None:
@@ -167,8 +229,8 @@ class Runner:
             [readers[span.start] for span in loaded.chunks],
             first_layer,
             len(loaded) + room,
-            self._tuning.prefetch_layers,
-            self._threads,
+            self.tuning.prefetch_layers,
+            self.tuning.threads,
             state.layers,
         )
 
@@ -208,7 +270,7 @@ class Runner:
             return
         rows = 0 if head is None else head.rows
         found = (
-            self._prefixes.find(request.prompt, None if whole else _effective(blend), rows) if request.shares else None
+            self.prefixes.find(request.prompt, None if whole else _effective(blend), rows) if request.shares else None
         )
         if found is None and head is None:
             return
@@ -219,29 +281,29 @@ class Runner:
             reader = reader_of(tuple(layout.token_ids[:rows]), held.kv)
             request.state.resumed = ReusedPrefix(resumed, 0, {0: reader})
         elif head is not None:
-            request.state.resumed = ReusedPrefix(resumed, rows, {0: self._supply.head(request, head)})
+            request.state.resumed = ReusedPrefix(resumed, rows, {0: self.supply.head(request, head)})
 
     def _remember(self, request: Request, cache: BlendCache) -> None:
         """Keep what was computed for the prompts to come, if it is whole."""
         plan = request.state.plan
         if not request.shares or not request.blend.enabled or plan is None:
             return
-        layers = cache.kv_layers[: self._supply.num_kv_layers]
+        layers = cache.kv_layers[: self.num_kv_layers]
         is_whole = not any(layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(request.prompt.layout, len(request.state.output_ids)) is None:
             ratio = None if plan.selection is None else _effective(request.blend)
             kv, rows = cache.kv(), layers[0].held_tokens
-            self._prefixes.keep(request.prompt, request.state.output_ids, ratio, rows, kv, storage_bytes(kv))
+            self.prefixes.keep(request.prompt, request.state.output_ids, ratio, rows, kv, storage_bytes(kv))
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
         """Return why this model cannot be blended, or not on this prompt and an answer of that many tokens."""
-        reach = None if self._decoder is None else self._decoder.rope_reach
+        reach = None if self.decoder is None else self.decoder.rope_reach
         if reach is not None and (end := layout.end_position + output_tokens) >= reach:
             return (
                 f"the prompt ends at position {end}, and from {reach} on this model's rotary frequencies "
                 "depend on the length of the prompt"
             )
-        return self._unsupported
+        return self.reason
 
 
 def _effective(blend: BlendConfig) -> float:
@@ -257,3 +319,26 @@ def _note_work(request: Request, loader: LayerLoader | None, steering: Steering 
     if steering is not None and state.plan is not None and state.plan.selection is not None:
         state.charge += steering.charge
         state.recomputed = steering.recomputed_rows.cpu()
+
+
+def look_at_model(model: PreTrainedModel, *, strict: bool, self_check: bool) -> tuple[Decoder | None, str | None]:
+    """Return the model as blending sees it, or None and why it cannot be blended; `strict` raises that."""
+    try:
+        # Another engine may be at work on it.
+        with scheduler_of(model):
+            decoder = inspect_model(model)
+            if self_check:
+                check_blending(decoder)
+    except UnsupportedModelError as error:
+        if strict:
+            raise
+        logger.warning("%s; its prompts are prefilled in full", error)
+        return None, str(error)
+    return decoder, None
+
+
+def engine_identity(model: PreTrainedModel, tokenizer: Any) -> str:
+    """Return a digest of a model's weights and a tokenizer's vocabulary and rules: 32 hexadecimal digits."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.blake2b(f"{model_fingerprint(model)}|{rules}".encode(), digest_size=16).hexdigest()
