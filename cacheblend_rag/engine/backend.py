@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
@@ -32,9 +31,9 @@ class Backend(ABC):
 
     Its parts are set by its constructor, but for `supply` and `prefixes`, which are its engine's.
 
-    For each request it fills in what the report says: in `Request.state` the `plan`, the chunks' `hits` and `fates` (which
-    `KVSupply` does), `recomputed` and `charge` unless the prompt was computed in full, `forward_started` and the times, and what
-    `BlendReport` has besides in `figures`; `make_report` reads it.
+    For each request it fills in what `make_report` reads: in `Request.state` the `selection`, or why there is none
+    (`fallback_reason`); `hits` and `fates` of the chunks, which `KVSupply` does; `recomputed` and `charge`, unless the prompt was
+    computed in full; `forward_started`; and in `figures` what else `BlendReport` has.
     """
 
     name: str
@@ -89,12 +88,9 @@ class Backend(ABC):
 
     @abstractmethod
     def answer(
-        self, requests: Sequence[Request], batch_size: int | None = None, deadline: float = math.inf
+        self, requests: Sequence[Request], batch_size: int | None = None
     ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
-        """Answer prompts whose options differ in objects only, at most `batch_size` together; yield each with what came of it.
-
-        The `deadline`, by `time.perf_counter`, is that for the model to be free.
-        """
+        """Answer prompts whose options differ in objects only, at most `batch_size` together; yield each with what came of it."""
 
     @abstractmethod
     def last_logits(self, request: Request, count: int) -> torch.Tensor:

@@ -48,10 +48,11 @@ class Batcher:
         self._refused: str | None = None
 
     def answer(
-        self, requests: Sequence[Request], batch_size: int | None, deadline: float
+        self, requests: Sequence[Request], batch_size: int | None
     ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
         """Answer the prompts of one call, and with them those of others that wait, each in its thread; see `Backend.answer`."""
         scheduler, is_single = self._backend.scheduler, len(requests) == 1
+        deadline = min((each.deadline for each in requests), default=math.inf)
         left = sorted(requests, key=lambda each: len(each.prompt.layout), reverse=True)
         while left:
             is_nested = scheduler.is_mine

@@ -50,7 +50,7 @@ class BlendEngine(ChunkLibrary):
     Parameters
     ----------
     model : PreTrainedModel or Backend
-        A Hugging Face causal language model; or a backend, which is what another engine puts in its place.
+        A Hugging Face causal language model; or what another package's engine puts in its place.
     tokenizer : Any
         Its tokenizer; a backend brings its own.
     config : EngineConfig, optional
@@ -62,7 +62,7 @@ class BlendEngine(ChunkLibrary):
     tenant : str, optional
         Who owns the KV; a shorthand for the setting of that name, over which it takes precedence.
     tuning : optional
-        Constants that tests and benchmarks change; not for other use.
+        Constants that tests and benchmarks change.
 
     Attributes
     ----------
@@ -98,11 +98,10 @@ class BlendEngine(ChunkLibrary):
         config = EngineConfig.of(config)
         config = config if tenant is None else config.replace(tenant=tenant)
         self.tuning = tuning or Tuning()
-        backend = (
-            model
-            if isinstance(model, Backend)
-            else TransformersBackend(model, tokenizer, self.tuning, strict=config.strict)
-        )
+        if isinstance(model, Backend):
+            backend = model
+        else:
+            backend = TransformersBackend(model, tokenizer, self.tuning, strict=config.strict)
         self.backend, self.model, self.model_name = backend, backend.model, backend.name
         self.decoder = backend.form if isinstance(backend.form, Decoder) else None
         self.unsupported_reason = backend.reason
@@ -153,9 +152,9 @@ class BlendEngine(ChunkLibrary):
         ----------
         model : str or Path
             A Hugging Face id, a folder, or a GGUF file.
-            With the extra `gguf`, llama.cpp answers from a GGUF file (``repo/name:file.gguf`` is one of the Hub), and what this
-            returns is a `GGUFEngine`, which takes options of llama.cpp; with the extra `hybrid`, a model with recurrent layers gets
-            a `HybridEngine`.
+            With the extra `gguf`, llama.cpp answers from a GGUF file (``repo/name:file.gguf`` is one of the Hub), and what
+            this returns is a `GGUFEngine`, which takes options of llama.cpp; with the extra `hybrid`, a model with recurrent
+            layers gets a `HybridEngine`.
         config : EngineConfig, optional
             The settings; `dtype` and `device` say how the model is loaded.
         blend, store, tenant, tuning
@@ -186,15 +185,8 @@ class BlendEngine(ChunkLibrary):
 
         What is attached to this one is attached to it too, as far as attachments say what that is.
         """
-        engine = type(self)(
-            self.model,
-            self.tokenizer,
-            config=self.config,
-            blend=self.blend,
-            store=self._store,
-            tenant=tenant,
-            tuning=self.tuning,
-        )
+        own: dict[str, Any] = {"config": self.config, "blend": self.blend, "store": self._store, "tuning": self.tuning}
+        engine = type(self)(self.model, self.tokenizer, tenant=tenant, **own)
         engine.model_name = self.model_name
         for each in self.attachments:
             if (other := each.for_tenant()) is not None:
@@ -209,20 +201,15 @@ class BlendEngine(ChunkLibrary):
     def attach(self, attachment: _Attached) -> _Attached:
         """Attach something optional, of `cacheblend_attachments` or of yours, to all requests that come from then on; return it.
 
-        Its ``close``, or the engine's, detaches it.
-
-        Raises
-        ------
-        ConfigError
-            If it is none, was attached before, does not go with the model or what is attached, or the engine is closed.
+        Its ``close``, or the engine's, detaches it. `ConfigError` if it does not go with the model or with what is attached.
         """
         self._check_open()
         if not isinstance(attachment, Attachment):
             raise ConfigError(f"{attachment!r:.40} is not an Attachment; give one, for example SnapKV(0.25)")
         if self.model is None:
             raise ConfigError(
-                f"{type(attachment).__name__} needs a model in transformers, and {self.model_name} is none; leave it out, or load "
-                "the model's folder instead"
+                f"{type(attachment).__name__} needs a model in transformers, and {self.model_name} is none; leave it out, or "
+                "load the model's folder instead"
             )
         if attachment.leave is not None:
             raise ConfigError(f"this {type(attachment).__name__} was attached before; make another one")
@@ -241,39 +228,22 @@ class BlendEngine(ChunkLibrary):
         return self.backend.end_ids
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
-        """Return the settings that a call uses: the engine's own, except those that the call sets.
-
-        Raises
-        ------
-        ConfigError
-            If they name a selector or a layer that does not exist, or ask for something that the model does not have.
-        """
+        """Return the settings that a call uses: the engine's own, except those that it sets; `ConfigError` if they do not fit."""
         blend = BlendConfig.of(blend).over(self.blend)
         self.backend.check_blend(blend)
         return blend
 
     def prefill(
-        self,
-        prompt: BlendPrompt,
-        *,
-        blend: BlendConfig | None = None,
-        logits_to_keep: int | None = None,
+        self, prompt: BlendPrompt, *, blend: BlendConfig | None = None, logits_to_keep: int | None = None
     ) -> PrefillResult:
         """Prefill a prompt, blending its chunks; return logits, token ids and report. Nothing is taken over of earlier prompts.
 
         Parameters
         ----------
         prompt, blend
-            As for `generate`.
+            As for `generate`, which also says what is raised.
         logits_to_keep : int, optional
             Return the logits after each of that many last tokens, which must be text; by default those after the last one.
-
-        Raises
-        ------
-        PromptError
-            If the prompt cannot be served.
-        ConfigError
-            If the settings do not fit the model.
         """
         request = self.begin_request(prompt, blend, shares=False)
         count, layout = 1 if logits_to_keep is None else logits_to_keep, request.prompt.layout
@@ -320,10 +290,7 @@ class BlendEngine(ChunkLibrary):
         ConfigError
             If an option cannot be combined with blending.
         """
-        options, deadline = self.backend.check_options(max_new_tokens, generation_kwargs), deadline_of(wait_s)
-        return self._answered(
-            self.begin_request(prompt, blend, max_new_tokens=max_new_tokens, options=options), deadline
-        )
+        return self._answered(self.begin_request(prompt, blend, max_new_tokens, generation_kwargs, wait_s=wait_s))
 
     def generate_many(
         self,
@@ -339,15 +306,13 @@ class BlendEngine(ChunkLibrary):
     ) -> list[GenerationResult]:
         """Answer many prompts, which is faster than one after the other; return the answers in their order.
 
-        Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one
-        after the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`,
-        except for rounding: if two tokens are equally likely to the last digits, either may be chosen. Sampled answers are
-        different draws. Where settings or options do not allow a batch (`Repair`, `SnapKV`, options that read a prompt's
-        ids), answers are decoded one by one, and each report's `alone_reason` says why. The times in the reports count from
-        this call on.
+        Prompts are prefilled one after the other, and their answers decoded together in padded batches. Greedy answers are those
+        of `generate`, except for rounding; sampled ones are different draws. Where settings or options do not allow a batch
+        (`Repair`, `SnapKV`, options that read a prompt's ids), answers are decoded one by one, and each report's `alone_reason`
+        says why. The times in the reports count from this call on.
 
-        Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
-        copies of those given, unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
+        Stopping criteria and logits processors see each prompt as a batch of one without padding: shallow copies of those given,
+        unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
 
         Parameters
         ----------
@@ -358,30 +323,28 @@ class BlendEngine(ChunkLibrary):
         stop : threading.Event, optional
             Ends all answers at the next token once it is set.
         on_failed : callable, optional
-            Called with the number of each prompt that cannot be answered, and why, instead of the error being raised; the others
-            are answered.
+            Called with the number of each prompt that cannot be answered, and why, instead of the error being raised.
         max_new_tokens, blend, wait_s, **generation_kwargs
             As for `generate`, which also says what is raised.
         """
         started = time.perf_counter()
-        started = time.perf_counter()
-        options, deadline = self.backend.check_options(max_new_tokens, generation_kwargs), deadline_of(wait_s)
+        options = self.backend.check_options(max_new_tokens, generation_kwargs)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to choose it automatically")
         if not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         stop = stop or threading.Event()
         numbers: dict[Request, int] = {}
-        begin = partial(self.begin_request, blend=blend, started=started, max_new_tokens=max_new_tokens)
         for number, (prompt, own) in enumerate(zip(prompts, options_of_each(options, len(prompts)), strict=True)):
             try:
-                numbers[replace(begin(prompt, options=own), stop=stop)] = number
+                request = self.begin_request(prompt, blend, max_new_tokens, own, wait_s=wait_s, started=started)
+                numbers[replace(request, stop=stop)] = number
             except CacheBlendError as error:
                 if on_failed is None:
                     raise
                 on_failed(number, error)
         results: dict[int, GenerationResult] = {}
-        for request, result in self.backend.answer(list(numbers), batch_size, deadline):
+        for request, result in self.backend.answer(list(numbers), batch_size):
             # When all are stopped, what has not begun is left out.
             if isinstance(result, GenerationResult) and (result.token_ids or not stop.is_set()):
                 results[numbers[request]] = self._finish(request, result)
@@ -406,18 +369,11 @@ class BlendEngine(ChunkLibrary):
         wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> BlendStream:
-        """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once.
-
-        Returns
-        -------
-        BlendStream
-            An iterator over pieces of text; its `result` holds the report.
-        """
-        options, deadline = self.backend.check_options(max_new_tokens, generation_kwargs), deadline_of(wait_s)
-        request = self.begin_request(prompt, blend, max_new_tokens=max_new_tokens, options=options)
+        """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once."""
+        request = self.begin_request(prompt, blend, max_new_tokens, generation_kwargs, wait_s=wait_s)
 
         def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
-            return self._answered(replace(request, streamer=PieceStreamer(self.tokenizer, show), stop=stop), deadline)
+            return self._answered(replace(request, streamer=PieceStreamer(self.tokenizer, show), stop=stop))
 
         return BlendStream(work)
 
@@ -454,16 +410,18 @@ class BlendEngine(ChunkLibrary):
         self,
         prompt: BlendPrompt,
         blend: BlendConfig | None = None,
-        *,
-        started: float | None = None,
         max_new_tokens: int | None = None,
         options: dict[str, Any] | None = None,
+        *,
+        wait_s: float | None = None,
+        started: float | None = None,
         shares: bool = True,
     ) -> Request:
         """Return the request for a prompt, checked, in tokens and under the settings in force, but not computed."""
         self._check_open()
         began = time.perf_counter()
         started = began if started is None else started
+        options, deadline = self.backend.check_options(max_new_tokens, options or {}), deadline_of(wait_s)
         self._check_model()
         blend = self.blend if blend is None or blend is self.blend else self.check_blend(blend)
         assembled = self._assembler.assemble(prompt)
@@ -471,11 +429,11 @@ class BlendEngine(ChunkLibrary):
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
         # While the others of a batch were put into tokens, it waited.
         state = RequestState(queue_s=began - started)
-        return Request(prompt, assembled, blend, started, shares, max_new_tokens, options or {}, state=state)
+        return Request(prompt, assembled, blend, started, deadline, shares, max_new_tokens, options, state=state)
 
-    def _answered(self, request: Request, deadline: float) -> GenerationResult:
+    def _answered(self, request: Request) -> GenerationResult:
         """Have a prompt answered, with others that wait; return the answer or raise why there is none."""
-        [(_, result)] = self.backend.answer([request], None, deadline)
+        [(_, result)] = self.backend.answer([request])
         if isinstance(result, Exception):
             raise result
         return self._finish(request, result)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
-from cacheblend_rag.fuse.plan import Plan, check_selector, is_full, make_plan
+from cacheblend_rag.fuse.plan import check_selector, is_full, make_selection
 from cacheblend_rag.fuse.selfcheck import check_blending
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
@@ -43,7 +42,7 @@ from cacheblend_rag.model import (
     text_decoder,
     unwrapped,
 )
-from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix, cut_layers, reader_of, storage_bytes
+from cacheblend_rag.prefixes import PrefixCache, cut_layers, reader_of, storage_bytes
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
@@ -104,9 +103,9 @@ class TransformersBackend(Backend):
         return cut_layers(kv, rows)
 
     def answer(
-        self, requests: Sequence[Request], batch_size: int | None = None, deadline: float = math.inf
+        self, requests: Sequence[Request], batch_size: int | None = None
     ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
-        return self._batcher.answer(requests, batch_size, deadline)
+        return self._batcher.answer(requests, batch_size)
 
     def last_logits(self, request: Request, count: int) -> torch.Tensor:
         with self.prefill(request, 0, count) as read:
@@ -170,7 +169,7 @@ class TransformersBackend(Backend):
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
         """Encode in one go the chunks without stored KV of several prompts, but for those prefilled in full."""
-        self.supply.encode_misses([request for request in requests if self._whole_plan(request) is None])
+        self.supply.encode_misses([request for request in requests if not self._is_whole(request)[0]])
 
     def alone_reason(self, request: Request) -> str | None:
         """Return why a prompt must be answered alone, as what is attached says, or None."""
@@ -190,33 +189,29 @@ class TransformersBackend(Backend):
     def _prepare(self, request: Request) -> dict[int, KVReader] | None:
         """Decide how a prompt is prefilled; return readers of what it takes over, by rows; None for nothing."""
         state = request.state
-        state.resumed = None
-        state.figures["head_tokens"] = 0
-        state.plan = self._whole_plan(request)
-        self._resume(request, whole=state.plan is not None)
-        if state.plan is not None:
+        state.figures["head_tokens"], state.selection = 0, None
+        whole, state.fallback_reason = self._is_whole(request)
+        readers = self._resume(request, whole=whole)
+        if whole:
             keys = [chunk.key for chunk in request.waiting if chunk.key not in state.hits]
             self.supply.note_held(request, keys)
-            return None if state.resumed is None else dict(state.resumed.readers)
-        readers = self.supply.readers(request, self.supply.open_all(request))
-        state.plan = make_plan(request.blend, request.layout, self.num_layers)
-        return readers if state.resumed is None else {**readers, **state.resumed.readers}
+            return readers or None
+        found = self.supply.readers(request, self.supply.open_all(request))
+        state.selection = make_selection(request.blend, request.layout, self.num_layers)
+        return {**found, **readers}
 
-    def _whole_plan(self, request: Request) -> Plan | None:
-        """Return the plan of a prompt that is prefilled in full, None of one that is blended."""
-        blend, layout = request.blend, request.prompt.layout
-        if not blend.enabled:
-            return Plan(None, "full")
+    def _is_whole(self, request: Request) -> tuple[bool, str | None]:
+        """Return whether a prompt is prefilled in full, and why, if blending was asked for."""
+        if not request.blend.enabled:
+            return True, None
+        layout = request.prompt.layout
         refusal = self._refusal(layout) or (None if layout.chunks else "the prompt has no chunks")
-        if refusal is not None or is_full(blend):
-            return Plan(None, "full", fallback_reason=refusal)
-        return None
+        return refusal is not None or is_full(request.blend), refusal
 
     def _loader(self, request: Request, decoder: Decoder, readers: Mapping[int, KVReader], room: int) -> LayerLoader:
         """Return what loads the stored rows of a prompt; it raises `ChunkReadError` where they turn out damaged."""
         state = request.state
-        assert state.plan is not None
-        selection, loaded = state.plan.selection, request.layout
+        selection, loaded = state.selection, request.layout
         first_layer = min(() if selection is None else selection.check_layers, default=0)
         if loaded.resumed_rows:
             # They are loaded as chunks are, and nothing else of them is like a chunk.
@@ -237,10 +232,9 @@ class TransformersBackend(Backend):
     def _steering(self, request: Request, decoder: Decoder, cache: BlendCache, loader: LayerLoader) -> Steering | None:
         """Return what has the prefill compute the selected rows; None where the model just goes on after what is stored."""
         state = request.state
-        assert state.plan is not None
         layout, text = request.layout, request.layout.text_rows
         # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
-        selection = state.plan.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
+        selection = state.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
         goes_on = (
             isinstance(selection, FixedSelection)
             and not selection.rows().numel()
@@ -250,7 +244,7 @@ class TransformersBackend(Backend):
         )
         if not goes_on or self.alone_reason(request) is not None:
             return Steering(decoder, cache, layout, selection, loader.synchronize)
-        state.recomputed = None if state.plan.selection is None else torch.empty(0, dtype=torch.int64)
+        state.recomputed = None if state.selection is None else torch.empty(0, dtype=torch.int64)
         cache.expect(int(text[0]), decoder.num_kv_layers, loader.synchronize)
         return None
 
@@ -263,35 +257,33 @@ class TransformersBackend(Backend):
         request.state.figures["kv_bytes"] = sum(token_bytes * (length - evicted) for token_bytes, evicted in sizes)
         request.state.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
 
-    def _resume(self, request: Request, *, whole: bool) -> None:
-        """Take over the fixed head or what an earlier prompt shares, of a prompt that is prefilled in full if `whole`."""
+    def _resume(self, request: Request, *, whole: bool) -> dict[int, KVReader]:
+        """Return a reader of the fixed head or of what an earlier prompt shares with one, prefilled in full if `whole`."""
+        request.resume(0)
         blend, layout, head = request.blend, request.prompt.layout, request.prompt.head
         if not blend.enabled or self._refusal(layout) is not None:
-            return
+            return {}
         rows = 0 if head is None else head.rows
         found = (
             self.prefixes.find(request.prompt, None if whole else _effective(blend), rows) if request.shares else None
         )
-        if found is None and head is None:
-            return
-        held, rows = found or (None, rows)
-        chunks = () if whole else tuple(span for span in layout.chunks if span.start >= rows)
-        resumed = replace(layout, chunks=chunks, resumed_rows=rows)
-        if held is not None:
-            reader = reader_of(tuple(layout.token_ids[:rows]), held.kv)
-            request.state.resumed = ReusedPrefix(resumed, 0, {0: reader})
-        elif head is not None:
-            request.state.resumed = ReusedPrefix(resumed, rows, {0: self.supply.head(request, head)})
+        if found is not None:
+            held, rows = found
+            request.resume(rows, whole=whole)
+            return {0: reader_of(tuple(layout.token_ids[:rows]), held.kv)}
+        if head is None:
+            return {}
+        request.resume(rows, whole=whole, is_head=True)
+        return {0: self.supply.head(request, head)}
 
     def _remember(self, request: Request, cache: BlendCache) -> None:
         """Keep what was computed for the prompts to come, if it is whole."""
-        plan = request.state.plan
-        if not request.shares or not request.blend.enabled or plan is None:
+        if not request.shares or not request.blend.enabled:
             return
         layers = cache.kv_layers[: self.num_kv_layers]
         is_whole = not any(layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(request.prompt.layout, len(request.state.output_ids)) is None:
-            ratio = None if plan.selection is None else _effective(request.blend)
+            ratio = None if request.state.selection is None else _effective(request.blend)
             kv, rows = cache.kv(), layers[0].held_tokens
             self.prefixes.keep(request.prompt, request.state.output_ids, ratio, rows, kv, storage_bytes(kv))
 
@@ -316,7 +308,7 @@ def _note_work(request: Request, loader: LayerLoader | None, steering: Steering 
     state = request.state
     if loader is not None:
         state.wait_s, state.figures["load_bytes"] = loader.wait_s, loader.load_bytes
-    if steering is not None and state.plan is not None and state.plan.selection is not None:
+    if steering is not None and state.selection is not None:
         state.charge += steering.charge
         state.recomputed = steering.recomputed_rows.cpu()
 

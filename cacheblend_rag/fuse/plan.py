@@ -1,8 +1,6 @@
-"""The plan of a prompt: whether it is blended, and which rows are chosen."""
+"""From settings to what chooses the rows of a prompt that are recomputed."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
@@ -10,19 +8,7 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
 
-__all__ = ["Plan", "check_layers", "check_selector", "is_full", "make_plan"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Plan of one prompt's prefill: the share of the chunk tokens to recompute, and what chooses them."""
-
-    # None where the prompt is prefilled in full; the selector's name is then "full", and the ratio 1.
-    selection: Selection | None
-    selector: str
-    ratio: float = 1.0
-    # Why the prompt is prefilled in full although blending was asked for.
-    fallback_reason: str | None = None
+__all__ = ["check_layers", "check_selector", "is_full", "make_selection"]
 
 
 def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None = None) -> Selector:
@@ -51,14 +37,13 @@ def is_full(blend: BlendConfig) -> bool:
     return not blend.enabled or selector == "full" or (blend.recompute_ratio == 1 and selector != "none")
 
 
-def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int) -> Plan:
-    """Return how a prompt is blended."""
-    selector, ratio = make_selector(blend.selector), blend.recompute_ratio
-    budget = min(round(ratio * layout.context_tokens), layout.context_rows.numel())
+def make_selection(blend: BlendConfig, layout: PromptLayout, num_layers: int) -> Selection:
+    """Return what chooses the rows of a prompt that are recomputed."""
+    budget = round(blend.recompute_ratio * layout.context_tokens)
     if budget == 0:
         # No selector is to spend anything on choosing nothing.
-        return Plan(FixedSelection(layout.context_rows[:0]), selector.name, ratio)
-    return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)
+        return FixedSelection(layout.context_rows[:0])
+    return make_selector(blend.selector).begin(SelectionTask(layout, num_layers, budget))
 
 
 def check_layers(selector: Selector, num_layers: int) -> tuple[int, ...]:

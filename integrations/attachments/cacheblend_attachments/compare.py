@@ -154,13 +154,8 @@ class CompareAnswers(Attachment, Collector):
             if scheduler.wanted or self._is_over:
                 raise _GaveWayError
 
-        asked = engine.begin_request(
-            request.asked,
-            BlendConfig(enabled=False),
-            max_new_tokens=request.max_new_tokens,
-            options=request.options,
-            shares=False,
-        )
+        blend, most = BlendConfig(enabled=False), request.max_new_tokens
+        asked = engine.begin_request(request.asked, blend, most, request.options, shares=False)
         with suppress(_GaveWayError), scheduler.after_others():
             check()
             with before_layers(engine.decoder.layers, check):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -23,9 +20,8 @@ from cacheblend_rag.engine.backend import Backend
 from cacheblend_rag.engine.decode import Outputs, token_ids
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ChunkReadError, ConfigError
-from cacheblend_rag.fuse.plan import Plan, is_full, make_plan
+from cacheblend_rag.fuse.plan import is_full, make_selection
 from cacheblend_rag.model import ModelCard
-from cacheblend_rag.prefixes import ReusedPrefix
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import part_of
@@ -84,37 +80,37 @@ class LlamaBackend(Backend):
         return given
 
     def answer(
-        self, requests: Sequence[Request], batch_size: int | None = None, deadline: float = math.inf
+        self, requests: Sequence[Request], batch_size: int | None = None
     ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
         if len(requests) == 1:
-            yield requests[0], self._answer(requests[0], deadline)
+            yield requests[0], self._answer(requests[0])
             return
         self.supply.encode_misses([request for request in requests if _is_blended(request)])
         with ThreadPoolExecutor(min(len(requests) or 1, batch_size or _AT_ONCE)) as pool:
-            yield from zip(requests, pool.map(self._answer, requests, repeat(deadline)), strict=True)
+            yield from zip(requests, pool.map(self._answer, requests), strict=True)
 
-    def _answer(self, request: Request, deadline: float) -> GenerationResult | Exception:
+    def _answer(self, request: Request) -> GenerationResult | Exception:
         """Answer a prompt, together with those of other callers."""
         options, left = request.options, self.llama.window - len(request.prompt.layout)
         ends = token_ids(options["eos_token_id"]) if "eos_token_id" in options else self.end_ids
         outputs = Outputs(self.tokenizer, [request], [min(request.max_new_tokens or _DEFAULT_NEW_TOKENS, left)], ends)
         try:
-            self._compute(request, deadline, outputs=outputs, processors=processors(options))
+            self._compute(request, outputs=outputs, processors=processors(options))
         except Exception as error:  # handed to who asked
             return error
         return outputs.result(0, self.num_layers)
 
     def last_logits(self, request: Request, count: int) -> torch.Tensor:
-        return torch.from_numpy(np.stack(self._compute(request, math.inf, logits_to_keep=count).scores))
+        return torch.from_numpy(np.stack(self._compute(request, logits_to_keep=count).scores))
 
-    def _compute(self, request: Request, deadline: float, **wanted: Any) -> Answering:
+    def _compute(self, request: Request, **wanted: Any) -> Answering:
         """Have a prompt answered, or only read; return what came of it."""
         kv_bytes = len(request.prompt.layout) * self.llama.row_bytes
         request.state.figures |= {"kv_bytes": kv_bytes, "kv_bytes_before": kv_bytes}
         while True:
             try:
                 answering = Answering(request, self._readers(request), self.prefixes, **wanted)
-                self.llama.decoding.answer(answering, deadline)
+                self.llama.decoding.answer(answering)
                 return answering
             except ChunkReadError as error:
                 # What cannot be read is a miss: the next round encodes the chunk anew.
@@ -125,14 +121,14 @@ class LlamaBackend(Backend):
         state = request.state
         head = self._head(request)
         if not _is_blended(request):
-            refusal = "the prompt has no chunks" if request.blend.enabled and not request.prompt.chunks else None
-            state.plan, state.recomputed = Plan(None, "full", fallback_reason=refusal), None
+            is_asked = request.blend.enabled and not request.prompt.chunks
+            state.fallback_reason = "the prompt has no chunks" if is_asked else None
+            state.selection = state.recomputed = None
             self.supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
             return head
         found = self.supply.open_all(request)
-        state.plan = make_plan(request.blend, request.prompt.layout, self.num_layers)
-        assert state.plan.selection is not None
-        rows = state.recomputed = state.plan.selection.rows()
+        state.selection = make_selection(request.blend, request.prompt.layout, self.num_layers)
+        rows = state.recomputed = state.selection.rows()
         state.charge = float(rows.numel() * self.num_layers)
         readers = self.supply.readers(request, found)
         for chunk in request.waiting:
@@ -152,12 +148,11 @@ class LlamaBackend(Backend):
 
     def _head(self, request: Request) -> dict[int, KVReader]:
         """Return a reader of the prompt's fixed head by its first row, where it has one and blending is on."""
-        request.state.resumed, request.state.figures["head_tokens"] = None, 0
-        head, layout = request.prompt.head, request.prompt.layout
+        request.resume(0)
+        request.state.figures["head_tokens"], head = 0, request.prompt.head
         if not request.blend.enabled or head is None or head.rows > HEAD_CELLS:
             return {}
-        own = layout if _is_blended(request) else replace(layout, chunks=())
-        request.state.resumed = ReusedPrefix(replace(own, resumed_rows=head.rows), head.rows)
+        request.resume(head.rows, whole=not _is_blended(request), is_head=True)
         return {0: self.supply.head(request, head)}
 
 

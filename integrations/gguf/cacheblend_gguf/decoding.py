@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from cacheblend_rag.engine.decode import Outputs
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.scheduler import GLANCE_S
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
-from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
+from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.store import KVReader
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ class Answering:
     @property
     def ratio(self) -> float | None:
         """Which share of its chunks is recomputed; None where all is computed as text."""
-        request = self.request
-        return None if request.state.recomputed is None or request.state.plan is None else request.state.plan.ratio
+        return None if self.request.state.selection is None else self.request.blend.recompute_ratio
 
     def shared(self) -> tuple[int | None, int]:
         """Return the sequence of an earlier prompt that this one begins like, and how many rows, if there is one."""
@@ -122,10 +121,8 @@ class Answering:
         """Begin in a sequence that holds so many first rows, which are those of an earlier prompt."""
         self.sequence = sequence
         if rows:
-            request, layout = self.request, self.request.prompt.layout
-            chunks = () if self.ratio is None else tuple(span for span in layout.chunks if span.start >= rows)
-            request.state.resumed = ReusedPrefix(replace(layout, chunks=chunks, resumed_rows=rows), 0)
-            request.state.figures["head_tokens"] = 0
+            self.request.resume(rows, whole=self.ratio is None)
+            self.request.state.figures["head_tokens"] = 0
 
     def choose(self, scores: Scores) -> bool:
         """Choose the next token by its scores, ``(vocab,)``; return whether it is the last one."""
@@ -153,10 +150,10 @@ class Decoding:
         self._active: list[Answering] = []
         self._thread: threading.Thread | None = None
 
-    def answer(self, answering: Answering, deadline: float) -> None:
+    def answer(self, answering: Answering) -> None:
         """Decode an answer and return at its end; `ChunkReadError` before it begins if stored KV turns out damaged."""
         request, done = answering.request, answering.done
-        until = max(deadline, time.perf_counter() + _LEAST_S)
+        until = max(request.deadline, time.perf_counter() + _LEAST_S)
         with self._lock:
             self._waiting.append(answering)
             if self._thread is None:
@@ -231,11 +228,7 @@ class Decoding:
             time.perf_counter() - request.ready - request.state.encode_s - request.state.open_s, 0.0
         )
         request.state.forward_started = time.perf_counter()
-        row = (
-            0
-            if request.state.resumed is None or request.state.resumed.head
-            else request.state.resumed.layout.resumed_rows
-        )
+        row = request.layout.resumed_rows - request.state.head_rows
         request.state.figures["load_bytes"] = 0
         for begin in sorted(each for each in answering.readers if each >= row):
             self._llama.decode(layout.token_ids[row:begin], row, answering.sequence)

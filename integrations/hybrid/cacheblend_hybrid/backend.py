@@ -20,7 +20,7 @@ from cacheblend_rag.engine.decode import Prefilled
 from cacheblend_rag.engine.huggingface import TransformersBackend
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ChunkReadError, StoreError, UnsupportedModelError
-from cacheblend_rag.fuse.plan import Plan, is_full
+from cacheblend_rag.fuse.plan import is_full
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lexer import lexer_of
@@ -87,7 +87,7 @@ class StateBackend(TransformersBackend):
         return Prefilled(inputs | states.places(inputs["input_ids"].shape[1]), cache, None)
 
     def _read_in_full(self, request: Request, why: str) -> None:
-        request.state.plan = Plan(None, "full", fallback_reason=f"{self.reason}; {why}")
+        request.state.fallback_reason = f"{self.reason}; {why}"
 
     def _prefix(self, request: Request) -> tuple[list[PromptChunk], NamedTarget] | str:
         """Return the chunks of a document that a prompt begins with, and the first one's record, or why there are none."""
@@ -164,7 +164,8 @@ class StateBackend(TransformersBackend):
         rows = request.prompt.layout.context_rows
         state.recomputed = rows[rows >= held]
         state.charge = float(state.recomputed.numel() * self.num_layers)
-        state.plan = Plan(FixedSelection(rows[:0]), "none", 0.0)
+        state.selection, state.fallback_reason = FixedSelection(rows[:0]), None
+        state.figures |= {"selector": "none", "recompute_ratio": 0.0}
         state.figures["head_tokens"] = chunks[0].start
         return cache, held
 
