@@ -155,7 +155,7 @@ class Batcher:
             failure = error.with_traceback(None)
         answers: list[GenerationResult | Exception] = []
         for request in requests:
-            if request.has_shown:
+            if request.state.has_shown:
                 # What was read of it cannot be begun anew.
                 answers.append(CacheBlendError(f"an answer that had begun was cut off: {failure}; try again"))
             else:
@@ -163,14 +163,11 @@ class Batcher:
         lacks_memory = isinstance(failure, torch.OutOfMemoryError)
         # What lacks memory alone as well is not too many prompts.
         if lacks_memory and not any(isinstance(each, torch.OutOfMemoryError) for each in answers):
-            width, _, limit = map(max, zip(*map(self._sizes, requests), strict=True))
-            tokens = len(requests) * (width + limit)
-            self._batch_tokens = min(self._batch_tokens, tokens // 2)
+            self._batch_tokens //= 2
             logger.warning(
-                "not enough memory to decode %d prompts together (%d tokens with their answers), so they are answered one by "
-                "one, and from now on half as much is decoded together",
+                "not enough memory to decode %d prompts together; from now on %d tokens at most, with their answers, are",
                 len(requests),
-                tokens,
+                self._batch_tokens,
             )
         return answers
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from numbers import Integral
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import answering_first, past_adapters, unwrapped
+from cacheblend_rag.stops import Spelling
 
 __all__ = [
     "OBJECT_OPTIONS",
@@ -201,6 +202,8 @@ class Outputs(StoppingCriteria):
         self._times: list[float] = []
         self._counts: list[int | None] = [None] * len(requests)
         self._ids: list[tuple[int, ...]] = [()] * len(requests)
+        spell = partial(lexer_of(tokenizer).text, skip_special_tokens=True)
+        self._spellings = [None if each.show is None else Spelling(spell) for each in requests]
         width = max(len(each.prompt.layout) for each in requests)
         self._starts = [width - len(each.prompt.layout) for each in requests]
         strings = requests[0].options.get("stop_strings")
@@ -232,8 +235,7 @@ class Outputs(StoppingCriteria):
 
     def _is_done(self, row: int, token: int, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
         request, own = self.requests[row], input_ids[row : row + 1, self._starts[row] :]
-        if request.streamer is not None:
-            request.streamer.put(token)
+        self._show(row, token)
         # A list, since each may have to see every token.
         asked = [bool(each(own, scores, **kwargs)) for each in self._criteria[row]]
         # The interpreter waits for a stream's thread when it ends, and its answer is not read then.
@@ -242,9 +244,16 @@ class Outputs(StoppingCriteria):
 
     def _end(self, row: int) -> None:
         self._counts[row] = len(self._times)
-        streamer = self.requests[row].streamer
-        if streamer is not None:
-            streamer.end()
+        self._show(row, None)
+
+    def _show(self, row: int, token: int | None) -> None:
+        """Show what is certain of a row's text with its next token, or at its end what is left."""
+        spelling, request = self._spellings[row], self.requests[row]
+        if spelling is None or request.show is None:
+            return
+        if text := spelling.rest() if token is None else spelling.add(token):
+            request.state.has_shown = True
+            request.show(text)
 
     def process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores, ``(rows, vocab)``, as each row's own processors change them."""

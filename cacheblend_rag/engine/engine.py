@@ -19,7 +19,7 @@ from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.backend import Backend, engine_class
 from cacheblend_rag.engine.batch import options_of_each
-from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult, in_thread
+from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, in_thread
 from cacheblend_rag.engine.huggingface import TransformersBackend
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.opening import open_engine_store
@@ -373,7 +373,7 @@ class BlendEngine(ChunkLibrary):
         request = self.begin_request(prompt, blend, max_new_tokens, generation_kwargs, wait_s=wait_s)
 
         def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
-            return self._answered(replace(request, streamer=PieceStreamer(self.tokenizer, show), stop=stop))
+            return self._answered(replace(request, show=show, stop=stop))
 
         return BlendStream(work)
 

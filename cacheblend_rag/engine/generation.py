@@ -21,7 +21,7 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import Spelling, StopCutter
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["BlendStream", "GenerationResult", "PieceStreamer", "PrefillResult", "StopStrings", "in_thread"]
+__all__ = ["BlendStream", "GenerationResult", "PrefillResult", "StopStrings", "in_thread"]
 
 T = TypeVar("T")
 
@@ -204,25 +204,3 @@ async def in_thread(work: Callable[..., T]) -> T:
         return await _awaited(_start(partial(work, stop=stop), "cacheblend-many"))
     finally:
         stop.set()
-
-
-class PieceStreamer:
-    """Calls `show` with the text of tokens, piece by piece, as they come."""
-
-    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
-        self.has_shown = False
-        self._show = show
-        self._spelling = Spelling(lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))
-
-    def put(self, token: int) -> None:
-        """Show what is certain of the text with the next token."""
-        self._hand_over(self._spelling.add(token))
-
-    def end(self) -> None:
-        """Show what is left of the text."""
-        self._hand_over(self._spelling.rest())
-
-    def _hand_over(self, text: str) -> None:
-        if text:
-            self.has_shown = True
-            self._show(text)

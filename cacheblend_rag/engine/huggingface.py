@@ -25,7 +25,7 @@ from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, checked_opt
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.plan import check_selector, is_full, make_selection
 from cacheblend_rag.fuse.selfcheck import check_blending
@@ -38,8 +38,7 @@ from cacheblend_rag.model import (
     model_fingerprint,
     model_window,
     num_decoder_layers,
-    takes_positions,
-    text_decoder,
+    placing,
     unwrapped,
 )
 from cacheblend_rag.prefixes import PrefixCache, cut_layers, reader_of, storage_bytes
@@ -162,8 +161,7 @@ class TransformersBackend(Backend):
         running = RunningForward(request, self.decoder, cache, steering, headroom, room)
         for each in (*self.attachments,):
             stack.enter_context(each.around(running))
-        placed = self.decoder.placing(request.prompt.places)
-        inputs = {"input_ids": ids, **placed}
+        inputs = {"input_ids": ids, **placing(self.model, request.prompt.places)}
         with nullcontext() if steering is None else steering():
             return Prefilled(inputs, cache, last_logits(self.model, inputs, cache, logits_to_keep))
 
@@ -178,13 +176,9 @@ class TransformersBackend(Backend):
     def read_whole(self, request: Request, inputs: dict[str, torch.Tensor]) -> Prefilled:
         """Return how a model that cannot be blended reads a prompt: in full, with its own cache, which may hold states."""
         places = request.prompt.places
-        if places is not None and list(places) != list(range(len(places))):
-            if not takes_positions(text_decoder(self.model)):
-                raise PromptError(
-                    f"the prompt has positions, but {type(self.model).__name__} takes none; leave positions out"
-                )
-            inputs["position_ids"] = torch.tensor([list(places)], device=self.model.device)
-        return Prefilled(inputs, None, None)
+        if places is None or list(places) == list(range(len(places))):
+            return Prefilled(inputs, None, None)
+        return Prefilled(inputs | placing(self.model, places), None, None)
 
     def _prepare(self, request: Request) -> dict[int, KVReader] | None:
         """Decide how a prompt is prefilled; return readers of what it takes over, by rows; None for nothing."""
@@ -204,8 +198,7 @@ class TransformersBackend(Backend):
         """Return whether a prompt is prefilled in full, and why, if blending was asked for."""
         if not request.blend.enabled:
             return True, None
-        layout = request.prompt.layout
-        refusal = self._refusal(layout) or (None if layout.chunks else "the prompt has no chunks")
+        refusal = self._refusal(request.prompt.layout) or request.chunkless
         return refusal is not None or is_full(request.blend), refusal
 
     def _loader(self, request: Request, decoder: Decoder, readers: Mapping[int, KVReader], room: int) -> LayerLoader:

@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
+from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
@@ -60,6 +60,8 @@ class RequestState:
     # Returns the share of the answer's attention that went to a chunk, where that is asked for.
     attention: Callable[[ChunkSpan], float] | None = None
     output_ids: tuple[int, ...] = ()
+    # Whether a piece of its answer was shown, which cannot be begun anew then.
+    has_shown: bool = False
     # Fields of its `BlendReport` besides: what few prompts use, and what backends and attachments have to say.
     figures: dict[str, Any] = field(default_factory=dict)
     # When the layers of its stored KV were loaded and handed over.
@@ -88,7 +90,8 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
     # Ends the answer at the next token.
     stop: threading.Event = field(default_factory=threading.Event)
-    streamer: PieceStreamer | None = None
+    # Takes the text of the answer piece by piece.
+    show: Callable[[str], None] | None = None
     # When it was in tokens.
     ready: float = field(default_factory=time.perf_counter)
     state: RequestState = field(default_factory=RequestState)
@@ -99,12 +102,7 @@ class Request:
     def is_given_up(self) -> bool:
         """Whether its answer is wanted no more."""
         # The interpreter waits for a stream's thread when it ends.
-        return self.stop.is_set() or (self.streamer is not None and not threading.main_thread().is_alive())
-
-    @property
-    def has_shown(self) -> bool:
-        """Whether anything of its answer was read, which cannot be begun anew then."""
-        return self.streamer is not None and self.streamer.has_shown
+        return self.stop.is_set() or (self.show is not None and not threading.main_thread().is_alive())
 
     @property
     def layout(self) -> PromptLayout:
@@ -117,6 +115,12 @@ class Request:
         chunks = () if whole else tuple(span for span in layout.chunks if span.start >= rows)
         self.state.layout = replace(layout, chunks=chunks, resumed_rows=rows) if rows else None
         self.state.head_rows = rows if is_head else 0
+
+    @property
+    def chunkless(self) -> str | None:
+        """Why none of its chunks is blended; None where one is."""
+        why = next((each.note for each in self.prompt.computed if each.computed != "last"), None)
+        return None if self.prompt.chunks else why or "the prompt has no chunks"
 
     @property
     def waiting(self) -> list[PromptChunk]:
@@ -179,7 +183,7 @@ def make_report(
         hits=sum(chunk.hit for chunk in chunks),
         misses=misses,
         selector="full" if state.selection is None else make_selector(request.blend.selector).name,
-        fallback_reason=_fallback_reason(request),
+        fallback_reason=state.fallback_reason,
         chunks=chunks,
         output_tokens=count,
         tpot_s=None if count < 2 else (token_times[count - 1] - first_output) / (count - 1),
@@ -262,15 +266,3 @@ _FATES = {
     "damaged": "its stored KV could not be read",
     "evicted": "its KV was evicted: dropped for room, or expired",
 }
-
-
-def _fallback_reason(request: Request) -> str | None:
-    reason, computed = request.state.fallback_reason, request.prompt.computed
-    if reason is None or not computed or request.prompt.chunks:
-        return reason
-    why = {chunk.computed for chunk in computed}
-    if "unread" in why:
-        return "the ids in the store cannot be read now"
-    if "moved" in why:
-        return "none of its chunks is at the position where it was encoded, and the KV of this model cannot be moved"
-    return reason

@@ -28,8 +28,8 @@ from cacheblend_rag.model import (
     watch_forward,
 )
 from cacheblend_rag.selection import FixedSelection, QuerySelector
+from cacheblend_rag.selection.base import pick, segment_numbers
 from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_layer
-from cacheblend_rag.selection.segments import pick, segment_numbers
 
 __all__ = ["Repair", "Repairing"]
 

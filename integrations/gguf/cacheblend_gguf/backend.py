@@ -121,8 +121,7 @@ class LlamaBackend(Backend):
         state = request.state
         head = self._head(request)
         if not _is_blended(request):
-            is_asked = request.blend.enabled and not request.prompt.chunks
-            state.fallback_reason = "the prompt has no chunks" if is_asked else None
+            state.fallback_reason = request.chunkless if request.blend.enabled else None
             state.selection = state.recomputed = None
             self.supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
             return head
