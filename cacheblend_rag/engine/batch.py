@@ -111,6 +111,8 @@ class Batcher:
 
     def _fill(self, group: list[Request], waiting: list[Request], most: int | None, picks: bool = False) -> None:
         """Move those that wait into a group, as far as there is room: a row that has ended goes on to the longest one's end."""
+        if not waiting:
+            return
         width, end, limit = map(max, zip(*map(self._sizes, group), strict=True))
         window = math.inf if self._backend.window is None else self._backend.window
         for other in list(waiting):

@@ -80,8 +80,8 @@ class BlendEngine(ChunkLibrary):
     UnsupportedModelError
         If the model cannot be blended and ``config.strict`` is set.
     StoreFormatError, StoreReadOnlyError
-        If the folder is no store, is one of another version, or none can be made there. A store that cannot be opened for another
-        reason (damage, a full disk, a lock) is replaced by this process's RAM, which a warning says.
+        If the folder is no store, is one of another version, or none can be made there. Where a store cannot be opened for
+        another reason (damage, a full disk, a lock), a warning says so, and RAM takes its place.
     """
 
     def __init__(
@@ -181,10 +181,7 @@ class BlendEngine(ChunkLibrary):
         return engine
 
     def for_tenant(self, tenant: str) -> BlendEngine:
-        """Return an engine of another tenant over this one's model, store and settings; close it before this one.
-
-        What is attached to this one is attached to it too, as far as attachments say what that is.
-        """
+        """Return an engine of another tenant over this one's model, store, settings and attachments; close it before this one."""
         own: dict[str, Any] = {"config": self.config, "blend": self.blend, "store": self._store, "tuning": self.tuning}
         engine = type(self)(self.model, self.tokenizer, tenant=tenant, **own)
         engine.model_name = self.model_name
@@ -283,12 +280,10 @@ class BlendEngine(ChunkLibrary):
 
         Raises
         ------
-        PromptError
-            If the prompt cannot be served.
+        PromptError, ConfigError
+            If the prompt cannot be served, or an option cannot be combined with blending.
         AnswerTimeoutError
             If the model was not free within `wait_s`.
-        ConfigError
-            If an option cannot be combined with blending.
         """
         return self._answered(self.begin_request(prompt, blend, max_new_tokens, generation_kwargs, wait_s=wait_s))
 
@@ -400,9 +395,7 @@ class BlendEngine(ChunkLibrary):
         `UnsupportedModelError` if the model's KV cannot be moved.
         """
         if self.decoder is None or not self.decoder.is_movable:
-            raise UnsupportedModelError(
-                self.unsupported_reason or f"KV of {self.model_name} cannot be moved to another position"
-            )
+            raise UnsupportedModelError(self.unsupported_reason or f"KV of {self.model_name} cannot be moved")
         with self.backend.scheduler:
             return ModelCard.of(self.decoder, self._identity, self.window)
 

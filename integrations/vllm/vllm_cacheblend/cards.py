@@ -17,7 +17,7 @@ from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
 from cacheblend_rag.model.checkpoint import default_dtype
 from cacheblend_rag.tuning import Tuning
-from vllm_cacheblend.asking import FULL, Precision
+from vllm_cacheblend.asking import FULL, Precision, read_card, write_card
 
 __all__ = ["card_of", "precision_of"]
 
@@ -45,7 +45,7 @@ def card_of(folder: Path, config: EngineConfig, store: Path, precision: Precisio
     said = [known, str(config.dtype), *([] if is_full else precision)]
     path = store / f"card-{hashlib.blake2b(json.dumps(said).encode(), digest_size=12).hexdigest()}.json"
     try:
-        return ModelCard.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return read_card(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         pass
     if is_full:
@@ -64,7 +64,7 @@ def card_of(folder: Path, config: EngineConfig, store: Path, precision: Precisio
             "without this package"
         )
     card = ModelCard.of(decoder, identity, model_window(model))
-    replace_text(path, json.dumps(card.to_dict()))
+    replace_text(path, json.dumps(write_card(card)))
     return card
 
 
