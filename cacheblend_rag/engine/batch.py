@@ -74,21 +74,33 @@ class Batcher:
                     batch_size = batch_size if reason is None else 1
                 group = [left.pop(0)]
                 self._fill(group, left, batch_size)
-                others = self._company(group[0]) if is_single and not is_nested else []
-                answers = self._hand_out(group, others)
+                own = len(group)
+                answers = self._answers(group, own, joins=is_single and not is_nested)
             finally:
                 scheduler.leave()
-            yield from zip(group, answers, strict=True)
+            yield from zip(group[:own], answers[:own], strict=True)
 
-    def _company(self, request: Request) -> list[Request]:
+    def _answers(self, group: list[Request], own: int, *, joins: bool) -> Sequence[GenerationResult | Exception]:
+        """Answer prompts together, of which the first are of this call; others that wait may join, and get their answers here."""
+        try:
+            if joins:
+                self._join(group)
+            answers = self._together(group)
+        except BaseException as error:
+            for other in group[own:]:
+                why = f"the call that this one was answered with was ended by {type(error).__name__}; try again"
+                other.answer.set_result(CacheBlendError(why))
+            raise
+        for other, answer in zip(group[own:], answers[own:], strict=True):
+            other.answer.set_result(answer)
+        return answers
+
+    def _join(self, group: list[Request]) -> None:
         """Take out of the line those that may be decoded with a prompt, the oldest first, as far as there is room."""
         line = self._backend.scheduler.queue if self._backend.scheduler.wanted else ()
         waiting = [each[1] for each in line if isinstance(each, tuple) and each[0] is self]
-        if not waiting or self._solo_reason(request) is not None:
-            return []
-        group = [request]
-        self._fill(group, [each for each in waiting if self._agree(request, each)], None, picks=True)
-        return group[1:]
+        if waiting and self._solo_reason(group[0]) is None:
+            self._fill(group, [each for each in waiting if self._agree(group[0], each)], None, picks=True)
 
     def _agree(self, one: Request, other: Request) -> bool:
         """Whether a call that waits may be decoded with another one."""
@@ -132,19 +144,6 @@ class Batcher:
         window = self._backend.window
         limit = limit if window is None else min(limit, window - max(len(layout), layout.end_position))
         return len(layout), layout.end_position, limit
-
-    def _hand_out(self, group: Sequence[Request], others: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
-        """Answer prompts together; give the `others`, of callers that wait, their answers, and return those of the group."""
-        try:
-            answers = self._together([*group, *others])
-        except BaseException as error:
-            for other in others:
-                why = f"the call that this one was answered with was ended by {type(error).__name__}; try again"
-                other.answer.set_result(CacheBlendError(why))
-            raise
-        for other, answer in zip(others, answers[len(group) :], strict=True):
-            other.answer.set_result(answer)
-        return answers[: len(group)]
 
     def _together(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
         """Answer prompts in one batch, whose options differ in objects and limits only; one by one if that fails."""

@@ -69,10 +69,8 @@ _FOREIGN = {
     "attention_mask": "a blended prompt is never padded",
     "position_ids": "positions are given in the BlendPrompt",
     "past_key_values": "the engine brings its own cache",
-    "cache_implementation": "the engine brings its own cache",
     "streamer": "use BlendEngine.stream",
     "assistant_model": "assisted decoding is not blended",
-    "prompt_lookup_num_tokens": "assisted decoding is not blended",
     "adapter_names": "an engine serves the adapter that was active when it was made; make one for each adapter",
     "alora_offsets": "an activated LoRA is not blended",
     "prefill_chunk_size": "a blended prefill is one pass",
@@ -100,18 +98,17 @@ def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options:
     for name, why in _FOREIGN.items():
         if options.get(name) is not None:
             raise ConfigError(f"generation option {name} cannot be used here: {why}")
-    for name in ("num_beams", "num_return_sequences"):
-        if (options.get(name) or 1) != 1:
+    for name, neutral in _NEUTRAL.items():
+        if options.get(name) not in (None, neutral):
             raise ConfigError(
-                f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1"
+                f"{name}={options[name]!r:.40} is not supported: a prompt is decoded as one sequence, over the engine's own "
+                "cache; leave it out"
             )
     for name in OBJECT_OPTIONS:
         if not isinstance(options.get(name), list | tuple | None):
             raise ConfigError(
                 f"{name} is the {type(options[name]).__name__} {options[name]!r:.40}; give a list of such objects"
             )
-    if options.get("use_cache") is False:
-        raise ConfigError("use_cache=False contradicts blending; leave it out")
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -26,7 +26,7 @@ from cacheblend_rag.engine.opening import open_engine_store
 from cacheblend_rag.engine.request import Request, RequestState, make_report
 from cacheblend_rag.engine.scheduler import deadline_of
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
-from cacheblend_rag.model import Capability, Decoder, ModelCard, capability
+from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.model.checkpoint import load_pretrained
 from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.report import BlendReport
@@ -384,10 +384,6 @@ class BlendEngine(ChunkLibrary):
             each.close()
         super().close(wait=wait)
         self._prefixes.close()
-
-    def capability(self) -> Capability | None:
-        """Return what each layer is like, and what blending does there or why nothing; None if transformers has no such model."""
-        return None if self.model is None else capability(self.model, self.decoder, self.unsupported_reason)
 
     def card(self) -> ModelCard:
         """Return what a server of the same weights must know to take KV from this engine's store.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cacheblend_attachments.watching import Watching
+from cacheblend_attachments.watching import Watching, watch_forward
 from cacheblend_rag.engine.attachment import RunningForward
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import (
@@ -20,7 +20,6 @@ from cacheblend_rag.model import (
     attention_weights,
     layer_types,
     watch_attention,
-    watch_forward,
 )
 
 __all__ = ["Eviction", "SnapKV", "choose_tokens", "context_attention"]

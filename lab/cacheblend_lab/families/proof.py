@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from cacheblend_lab.families.capability import capability
 from cacheblend_lab.families.tiny import VOCABULARY, tiny_config, tiny_model
 from cacheblend_lab.family_table import FamilyRow
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
@@ -25,7 +26,7 @@ from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import Decoder, KVCache, capability, text_decoder
+from cacheblend_rag.model import Decoder, KVCache, text_decoder
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 
