@@ -84,6 +84,8 @@ class BlendEngine(ChunkLibrary):
         another reason (damage, a full disk, a lock), a warning says so, and RAM takes its place.
     """
 
+    _kind = TransformersBackend
+
     def __init__(
         self,
         model: PreTrainedModel | Backend,
@@ -101,7 +103,7 @@ class BlendEngine(ChunkLibrary):
         if isinstance(model, Backend):
             backend = model
         else:
-            backend = TransformersBackend(model, tokenizer, self.tuning, strict=config.strict)
+            backend = self._kind(model, tokenizer, self.tuning, strict=config.strict)
         self.backend, self.model, self.model_name = backend, backend.model, backend.name
         self.decoder = backend.form if isinstance(backend.form, Decoder) else None
         self.unsupported_reason = backend.reason

@@ -27,7 +27,6 @@ from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
-from cacheblend_rag.fuse.plan import check_selector, is_full, make_selection
 from cacheblend_rag.fuse.selfcheck import check_blending
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
@@ -42,7 +41,7 @@ from cacheblend_rag.model import (
     unwrapped,
 )
 from cacheblend_rag.prefixes import PrefixCache, cut_layers, reader_of, storage_bytes
-from cacheblend_rag.selection import FixedSelection, make_selector
+from cacheblend_rag.selection import FixedSelection, SelectionTask, is_full, make_selection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
 from cacheblend_rag.tuning import Tuning
@@ -91,9 +90,24 @@ class TransformersBackend(Backend):
         self._weights.check()
 
     def check_blend(self, blend: BlendConfig) -> None:
+        decoder, selector = self.decoder, make_selector(blend.selector)
         # A model whose configuration names no layers is never blended.
-        if self.decoder is not None or self.num_layers:
-            check_selector(blend, self.num_layers, self.decoder)
+        if decoder is not None or self.num_layers:
+            selector.validate(self.num_layers)
+        if decoder is None or not blend.enabled:
+            return
+        layers = selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), self.num_layers, 0)).check_layers
+        for layer in layers:
+            if layer >= decoder.num_kv_layers:
+                raise ConfigError(
+                    f"check layer {layer} of {type(self.model).__name__} has no KV of its own to compare, as all its layers from "
+                    f"{decoder.num_kv_layers} on; choose earlier check_layers"
+                )
+        if selector.needs_attention and not decoder.shows_attention:
+            raise ConfigError(
+                f"selector {selector.name!r} needs the question's attention, which {type(self.model).__name__} does not show; "
+                "choose hkvd"
+            )
 
     def check_options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
         return checked_options(self.model, max_new_tokens, options)

@@ -20,9 +20,8 @@ from cacheblend_rag.engine.backend import Backend
 from cacheblend_rag.engine.decode import Outputs, token_ids
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ChunkReadError, ConfigError
-from cacheblend_rag.fuse.plan import is_full, make_selection
 from cacheblend_rag.model import ModelCard
-from cacheblend_rag.selection import make_selector
+from cacheblend_rag.selection import is_full, make_selection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import part_of
 

@@ -20,13 +20,12 @@ from cacheblend_rag.engine.decode import Prefilled
 from cacheblend_rag.engine.huggingface import TransformersBackend
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ChunkReadError, StoreError, UnsupportedModelError
-from cacheblend_rag.fuse.plan import is_full
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import state_layers
 from cacheblend_rag.prompt import PromptChunk
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import FixedSelection, is_full
 from cacheblend_rag.store import NamedTarget, NodeRecord
 from cacheblend_rag.store.base import earliest
 

@@ -9,10 +9,8 @@ from transformers import PreTrainedModel
 
 from cacheblend_hybrid.backend import StateBackend, states_of
 from cacheblend_rag.chunk import Chunk, chunk_list, id_list
-from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.model import state_layers
-from cacheblend_rag.tuning import Tuning
 
 __all__ = ["HybridEngine"]
 
@@ -35,24 +33,16 @@ class HybridEngine(BlendEngine):
         If ``config.strict`` is set, since the model cannot be blended.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        *,
-        config: EngineConfig | None = None,
-        tenant: str | None = None,
-        tuning: Tuning | None = None,
-        **given: Any,
-    ) -> None:
-        config = EngineConfig.of(config)
-        config = config if tenant is None else config.replace(tenant=tenant)
-        backend = StateBackend(model, tokenizer, tuning or Tuning(), strict=config.strict)
-        super().__init__(backend, config=config, tuning=tuning, **given)
+    _kind = StateBackend
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, **settings: Any) -> None:
+        super().__init__(model, tokenizer, **settings)
+        backend = self.backend
+        assert isinstance(backend, StateBackend)
+        backend.namespace, backend.tenant = self.namespace, self.config.tenant or ""
         if backend.states is not None:
             # Which chunk is the first of a document is wanted though none is encoded.
             self._assembler.reads_documents = True
-        backend.namespace, backend.tenant = self.namespace, config.tenant or ""
 
     @classmethod
     def claims(cls, model: Any) -> bool:
